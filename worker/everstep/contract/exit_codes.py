@@ -1,0 +1,7 @@
+"""Exit codes with a meaning of their own. All other non-zero codes are the user's program failing."""
+
+OK = 0
+# The process was fenced: a newer open record (or round) owns the training state. Never charged to the budget.
+FENCED = 84
+# The checkpoint store cannot be used (403, missing bucket, no conditional create). Repeating it cannot help.
+STORE_UNUSABLE = 85

@@ -1,0 +1,29 @@
+"""Names of the API group, labels, annotations and ports that appear on Kubernetes objects."""
+
+GROUP = "everstep.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "TrainingJob"
+PLURAL = "trainingjobs"
+
+# On every pod, service and event of a job.
+JOB = f"{GROUP}/job"
+JOB_UID = f"{GROUP}/job-uid"
+WORKER_INDEX = f"{GROUP}/worker-index"
+INCARNATION = f"{GROUP}/incarnation"
+ROUND = f"{GROUP}/round"
+
+MANAGED_BY = "app.kubernetes.io/managed-by"
+MANAGER = "everstep"
+
+# The container that trains; others in the pod are the user's side-cars.
+WORKER_CONTAINER = "worker"
+
+# Server-side apply needs one stable owner per writer.
+FIELD_MANAGER = "everstep-operator"
+
+# The audience that a worker's projected service-account token is bound to.
+TOKEN_AUDIENCE = "everstep.dev/operator"
+
+# torchrun's rendezvous on worker 0.
+RENDEZVOUS_PORT = 29400

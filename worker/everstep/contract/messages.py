@@ -1,0 +1,135 @@
+"""Messages between worker and operator. JSON objects, bounded, versioned; unknown fields are ignored by both sides.
+
+A worker's process posts a `Report` to `EVERSTEP_REPORT_URL` with its pod's token as bearer. The token names the pod;
+nothing in the body is trusted for identity. The operator answers 204, or 307 to the leader, or 4xx with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+MAX_REPORT_BYTES = 16 * 1024
+MAX_METRICS = 8
+MAX_METRIC_NAME = 40
+REPORT_PATH = "/v1/report"
+
+
+class MessageError(ValueError):
+    """The bytes are not a message of this contract; the text names the field."""
+
+
+class Phase(StrEnum):
+    """What the process was doing when it sent the report."""
+
+    START = "start"  # the training process runs; the process group may not exist yet
+    RESTORE = "restore"  # state was read from a commit (or there was none); training starts
+    TRAIN = "train"
+    SAVE = "save"  # a commit was made
+    SAVE_FAILED = "save-failed"  # an attempt to commit failed; training goes on
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Progress of one training process.
+
+    Times are seconds since the epoch on the worker's clock; the operator uses them only relative to each other.
+    """
+
+    phase: Phase
+    rank: int
+    world_size: int
+    at: float
+    round: int = 0
+    step: int | None = None  # highest completed optimizer step
+    total_steps: int | None = None
+    epoch: int | None = None
+    step_seconds: float | None = None  # mean duration of the steps completed since the previous report
+    restored_step: int | None = None  # with RESTORE: the step of the commit read, None when there was none
+    restore_seconds: float | None = None
+    committed_step: int | None = None  # last commit that this process knows of
+    committed_at: float | None = None
+    checkpoint_error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        body = {k: v for k, v in asdict(self).items() if v is not None}
+        data = json.dumps(body, separators=(",", ":"), allow_nan=True).encode()
+        if len(data) > MAX_REPORT_BYTES:
+            raise MessageError(f"report is {len(data)} bytes, at most {MAX_REPORT_BYTES} are allowed")
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes) -> Report:
+        """Parse a report; raises MessageError naming the first field that is wrong."""
+        if len(data) > MAX_REPORT_BYTES:
+            raise MessageError(f"report is {len(data)} bytes, at most {MAX_REPORT_BYTES} are allowed")
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise MessageError(f"report is not JSON: {e}") from e
+        if not isinstance(body, dict):
+            raise MessageError("report is not a JSON object")
+        try:
+            phase = Phase(body.get("phase"))
+        except ValueError as e:
+            raise MessageError(f"phase: {body.get('phase')!r} is not one of {[p.value for p in Phase]}") from e
+        return cls(
+            phase=phase,
+            rank=_int(body, "rank", 0) or 0,
+            world_size=_int(body, "world_size", 1) or 1,
+            at=_float(body, "at") or 0.0,
+            round=_int(body, "round") or 0,
+            step=_int(body, "step"),
+            total_steps=_int(body, "total_steps"),
+            epoch=_int(body, "epoch"),
+            step_seconds=_float(body, "step_seconds"),
+            restored_step=_int(body, "restored_step"),
+            restore_seconds=_float(body, "restore_seconds"),
+            committed_step=_int(body, "committed_step"),
+            committed_at=_float(body, "committed_at"),
+            checkpoint_error=_text(body, "checkpoint_error"),
+            metrics=_metrics(body.get("metrics", {})),
+        )
+
+
+def _int(body: dict[str, Any], name: str, low: int = 0) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
+        raise MessageError(f"{name}: {value!r} is not an integer of at least {low}")
+    return value
+
+
+def _float(body: dict[str, Any], name: str) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise MessageError(f"{name}: {value!r} is not a finite number of at least 0")
+    return float(value)
+
+
+def _text(body: dict[str, Any], name: str, limit: int = 500) -> str | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise MessageError(f"{name}: {value!r} is not a string")
+    return value[:limit]
+
+
+def _metrics(value: object) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > MAX_METRICS:
+        raise MessageError(f"metrics: an object of at most {MAX_METRICS} numbers is expected")
+    for name, number in value.items():
+        if not isinstance(name, str) or len(name) > MAX_METRIC_NAME:
+            raise MessageError(f"metrics: the name {name!r} is longer than {MAX_METRIC_NAME} characters")
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise MessageError(f"metrics.{name}: {number!r} is not a number")
+    return {name: float(number) for name, number in value.items()}
