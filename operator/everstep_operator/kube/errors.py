@@ -1,0 +1,198 @@
+"""What an API server can refuse, and which refusals are worth another try.
+
+Two branches, because callers act on nothing else: a `RetryableError` may go away by itself (or after a fresh read), a
+`TerminalError` will not go away until somebody changes the request, the permissions or the object. Every HTTP answer,
+broken stream and connection failure of this package becomes exactly one of them; no transport exception leaks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MESSAGE_LIMIT = 2000  # characters of a server's message that are kept: an error text ends in a log line
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One reason of a refusal; `field` is a path such as `spec.replicas`, empty where the server named none."""
+
+    reason: str
+    message: str
+    field: str
+
+
+class KubeError(Exception):
+    """Base of every error of this package.
+
+    `where` names the request (`DELETE pods ns/name`), `status` is the HTTP code (0: no answer came), `reason` the
+    server's own word for it (`AlreadyExists`), `retry_after` the seconds it asked to wait, if it did.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str = "",
+        status: int = 0,
+        reason: str = "",
+        causes: tuple[Cause, ...] = (),
+        retry_after: float | None = None,
+    ) -> None:
+        self.message = message[:MESSAGE_LIMIT]
+        self.where = where
+        self.status = status
+        self.reason = reason
+        self.causes = causes
+        self.retry_after = retry_after
+        head = " ".join(part for part in (str(status) if status else "", reason) if part)
+        super().__init__(": ".join(part for part in (where, head, self.message) if part))
+
+
+class RetryableError(KubeError):
+    """May succeed later, at once after a re-read (`Conflict`), or after a new list (`Gone`)."""
+
+
+class TerminalError(KubeError):
+    """Repeating the same request cannot succeed until something else changes."""
+
+
+class Conflict(RetryableError):
+    """409: a precondition (resourceVersion, UID, field ownership) did not hold; read again and decide again."""
+
+
+class Gone(RetryableError):
+    """410: the resource version or continue token left the server's history; list again."""
+
+
+class TooManyRequests(RetryableError):
+    """429: the server's flow control refused before doing anything, so any verb may be repeated."""
+
+
+class ServerError(RetryableError):
+    """5xx: for a write it is unknown whether it happened."""
+
+
+class ConnectionFailed(RetryableError):
+    """No complete answer in time: refused, reset, TLS, time-out. For a write it is unknown whether it happened."""
+
+
+class StreamBroken(RetryableError):
+    """A watch ended in the middle of a line, sent what is not JSON, or a line beyond the bound; reconnect."""
+
+
+class NotFound(TerminalError):
+    """404: no such object, or no such resource (its CRD is not installed)."""
+
+
+class AlreadyExists(TerminalError):
+    """409 with reason AlreadyExists: the name is taken; whether by our own object is the caller's question."""
+
+
+class Invalid(TerminalError):
+    """400 or 422: the object was refused; `causes` name the fields."""
+
+
+class Forbidden(TerminalError):
+    """403: RBAC, quota, an admission policy or a terminating namespace said no."""
+
+    @property
+    def namespace_terminating(self) -> bool:
+        """The namespace is being deleted: stop creating in it."""
+        return any(cause.reason == "NamespaceTerminating" for cause in self.causes)
+
+    @property
+    def quota_exceeded(self) -> bool:
+        """A ResourceQuota refused; it passes when somebody else's objects go."""
+        return "exceeded quota" in self.message
+
+
+class Unauthorized(TerminalError):
+    """401 with freshly loaded credentials."""
+
+
+class Rejected(TerminalError):
+    """Any other 4xx (405, 406, 413, 415, ...): a mistake in the request itself."""
+
+
+class CredentialsError(TerminalError):
+    """The kubeconfig or the service-account files cannot be read."""
+
+
+class _StatusCause(msgspec.Struct):
+    reason: str = ""
+    message: str = ""
+    field: str = ""
+
+
+class _StatusDetails(msgspec.Struct, rename="camel"):
+    causes: list[_StatusCause] | None = None
+    retry_after_seconds: int | None = None
+
+
+class Status(msgspec.Struct):
+    """The part of a `v1.Status` body that is read."""
+
+    message: str | None = ""
+    reason: str | None = ""
+    code: int | None = 0
+    details: _StatusDetails | None = None
+
+
+_status_decoder = msgspec.json.Decoder(Status)
+
+
+def from_response(status: int, headers: Mapping[str, str], body: bytes, where: str) -> KubeError:
+    """The error for an answer with code `status` >= 400; a body that is no Status (a proxy's page) is quoted as is."""
+    try:
+        parsed = _status_decoder.decode(body)
+    except msgspec.DecodeError:
+        text = body[:MESSAGE_LIMIT].decode("utf-8", "replace").strip()
+        parsed = Status(message=text or "the server gave no reason", code=status)
+    return from_status(parsed, where, code=status, retry_after=_seconds(headers.get("Retry-After")))
+
+
+def from_status(status: Status, where: str, *, code: int | None = None, retry_after: float | None = None) -> KubeError:
+    """The error for a decoded Status: an answer's body, or the object of an ERROR event in a watch."""
+    number = code or status.code or 0
+    reason = status.reason or ""
+    details = status.details or _StatusDetails()
+    if retry_after is None and details.retry_after_seconds:
+        retry_after = float(details.retry_after_seconds)
+    fields: dict[str, Any] = {
+        "where": where,
+        "status": number,
+        "reason": reason,
+        "causes": tuple(Cause(c.reason, c.message, c.field) for c in details.causes or ()),
+        "retry_after": retry_after,
+    }
+    return _class_of(number, reason)(status.message or "the server gave no reason", **fields)
+
+
+_BY_CODE: dict[int, type[KubeError]] = {
+    400: Invalid,
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    408: ConnectionFailed,
+    409: Conflict,
+    410: Gone,
+    422: Invalid,
+    429: TooManyRequests,
+}
+
+
+def _class_of(code: int, reason: str) -> type[KubeError]:
+    if reason == "AlreadyExists":
+        return AlreadyExists
+    if reason == "Expired":
+        return Gone
+    if code >= 500:
+        return ServerError
+    return _BY_CODE.get(code, Rejected)
+
+
+def _seconds(header: str | None) -> float | None:
+    # Only the delta form: the API server never sends the date form, and a proxy's clock is not to be trusted.
+    return float(header) if header is not None and header.isascii() and header.isdigit() else None

@@ -1,0 +1,55 @@
+"""Which resources exist and how each is reached and decoded.
+
+A `Resource` is all that the client knows about a kind: path, names and the shape to decode. CRD objects get theirs from
+`custom_resource`, called by whoever owns the CRD.
+"""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+from urllib.parse import quote
+
+from everstep_operator.kube import wire
+
+T = TypeVar("T", bound=wire.KubeObject)
+
+
+@dataclass(frozen=True, slots=True)
+class Resource(Generic[T]):
+    """One kind at the API server; `group` is empty for the core group."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    struct: type[T]
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """As it stands in an object's `apiVersion`."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """The URL path. `namespace=None` on a namespaced resource means all namespaces, for list and watch only."""
+        if namespace is not None and not self.namespaced:
+            raise ValueError(f"{self.plural} have no namespace; call with namespace=None instead of {namespace!r}")
+        if name is not None and namespace is None and self.namespaced:
+            raise ValueError(f"one of the {self.plural} is named {name!r} in every namespace; give the namespace")
+        parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
+        if namespace is not None:
+            parts += ["namespaces", namespace]
+        parts += [self.plural, *([name] if name is not None else []), *([subresource] if subresource else [])]
+        return "/" + "/".join(quote(part, safe="") for part in parts)
+
+
+PODS = Resource("", "v1", "pods", "Pod", wire.Pod)
+SERVICES = Resource("", "v1", "services", "Service", wire.Service)
+NODES = Resource("", "v1", "nodes", "Node", wire.Node, namespaced=False)
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease", wire.Lease)
+EVENTS = Resource("events.k8s.io", "v1", "events", "Event", wire.Event)
+PDBS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", wire.PodDisruptionBudget)
+
+
+def custom_resource(group: str, version: str, plural: str, kind: str, struct: type[T]) -> Resource[T]:
+    """The descriptor of a namespaced CRD; `struct` is usually `wire.Unstructured` or a subclass of `KubeObject`."""
+    return Resource(group, version, plural, kind, struct)

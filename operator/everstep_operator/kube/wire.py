@@ -1,0 +1,218 @@
+"""The narrow shapes that are decoded from the API server's JSON.
+
+Only the fields that somebody reads exist here; everything else is skipped by the decoder without an allocation, which
+is what keeps 10,000 pods at 34 MB. Objects are immutable, so a cache may hand them out. Times are aware UTC datetimes.
+Invariant: every list is a tuple, and an absent list or map reads as empty.
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Base of all shapes: camelCase on the wire, unknown fields ignored, immutable."""
+
+
+class OwnerReference(Wire, frozen=True, kw_only=True):
+    api_version: str = ""
+    kind: str = ""
+    name: str = ""
+    uid: str = ""
+    controller: bool = False
+
+
+class ObjectMeta(Wire, frozen=True, kw_only=True):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    generation: int = 0
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    owner_references: tuple[OwnerReference, ...] = ()
+    finalizers: tuple[str, ...] = ()
+    creation_timestamp: datetime | None = None
+    deletion_timestamp: datetime | None = None
+    deletion_grace_period_seconds: int | None = None
+
+
+class KubeObject(Wire, frozen=True, kw_only=True):
+    """Anything with metadata. `key` is (namespace, name), the identity within one resource."""
+
+    metadata: ObjectMeta = ObjectMeta()
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.metadata.namespace, self.metadata.name)
+
+
+class Condition(Wire, frozen=True, kw_only=True):
+    type: str = ""
+    status: str = ""
+    reason: str = ""
+    message: str = ""
+    last_transition_time: datetime | None = None
+
+
+class Container(Wire, frozen=True, kw_only=True):
+    name: str = ""
+
+
+class PodSpec(Wire, frozen=True, kw_only=True):
+    node_name: str = ""
+    restart_policy: str = ""
+    containers: tuple[Container, ...] = ()
+
+
+class ContainerWaiting(Wire, frozen=True, kw_only=True):
+    reason: str = ""
+    message: str = ""
+
+
+class ContainerRunning(Wire, frozen=True, kw_only=True):
+    started_at: datetime | None = None
+
+
+class ContainerTerminated(Wire, frozen=True, kw_only=True):
+    exit_code: int = 0
+    reason: str = ""
+    message: str = ""
+    signal: int = 0
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+
+
+class ContainerState(Wire, frozen=True, kw_only=True):
+    """At most one of the three is set; none means waiting without a reason yet."""
+
+    waiting: ContainerWaiting | None = None
+    running: ContainerRunning | None = None
+    terminated: ContainerTerminated | None = None
+
+
+class ContainerStatus(Wire, frozen=True, kw_only=True):
+    name: str = ""
+    ready: bool = False
+    restart_count: int = 0
+    state: ContainerState = ContainerState()
+    last_state: ContainerState = ContainerState()
+
+
+class PodStatus(Wire, frozen=True, kw_only=True):
+    phase: str = ""
+    reason: str = ""
+    message: str = ""
+    pod_ip: str = msgspec.field(default="", name="podIP")
+    start_time: datetime | None = None
+    conditions: tuple[Condition, ...] = ()
+    container_statuses: tuple[ContainerStatus, ...] = ()
+
+
+class Pod(KubeObject, frozen=True, kw_only=True):
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+
+class Taint(Wire, frozen=True, kw_only=True):
+    key: str = ""
+    value: str = ""
+    effect: str = ""
+    time_added: datetime | None = None
+
+
+class NodeSpec(Wire, frozen=True, kw_only=True):
+    unschedulable: bool = False
+    taints: tuple[Taint, ...] = ()
+
+
+class NodeStatus(Wire, frozen=True, kw_only=True):
+    conditions: tuple[Condition, ...] = ()
+
+
+class Node(KubeObject, frozen=True, kw_only=True):
+    spec: NodeSpec = NodeSpec()
+    status: NodeStatus = NodeStatus()
+
+
+class ServicePort(Wire, frozen=True, kw_only=True):
+    name: str = ""
+    port: int = 0
+
+
+class ServiceSpec(Wire, frozen=True, kw_only=True):
+    cluster_ip: str = msgspec.field(default="", name="clusterIP")
+    publish_not_ready_addresses: bool = False
+    selector: dict[str, str] = {}
+    ports: tuple[ServicePort, ...] = ()
+
+
+class Service(KubeObject, frozen=True, kw_only=True):
+    spec: ServiceSpec = ServiceSpec()
+
+
+class PodDisruptionBudget(KubeObject, frozen=True, kw_only=True):
+    """Only its existence and owner are read."""
+
+
+class LeaseSpec(Wire, frozen=True, kw_only=True):
+    holder_identity: str | None = ""
+    lease_duration_seconds: int | None = None
+    acquire_time: datetime | None = None
+    renew_time: datetime | None = None
+    lease_transitions: int | None = None
+
+
+class Lease(KubeObject, frozen=True, kw_only=True):
+    spec: LeaseSpec = LeaseSpec()
+
+
+class ObjectReference(Wire, frozen=True, kw_only=True):
+    kind: str = ""
+    namespace: str = ""
+    name: str = ""
+    uid: str = ""
+
+
+class Event(KubeObject, frozen=True, kw_only=True):
+    """events.k8s.io/v1."""
+
+    type: str = ""
+    reason: str = ""
+    note: str = ""
+    action: str = ""
+    regarding: ObjectReference = ObjectReference()
+    event_time: datetime | None = None
+
+
+class Unstructured(KubeObject, frozen=True, kw_only=True):
+    """An object of a CRD: metadata narrow, the rest as plain JSON values that the owner of the CRD validates.
+
+    The dicts are shared with every reader of a cache: read only.
+    """
+
+    spec: dict[str, Any] = {}
+    status: dict[str, Any] = {}
+
+
+def to_body(value: Wire) -> dict[str, Any]:
+    """The JSON value of `value` with its defaults left out, as `create`, `apply` and `replace` take it."""
+    body = msgspec.to_builtins(value)
+    assert isinstance(body, dict)
+    return body
+
+
+def controller_uid(meta: ObjectMeta) -> str | None:
+    """The UID of the controlling owner, the only one that may adopt."""
+    return next((owner.uid for owner in meta.owner_references if owner.controller), None)
+
+
+def micro_time(moment: datetime) -> str:
+    """`moment` as a Kubernetes MicroTime: always six digits, a form that its parser insists on."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def rfc3339(moment: datetime) -> str:
+    """`moment` as a Kubernetes Time: whole seconds, as conditions carry it."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,180 @@
+"""A work queue of keys: many events about one object become one piece of work.
+
+Invariants: a key is ready at most once; it is never handed to two workers at the same time (an add while it is being
+worked on makes it ready again at `done`); of several delays for one key the earliest wins; everything it holds is bounded
+by `limit` distinct keys. `KeyQueue` is pure (time is an argument), `WorkQueue` adds the waiting. After client-go's
+workqueue, which keeps delays and back-off in separate layers; here one state holds all, so that one model tests all.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from everstep_operator.kube.backoff import Backoff
+from everstep_operator.runtime.clock import Clock, wait_event
+from everstep_operator.runtime.errors import QueueFull, QueueShutDown
+from everstep_operator.runtime.randomness import Random
+
+K = TypeVar("K", bound=Hashable)
+
+LIMIT = 100_000
+BACKOFF = Backoff(base=0.05, cap=60.0)
+
+
+class KeyQueue(Generic[K]):
+    """The state machine. All times are seconds of one monotonic clock and never decrease from call to call."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._ready: deque[K] = deque()
+        self._queued: set[K] = set()  # what is in _ready
+        self._working: set[K] = set()
+        self._again: set[K] = set()  # added while being worked on
+        self._due: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []  # may hold superseded entries; _due decides
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        """Keys that are ready now, those in work and those that wait for a delay not counted."""
+        return len(self._ready)
+
+    @property
+    def working(self) -> frozenset[K]:
+        return frozenset(self._working)
+
+    def add(self, key: K) -> None:
+        """Make `key` ready now; a pending delay of it is dropped, since this work will cover it."""
+        if key in self._queued or key in self._again:
+            return
+        self._check_room(key)
+        self._due.pop(key, None)
+        if key in self._working:
+            self._again.add(key)
+        else:
+            self._queued.add(key)
+            self._ready.append(key)
+
+    def add_after(self, key: K, delay: float, now: float) -> None:
+        """Make `key` ready at `now + delay`, unless it is ready or due earlier anyway."""
+        if delay <= 0:
+            self.add(key)
+            return
+        if key in self._queued or key in self._again:
+            return
+        due = now + delay
+        if key in self._due and self._due[key] <= due:
+            return
+        self._check_room(key)
+        self._due[key] = due
+        self._sequence += 1
+        heapq.heappush(self._heap, (due, self._sequence, key))
+        self._compact()
+
+    def take(self, now: float) -> K | None:
+        """The next ready key, which is then in work until `done`; None if nothing is ready at `now`."""
+        while self._heap and self._heap[0][0] <= now:
+            due, _, key = heapq.heappop(self._heap)
+            if self._due.get(key) == due:
+                self.add(key)
+        if not self._ready:
+            return None
+        key = self._ready.popleft()
+        self._queued.discard(key)
+        self._working.add(key)
+        return key
+
+    def done(self, key: K) -> None:
+        """The work on `key` ended; if it was added meanwhile it is ready again."""
+        if key not in self._working:
+            raise ValueError(f"done({key!r}) without take: it is not being worked on")
+        self._working.discard(key)
+        if key in self._again:
+            self._again.discard(key)
+            self._queued.add(key)
+            self._ready.append(key)
+
+    def next_due(self) -> float | None:
+        """When the next delayed key becomes ready, if any is delayed."""
+        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def _check_room(self, key: K) -> None:
+        known = key in self._due or key in self._working
+        if not known and len(self._queued) + len(self._due) + len(self._working) >= self._limit:
+            raise QueueFull(
+                f"work queue holds {self._limit} keys, cannot add {key!r}; raise its limit or shard the keys"
+            )
+
+    def _compact(self) -> None:
+        # Superseded entries are dropped lazily; without this an hour of re-adding one key would grow the heap.
+        if len(self._heap) > 2 * len(self._due) + 16:
+            self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+
+
+class WorkQueue(Generic[K]):
+    """A `KeyQueue` that workers wait on, with back-off by key."""
+
+    def __init__(self, clock: Clock, rng: Random, *, backoff: Backoff = BACKOFF, limit: int = LIMIT) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._backoff = backoff
+        self._keys: KeyQueue[K] = KeyQueue(limit)
+        self._failures: dict[K, int] = {}
+        self._wake = asyncio.Event()
+        self._shut = False
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: K) -> None:
+        """Make `key` ready now. Raises `QueueFull` at the limit."""
+        self._keys.add(key)
+        self._wake.set()
+
+    def add_after(self, key: K, delay: float) -> None:
+        """Make `key` ready in `delay` seconds; of several delays the earliest wins. Raises `QueueFull`."""
+        self._keys.add_after(key, delay, self._clock.monotonic())
+        self._wake.set()
+
+    def add_backoff(self, key: K, *, at_least: float = 0.0) -> float:
+        """Count a failure of `key` and make it ready after its back-off; the delay in seconds."""
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        delay = max(at_least, self._backoff.delay(failures, self._rng()))
+        self.add_after(key, delay)
+        return delay
+
+    def failures(self, key: K) -> int:
+        """Failures in a row since the last `forget`."""
+        return self._failures.get(key, 0)
+
+    def forget(self, key: K) -> None:
+        """`key` succeeded: its next failure starts the back-off anew."""
+        self._failures.pop(key, None)
+
+    async def get(self) -> K:
+        """Wait for a key; it is this caller's until `done`. Raises `QueueShutDown` after `shut_down`."""
+        while True:
+            if self._shut:
+                raise QueueShutDown("the work queue was shut down")
+            now = self._clock.monotonic()
+            key = self._keys.take(now)
+            if key is not None:
+                return key
+            due = self._keys.next_due()
+            self._wake.clear()
+            await wait_event(self._clock, self._wake, None if due is None else due - now)
+
+    def done(self, key: K) -> None:
+        """The work on `key` ended, well or not."""
+        self._keys.done(key)
+        self._wake.set()
+
+    def shut_down(self) -> None:
+        """Wake every waiting worker with `QueueShutDown`; keys that are left are dropped, they come back by a list."""
+        self._shut = True
+        self._wake.set()

@@ -1,0 +1,6 @@
+"""Randomness as something that is passed in: a source of uniform numbers in [0, 1)."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+Random: TypeAlias = Callable[[], float]
