@@ -1,0 +1,139 @@
+"""The model that every API type derives from: one place for casing, strictness, cross-field checks and errors.
+
+It knows no field of a TrainingJob. Invariant: a check is written once, with its CEL text for the API server and its
+Python predicate side by side, so that the two cannot be changed apart without being seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.alias_generators import to_camel
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+
+class ApiError(Exception):
+    """Base of this package's errors; all of them are terminal for the object that was read."""
+
+
+class SpecError(ApiError, ValueError):
+    """A TrainingJob that may not run.
+
+    `path` is the field as `kubectl explain` writes it (`spec.recovery.rules[0].action`); `problem` says what is wrong
+    with it and what to do.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A rule over several fields of one object, or over its change.
+
+    `cel` is what the API server evaluates with `self` (and `oldSelf`) bound to the object; `holds` is the same rule in
+    Python, `None` for a transition rule, which needs the old object. `field` is the fieldPath of the refusal, relative
+    to the object (`.minReplicas`), empty for the object itself.
+    """
+
+    cel: str
+    message: str
+    field: str = ""
+    holds: Callable[[Any], bool] | None = None
+
+    def as_crd(self) -> dict[str, str]:
+        rule = {"rule": self.cel, "message": self.message}
+        return {**rule, "fieldPath": self.field} if self.field else rule
+
+
+class ApiModel(BaseModel):
+    """Frozen, camelCase on the wire, snake_case in Python; an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+
+    CHECKS: ClassVar[tuple[Check, ...]] = ()
+
+    @model_validator(mode="after")
+    def _checks_hold(self) -> ApiModel:
+        for check in self.CHECKS:
+            if check.holds is not None and not check.holds(self):
+                raise CheckError(check)
+        return self
+
+    def to_wire(self) -> dict[str, Any]:
+        """JSON-ready with the API's names; a field without a value is absent, never null."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+class StatusModel(ApiModel):
+    """A status may have been written by a newer operator: what is not known here is ignored, not refused."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class CheckError(ValueError):
+    """Carries the check that failed through pydantic, which keeps only ValueErrors."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__(check.message)
+        self.check = check
+
+
+def _write_time(value: datetime) -> str:
+    return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# Whole seconds in UTC, as metav1.Time: two status writes within one second then compare equal and are not repeated.
+Timestamp = Annotated[
+    AwareDatetime,
+    PlainSerializer(_write_time, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "format": "date-time"}),
+]
+# Never coerced: `replicas: true` or `"3"` is a mistake, not the number 1 or 3.
+Int32 = Annotated[StrictInt, Field(le=INT32_MAX), WithJsonSchema({"type": "integer", "format": "int32"})]
+Count = Annotated[StrictInt, Field(ge=0, le=INT64_MAX)]
+Bool = StrictBool
+# A DNS subdomain: what the name of a Secret or a node may be.
+ObjectName = Annotated[
+    str,
+    Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"),
+]
+
+
+def section(model: type[ApiModel], description: str) -> Any:
+    """A nested object that is always there: the API server fills it with the defaults of its fields."""
+    info: Any = Field(default_factory=model, description=description, json_schema_extra={"default": {}})
+    return info
+
+
+def first_problem(root: str, error: ValidationError) -> SpecError:
+    """The first failure of a pydantic validation as a field path and one sentence."""
+    details = error.errors(include_url=False, include_input=False)[0]
+    # pydantic adds the names of a union's members (`constrained-int`) to the path; a field name is an identifier.
+    parts = [part for part in details["loc"] if isinstance(part, int) or part.isidentifier()]
+    path = root + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    cause = details.get("ctx", {}).get("error")
+    if isinstance(cause, CheckError):
+        return SpecError(path + cause.check.field, cause.check.message)
+    if details["type"] == "extra_forbidden":
+        return SpecError(path, "is not a field of this version; remove it or correct its name")
+    return SpecError(path, details["msg"])

@@ -1,0 +1,61 @@
+"""The vocabulary of a TrainingJob's status: condition types, reasons of Ready, and causes of a loss.
+
+Strings only; it decides nothing. These words are API: scripts wait on them, so a member is never renamed.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ConditionType(StrEnum):
+    """Types in `status.conditions`. Ready, Reconciling and Stalled follow kstatus, which Argo, Flux and Helm read."""
+
+    READY = "Ready"
+    RECONCILING = "Reconciling"
+    STALLED = "Stalled"
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    QUORUM_REACHED = "QuorumReached"
+    RESIZING = "Resizing"
+    RECOVERING = "Recovering"
+    CHECKPOINT_HEALTHY = "CheckpointHealthy"
+
+
+class ConditionStatus(StrEnum):
+    """Kubernetes' three values of a condition."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class ReadyReason(StrEnum):
+    """Reasons of the Ready condition, shown as the STATUS column. There is no phase field."""
+
+    PENDING = "Pending"
+    WAITING_FOR_QUORUM = "WaitingForQuorum"
+    RUNNING = "Running"
+    RUNNING_DEGRADED = "RunningDegraded"
+    RESIZING = "Resizing"
+    RECOVERING = "Recovering"
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class Cause(StrEnum):
+    """Why a worker was lost. `spec.recovery.rules[].onReasons` matches these words and recoveries report them."""
+
+    ERROR = "Error"  # the program ended with a non-zero exit code
+    OOM_KILLED = "OOMKilled"  # the kernel killed a container that passed its memory limit
+    SIGNALED = "Signaled"  # ended by a signal that nobody declared (SIGKILL, SIGSEGV, ...)
+    EVICTED = "Evicted"  # the kubelet evicted the pod: node pressure
+    DISRUPTION_TARGET = "DisruptionTarget"  # eviction API, preemption, drain, taint manager
+    NODE_LOST = "NodeLost"  # the node is gone or silent
+    POD_DELETED = "PodDeleted"  # somebody deleted the pod
+    START_FAILED = "StartFailed"  # the container never ran: image, configuration or volume
+    RENDEZVOUS_TIMEOUT = "RendezvousTimeout"  # the workers did not meet within joinTimeoutSeconds
+    FENCED = "Fenced"  # a newer round owns the training state
+    STORE_UNUSABLE = "StoreUnusable"  # the checkpoint store cannot be used; repeating cannot help

@@ -1,0 +1,49 @@
+"""From what the API server stored to types, with errors that name the field.
+
+The API server has checked the same rules already; this is for objects that passed an older CRD, and for local mode,
+which has none. Pure: nothing is read but the argument. Invariant: the result is a spec this version can carry out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from everstep_operator.api.base import SpecError, first_problem
+from everstep_operator.api.pending import refusal
+from everstep_operator.api.status import Status
+from everstep_operator.api.types import TrainingJobSpec
+
+
+def parse_spec(raw: Mapping[str, Any]) -> TrainingJobSpec:
+    """The spec of a TrainingJob with its defaults; raises SpecError naming the field."""
+    try:
+        spec = TrainingJobSpec.model_validate(without_nulls(raw))
+    except ValidationError as e:
+        raise first_problem("spec", e) from e
+    check = refusal(spec)
+    if check is not None:
+        raise SpecError(f"spec{check.field}", check.message)
+    return spec
+
+
+def parse_status(raw: Mapping[str, Any] | None) -> Status:
+    """The status as stored; an empty one when there is none. Unknown fields are ignored.
+
+    Raises SpecError when a known field holds what its type cannot be; the caller rebuilds from observation then.
+    """
+    try:
+        return Status.model_validate(without_nulls(raw or {}))
+    except ValidationError as e:
+        raise first_problem("status", e) from e
+
+
+def without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A null is an absent field, as for the API server; the pod template is left as it is."""
+    return {
+        key: without_nulls(value) if isinstance(value, Mapping) and key != "template" else value
+        for key, value in raw.items()
+        if value is not None
+    }

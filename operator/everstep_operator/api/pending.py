@@ -1,0 +1,60 @@
+"""What the schema has and this version does not do yet: refused with its name, never ignored.
+
+Both the CRD and the parser read this list, so a job that reaches the operator past an older CRD is refused as well.
+Work that implements a field deletes its entry here and nothing else. Invariant: the defaults of `types` pass.
+"""
+
+from __future__ import annotations
+
+from everstep_operator.api.base import Check
+from everstep_operator.api.types import HangMode, RendezvousBackend, TrainingJobSpec
+
+
+def _not_yet(what: str, remedy: str) -> str:
+    return f"{what} is not implemented in this version; {remedy}"
+
+
+# `self` and the argument of `holds` are the spec.
+PENDING: tuple[Check, ...] = (
+    Check(
+        cel="!has(self.elastic)",
+        message=_not_yet("spec.elastic", "remove it"),
+        field=".elastic",
+        holds=lambda s: s.elastic is None,
+    ),
+    Check(
+        cel="self.rendezvous.backend == 'c10d'",
+        message=_not_yet("spec.rendezvous.backend other than c10d", "use c10d or remove it"),
+        field=".rendezvous.backend",
+        holds=lambda s: s.rendezvous.backend == RendezvousBackend.C10D,
+    ),
+    Check(
+        cel="!has(self.rendezvous.etcd)",
+        message=_not_yet("spec.rendezvous.etcd", "remove it"),
+        field=".rendezvous.etcd",
+        holds=lambda s: s.rendezvous.etcd is None,
+    ),
+    Check(
+        cel="!has(self.checkpoint) || !self.checkpoint.onPreemption",
+        message=_not_yet("spec.checkpoint.onPreemption: true", "remove it"),
+        field=".checkpoint.onPreemption",
+        holds=lambda s: s.checkpoint is None or not s.checkpoint.on_preemption,
+    ),
+    Check(
+        cel="self.recovery.hang.mode == 'Off'",
+        message=_not_yet('spec.recovery.hang.mode other than "Off"', "remove it"),
+        field=".recovery.hang.mode",
+        holds=lambda s: s.recovery.hang.mode == HangMode.OFF,
+    ),
+    Check(
+        cel="!self.suspend",
+        message=_not_yet("spec.suspend: true", "remove it, or delete the job"),
+        field=".suspend",
+        holds=lambda s: not s.suspend,
+    ),
+)
+
+
+def refusal(spec: TrainingJobSpec) -> Check | None:
+    """The first entry that this spec asks for, if any."""
+    return next((check for check in PENDING if check.holds is not None and not check.holds(spec)), None)

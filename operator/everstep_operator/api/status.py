@@ -1,0 +1,208 @@
+"""The status of a TrainingJob: everything that is written there is rebuilt from observation or is a counter.
+
+It knows nothing of how values are found. Invariants: lists and maps are bounded; restart state is counters, never
+commands; a field derived from another is computed here and never read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints, model_validator
+
+from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
+from everstep_operator.api.base import ApiModel, Count, StatusModel, Timestamp
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
+
+MAX_RECOVERIES = 10
+MAX_LOG_LINES = 20
+
+LogLine = Annotated[str, StringConstraints(max_length=1000)]
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_METRIC_NAME)]
+MetricText = Annotated[str, StringConstraints(max_length=32)]
+
+
+class World(StatusModel):
+    """The agreed membership that trains now."""
+
+    round: Count = Field(
+        default=0,
+        description="Number of the last published round. It only grows, and fences every join, report and commit.",
+    )
+    size: Count = Field(default=0, description="Workers in this round.")
+    since: Timestamp | None = Field(default=None, description="When the round was published.")
+
+
+class Progress(StatusModel):
+    """How far the training is, as last reported by its processes; at most a few seconds old while it runs."""
+
+    step: Count | None = Field(default=None, description="Highest completed optimizer step.")
+    total_steps: Count | None = Field(default=None, description="Steps the script will take, when it told.")
+    epoch: Count | None = Field(default=None, description="Epoch of that step, when the script told.")
+    eta_seconds: Count | None = Field(default=None, description="Seconds to the last step at the present rate.")
+    metrics: dict[MetricName, MetricText] = Field(
+        default_factory=dict,
+        max_length=MAX_METRICS,
+        description="The script's own figures, as text so that no precision is lost.",
+    )
+    updated_at: Timestamp | None = Field(default=None, description="When the newest of these figures was reported.")
+
+
+class CheckpointStatus(StatusModel):
+    """The newest commit that the workers reported. The commit log itself is the source of truth."""
+
+    last_committed_step: Count | None = Field(default=None, description="Step of the newest commit.")
+    committed_at: Timestamp | None = Field(default=None, description="When it was committed.")
+    url: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
+        default=None, description="Where the commits are: spec.checkpoint.url."
+    )
+    healthy: bool | None = Field(default=None, description="False while the last attempt to commit failed.")
+
+
+class Restarts(StatusModel):
+    """Restarts so far, by who is to blame, and the counters that the restart budget is judged by."""
+
+    user_code: Count = Field(
+        default=0, description="Failures of the program itself: charged to spec.recovery.maxRestarts."
+    )
+    infrastructure: Count = Field(default=0, description="Lost nodes, pods and processes: never charged.")
+    preemption: Count = Field(default=0, description="Evictions and preemptions: never charged.")
+    total: Count = Field(default=0, description="Sum of the three, for the RESTARTS column. Derived.")
+    window_started_at: Timestamp | None = Field(
+        default=None, description="Start of the current spec.recovery.restartWindowSeconds window."
+    )
+    in_window: Count = Field(default=0, description="Charged restarts in the current window.")
+    without_progress: Count = Field(default=0, description="Restarts in a row that brought no new step.")
+    last_at: Timestamp | None = Field(
+        default=None, description="When the last charged restart was decided; the back-off runs from it."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sum(cls, data: Any) -> Any:
+        """Always computed: a total that somebody edited would otherwise stay wrong."""
+        if not isinstance(data, Mapping):
+            return data
+        parts = [_either(data, "userCode", "user_code"), data.get("infrastructure"), data.get("preemption")]
+        return {**data, "total": sum(part for part in parts if isinstance(part, int))}
+
+
+class RecoveryRecord(StatusModel):
+    """One recovery: what was lost, where, which rung mended it and how long each part took."""
+
+    at: Timestamp = Field(description="When the loss was noticed.")
+    cause: Cause = Field(description="Why the worker was lost.")
+    worker: Count | None = Field(default=None, description="Index of the worker that was lost first.")
+    node: Annotated[str, StringConstraints(max_length=253)] | None = Field(default=None, description="Node it ran on.")
+    rung: Annotated[str, StringConstraints(max_length=32)] = Field(
+        description="Step of the recovery ladder: in-process, re-fork, recreate, shrink, from-storage."
+    )
+    detect_ms: Count | None = Field(default=None, description="Milliseconds from the fault to its notice, when known.")
+    rendezvous_ms: Count | None = Field(default=None, description="Milliseconds from the notice to the new round.")
+    restore_ms: Count | None = Field(default=None, description="Milliseconds that reading the training state took.")
+    first_step_ms: Count | None = Field(
+        default=None, description="Milliseconds from the restored state to the next step."
+    )
+    lost_steps: Count | None = Field(default=None, description="Optimizer steps that had to be taken again.")
+
+
+class Failure(StatusModel):
+    """The first root cause of a failed job, kept; what broke in its wake is not recorded over it."""
+
+    cause: Cause = Field(description="Why the worker was lost.")
+    message: Annotated[str, StringConstraints(max_length=1024)] = Field(description="One sentence for a person.")
+    at: Timestamp | None = Field(default=None, description="When it was noticed.")
+    worker: Count | None = Field(default=None, description="Index of the worker.")
+    pod: Annotated[str, StringConstraints(max_length=253)] | None = Field(default=None, description="Name of its pod.")
+    node: Annotated[str, StringConstraints(max_length=253)] | None = Field(default=None, description="Node it ran on.")
+    exit_code: Annotated[int, Field(ge=0, le=255)] | None = Field(
+        default=None, description="Exit code of the worker container; 128 + n when signal n ended it."
+    )
+    log_lines: tuple[LogLine, ...] = Field(
+        default=(), max_length=MAX_LOG_LINES, description="Last lines of its log, redacted by the agent."
+    )
+
+
+class Condition(StatusModel):
+    """A condition as in metav1.Condition."""
+
+    type: ConditionType = Field(description="Name of the condition.")
+    status: ConditionStatus = Field(description="True, False or Unknown.")
+    reason: Annotated[str, StringConstraints(min_length=1, max_length=64)] = Field(
+        description="One word for programs; for Ready it is the STATUS column."
+    )
+    message: Annotated[str, StringConstraints(max_length=1024)] = Field(
+        default="", description="A sentence for people."
+    )
+    last_transition_time: Timestamp = Field(description="When `status` last changed.")
+    observed_generation: Count | None = Field(default=None, description="metadata.generation that this was judged by.")
+
+
+class Status(StatusModel):
+    """What the operator found. Written by one patch a pass, and only when it changed."""
+
+    observed_generation: Count | None = Field(default=None, description="Newest metadata.generation that was acted on.")
+    replicas: Count = Field(default=0, description="Worker pods that exist, one an index (scale subresource).")
+    ready_replicas: Count = Field(default=0, description="Worker pods that are Ready.")
+    selector: Annotated[str, StringConstraints(max_length=512)] = Field(
+        default="", description="Label selector of the worker pods, as text (scale subresource)."
+    )
+    start_time: Timestamp | None = Field(
+        default=None, description="When the job was first acted on; spec.activeDeadlineSeconds runs from it."
+    )
+    completion_time: Timestamp | None = Field(
+        default=None, description="When it became Complete or Failed; spec.ttlSecondsAfterFinished runs from it."
+    )
+    world: World = Field(default=World(), description="The membership that trains now.")
+    progress: Progress = Field(default=Progress(), description="How far the training is.")
+    checkpoint: CheckpointStatus = Field(default=CheckpointStatus(), description="The newest known commit.")
+    restarts: Restarts = Field(default=Restarts(), description="Restarts so far and the budget's counters.")
+    recoveries: tuple[RecoveryRecord, ...] = Field(
+        default=(), max_length=MAX_RECOVERIES, description="The last recoveries, newest first."
+    )
+    goodput_percent: Annotated[int, Field(ge=0, le=100)] | None = Field(
+        default=None, description="Productive step time as a share of wall time since the start, in percent."
+    )
+    goodput: Annotated[str, StringConstraints(max_length=5)] | None = Field(
+        default=None,
+        description="goodputPercent with its sign, for the GOODPUT column, which can only print a field. Derived.",
+    )
+    failure: Failure | None = Field(default=None, description="On a failed job: its first root cause.")
+    conditions: tuple[Condition, ...] = Field(
+        default=(),
+        max_length=len(ConditionType),
+        description="Conditions, at most one a type.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _print_goodput(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        percent = _either(data, "goodputPercent", "goodput_percent")
+        return {**data, "goodput": None if percent is None else f"{percent}%"}
+
+    def condition(self, type_: ConditionType) -> Condition | None:
+        """The condition of this type, if it was ever set."""
+        return next((c for c in self.conditions if c.type == type_), None)
+
+
+def _either(data: Mapping[str, Any], alias: str, name: str) -> Any:
+    return data.get(alias, data.get(name))
+
+
+__all__ = [
+    "MAX_LOG_LINES",
+    "MAX_RECOVERIES",
+    "ApiModel",
+    "CheckpointStatus",
+    "Condition",
+    "Failure",
+    "Progress",
+    "RecoveryRecord",
+    "Restarts",
+    "Status",
+    "World",
+]

@@ -1,0 +1,87 @@
+"""The part of spec.template that the CRD itself looks at: its shape, its size and the container named worker.
+
+The full PodTemplateSpec schema is too large for a CRD, so everything else is preserved unseen; what must not be in it
+is the ValidatingAdmissionPolicy's to refuse. Invariant: no list in a template is without a bound, because each becomes
+work at every list of the operator and at every policy evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.contract.labels import WORKER_CONTAINER
+
+MAX_CONTAINERS = 20
+MAX_ENV = 1000
+MAX_VOLUMES = 256
+MAX_ARGS = 256
+# Linux takes at most 128 KiB in one argument or variable (MAX_ARG_STRLEN).
+MAX_ARG_LENGTH = 32 * 1024
+
+_OPEN: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_NAME: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 63}
+
+
+def _list_of(item: dict[str, Any], limit: int) -> dict[str, Any]:
+    return {"type": "array", "maxItems": limit, "items": item}
+
+
+_ARGUMENTS = _list_of({"type": "string", "maxLength": MAX_ARG_LENGTH}, MAX_ARGS)
+_VARIABLE: dict[str, Any] = {
+    **_OPEN,
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 256},
+        "value": {"type": "string", "maxLength": MAX_ARG_LENGTH},
+    },
+}
+_CONTAINER: dict[str, Any] = {
+    **_OPEN,
+    "required": ["name"],
+    "properties": {
+        "name": _NAME,
+        "image": {"type": "string", "maxLength": 1024},
+        "command": _ARGUMENTS,
+        "args": _ARGUMENTS,
+        "env": _list_of(_VARIABLE, MAX_ENV),
+        "envFrom": _list_of(_OPEN, 64),
+        "ports": _list_of(_OPEN, 100),
+        "volumeMounts": _list_of(_OPEN, MAX_VOLUMES),
+    },
+}
+_STRINGS: dict[str, Any] = {
+    "type": "object",
+    "maxProperties": 64,
+    "additionalProperties": {"type": "string", "maxLength": MAX_ARG_LENGTH},
+}
+
+TEMPLATE_SCHEMA: dict[str, Any] = {
+    **_OPEN,
+    "required": ["spec"],
+    "properties": {
+        "metadata": {**_OPEN, "properties": {"labels": _STRINGS, "annotations": _STRINGS}},
+        "spec": {
+            **_OPEN,
+            "required": ["containers"],
+            "properties": {
+                "containers": {**_list_of(_CONTAINER, MAX_CONTAINERS), "minItems": 1},
+                "initContainers": _list_of(_CONTAINER, MAX_CONTAINERS),
+                "volumes": _list_of(_OPEN, MAX_VOLUMES),
+                "tolerations": _list_of(_OPEN, 64),
+                "imagePullSecrets": _list_of(_OPEN, 64),
+                "hostAliases": _list_of(_OPEN, 64),
+            },
+        },
+    },
+}
+
+
+def worker_container(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The trainer's container of a pod template, or None when there is none (or more than one)."""
+    spec = template.get("spec")
+    containers = spec.get("containers") if isinstance(spec, Mapping) else None
+    if not isinstance(containers, list):
+        return None
+    found = [c for c in containers if isinstance(c, Mapping) and c.get("name") == WORKER_CONTAINER]
+    return found[0] if len(found) == 1 else None

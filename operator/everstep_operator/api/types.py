@@ -1,0 +1,386 @@
+"""The spec of a TrainingJob: fields, units, bounds, defaults and the checks across fields.
+
+The CRD and the reference page are generated from here. It may not know what a field does. Invariants: what this
+module accepts, the CRD accepts, and the other way round; every string, list and number has an upper bound, which is
+also what keeps the CEL rules within the API server's cost budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StringConstraints, WithJsonSchema
+
+from everstep.contract.labels import WORKER_CONTAINER
+from everstep_operator.api.base import ApiModel, Bool, Check, Int32, ObjectName, section
+from everstep_operator.api.conditions import Cause
+from everstep_operator.api.template import TEMPLATE_SCHEMA, worker_container
+
+MAX_REPLICAS = 4096
+MAX_PROCESSES = 64
+# Pods are named <job>-w<index>-<incarnation>: 48 + 2 + 4 digits + 1 + 8 digits are the 63 characters of a host name.
+MAX_NAME = 48
+YEAR = 365 * 24 * 3600
+DEFAULT_EVERY_SECONDS = 600
+AUTO: Literal["auto"] = "auto"
+
+
+class RendezvousBackend(StrEnum):
+    """Where the membership is agreed."""
+
+    EVERSTEP = "everstep"
+    ETCD = "etcd"
+    C10D = "c10d"
+
+
+class HangMode(StrEnum):
+    """How a hang is found. Write "Off" in quotes: bare Off is a boolean in YAML."""
+
+    AUTO = "Auto"
+    FIXED = "Fixed"
+    OFF = "Off"
+
+
+class RuleAction(StrEnum):
+    """What a recovery rule does with the loss that it matches."""
+
+    FAIL = "Fail"
+    RESTART = "Restart"
+    RESTART_UNCHARGED = "RestartUncharged"
+
+
+class PodCleanup(StrEnum):
+    """Which pods a finished job deletes."""
+
+    RUNNING = "Running"
+    ALL = "All"
+    NONE = "None"
+
+
+class SecretRef(ApiModel):
+    """A Secret in the job's namespace."""
+
+    name: ObjectName = Field(description="Name of the Secret.")
+
+
+Replicas = Annotated[Int32, Field(ge=1, le=MAX_REPLICAS)]
+# The generator of the CRD and the parser agree on these two spellings only.
+Processes = Annotated[
+    Annotated[Int32, Field(ge=1, le=MAX_PROCESSES)] | Literal["auto"],
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "x-kubernetes-validations": [
+                {
+                    "rule": f"type(self) == int ? self >= 1 && self <= {MAX_PROCESSES} : self == 'auto'",
+                    "message": f"spec.processesPerReplica must be a whole number from 1 to {MAX_PROCESSES}, or 'auto'",
+                }
+            ],
+        }
+    ),
+]
+
+
+class Elastic(ApiModel):
+    """The sizes the job may run at. Absent: a fixed size, which waits for all of its workers."""
+
+    min_replicas: Replicas = Field(description="Workers below which the job waits (QuorumLost) and never runs.")
+    max_replicas: Replicas = Field(description="Workers above which it never grows.")
+    sizes: tuple[Replicas, ...] = Field(
+        default=(),
+        max_length=64,
+        description="Discrete sizes, the largest that fits is used; empty: any size in the bounds.",
+    )
+    group_size: Replicas = Field(
+        default=1,
+        description="Workers that live and die together (a pipeline or tensor group); every size is a multiple of it.",
+    )
+    shrink_after_seconds: Annotated[Int32, Field(ge=0, le=86_400)] = Field(
+        default=0, description="Seconds that survivors wait for a replacement before they go on with fewer."
+    )
+    regrow: Bool = Field(default=True, description="Whether a job that shrank grows again when there is capacity.")
+
+    CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="self.minReplicas <= self.maxReplicas",
+            message="spec.elastic.minReplicas must not be greater than spec.elastic.maxReplicas",
+            field=".minReplicas",
+            holds=lambda e: e.min_replicas <= e.max_replicas,
+        ),
+        Check(
+            cel="self.sizes.all(s, s >= self.minReplicas && s <= self.maxReplicas)",
+            message="spec.elastic.sizes must all be from minReplicas to maxReplicas",
+            field=".sizes",
+            holds=lambda e: all(e.min_replicas <= s <= e.max_replicas for s in e.sizes),
+        ),
+        Check(
+            cel="self.sizes.all(s, s % self.groupSize == 0)",
+            message="spec.elastic.sizes must all be multiples of groupSize",
+            field=".sizes",
+            holds=lambda e: all(s % e.group_size == 0 for s in e.sizes),
+        ),
+        Check(
+            cel="self.minReplicas % self.groupSize == 0",
+            message="spec.elastic.minReplicas must be a multiple of groupSize",
+            field=".minReplicas",
+            holds=lambda e: e.min_replicas % e.group_size == 0,
+        ),
+        Check(
+            cel="self.maxReplicas % self.groupSize == 0",
+            message="spec.elastic.maxReplicas must be a multiple of groupSize",
+            field=".maxReplicas",
+            holds=lambda e: e.max_replicas % e.group_size == 0,
+        ),
+    )
+
+
+class Etcd(ApiModel):
+    """An etcd v3 of your own, for `backend: etcd`."""
+
+    endpoints: tuple[
+        Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^https?://[^\s/@]+$")], ...
+    ] = Field(default=(), max_length=16, description="Client URLs of its members, http:// or https://.")
+    prefix: Annotated[str, StringConstraints(max_length=128, pattern=r"^/[A-Za-z0-9._/-]*$")] = Field(
+        default="/everstep", description="Keys of all jobs begin with it."
+    )
+    secret_ref: SecretRef | None = Field(
+        default=None, description="Secret with username and password, or tls.crt, tls.key and ca.crt."
+    )
+
+
+class Rendezvous(ApiModel):
+    """How the workers find each other."""
+
+    backend: RendezvousBackend = Field(
+        default=RendezvousBackend.C10D,
+        description="c10d: torch's own store on worker 0. everstep: the operator's. etcd: a store of your own.",
+    )
+    etcd: Etcd | None = Field(default=None, description="Settings of `backend: etcd`.")
+    join_timeout_seconds: Annotated[Int32, Field(ge=10, le=86_400)] = Field(
+        default=600, description="Seconds that a round may take to form before it is given up (RendezvousTimeout)."
+    )
+
+    CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="(self.backend == 'etcd') == (has(self.etcd) && self.etcd.endpoints.size() > 0)",
+            message="spec.rendezvous.etcd.endpoints must be given with backend etcd, and only with it",
+            field=".etcd",
+            holds=lambda r: (r.backend == RendezvousBackend.ETCD) == bool(r.etcd and r.etcd.endpoints),
+        ),
+    )
+
+
+class Checkpoint(ApiModel):
+    """Where and how often the training state is committed. Absent: the script looks after itself."""
+
+    url: Annotated[
+        str, StringConstraints(min_length=4, max_length=1024, pattern=r"^[a-z][a-z0-9+.-]*://[^/\s]*(/[^\s]*)?$")
+    ] = Field(description="Any fsspec URL on the operator's allow-list, such as s3://bucket/path. Given to the script.")
+    every_seconds: Annotated[Int32, Field(ge=1, le=YEAR)] | None = Field(
+        default=None,
+        description=f"Seconds from one commit to the next; {DEFAULT_EVERY_SECONDS} when everySteps is absent too.",
+    )
+    every_steps: Annotated[Int32, Field(ge=1)] | None = Field(
+        default=None, description="Optimizer steps from one commit to the next, instead of everySeconds."
+    )
+    keep: Annotated[Int32, Field(ge=1, le=100)] = Field(
+        default=3, description="Newest valid commits that are never deleted."
+    )
+    secret_ref: SecretRef | None = Field(
+        default=None, description="Secret with the store's credentials; its keys become variables of the workers only."
+    )
+    on_preemption: Bool = Field(
+        default=False, description="Save inside the grace period when a pod is evicted or preempted."
+    )
+
+    CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="!(has(self.everySeconds) && has(self.everySteps))",
+            message="spec.checkpoint.everySeconds and everySteps exclude each other; give one",
+            field=".everySteps",
+            holds=lambda c: c.every_seconds is None or c.every_steps is None,
+        ),
+        Check(
+            cel="!self.url.split('/').exists(part, part == '..')",
+            message="spec.checkpoint.url must not contain '..' as a part of its path",
+            field=".url",
+            holds=lambda c: ".." not in c.url.split("/"),
+        ),
+    )
+
+    @property
+    def interval_seconds(self) -> int | None:
+        """Seconds between commits with the default filled in; None when steps are counted instead."""
+        if self.every_steps is not None:
+            return None
+        return self.every_seconds if self.every_seconds is not None else DEFAULT_EVERY_SECONDS
+
+
+class Backoff(ApiModel):
+    """Waits between charged restarts: `initial` doubled at each, up to `max`."""
+
+    initial: Annotated[Int32, Field(ge=0, le=3_600)] = Field(
+        default=1, description="Seconds before the first charged restart."
+    )
+    max: Annotated[Int32, Field(ge=0, le=86_400)] = Field(default=300, description="Longest wait in seconds.")
+
+    CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="self.initial <= self.max",
+            message="spec.recovery.backoffSeconds.initial must not be greater than max",
+            field=".initial",
+            holds=lambda b: b.initial <= b.max,
+        ),
+    )
+
+
+class Hang(ApiModel):
+    """When a training process that reports no progress counts as hung."""
+
+    mode: HangMode = Field(
+        default=HangMode.OFF,
+        description='Auto: k times p99 of recent steps. Fixed: timeoutSeconds. "Off" (in quotes: bare Off is a boolean '
+        "in YAML).",
+    )
+    timeout_seconds: Annotated[Int32, Field(ge=1, le=86_400)] | None = Field(
+        default=None, description="Seconds without progress, with mode Fixed."
+    )
+    floor_seconds: Annotated[Int32, Field(ge=1, le=86_400)] = Field(
+        default=60, description="With mode Auto, never sooner than this many seconds."
+    )
+
+    CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="(self.mode == 'Fixed') == has(self.timeoutSeconds)",
+            message="spec.recovery.hang.timeoutSeconds must be given with mode Fixed, and only with it",
+            field=".timeoutSeconds",
+            holds=lambda h: (h.mode == HangMode.FIXED) == (h.timeout_seconds is not None),
+        ),
+    )
+
+
+class Rule(ApiModel):
+    """What to do about a loss with one of these exit codes or reasons."""
+
+    on_exit_codes: tuple[Annotated[Int32, Field(ge=1, le=255)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=255,
+        description="Exit codes of the worker container; 0 is never a failure.",
+    )
+    on_reasons: tuple[Cause, ...] | None = Field(
+        default=None, min_length=1, max_length=16, description="Causes, as in status.recoveries."
+    )
+    action: RuleAction = Field(
+        description="Fail: end the job. Restart: charge the budget. RestartUncharged: restart without a charge."
+    )
+
+    CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="has(self.onExitCodes) != has(self.onReasons)",
+            message="spec.recovery.rules: a rule has either onExitCodes or onReasons; make two rules of it",
+            holds=lambda r: (r.on_exit_codes is None) != (r.on_reasons is None),
+        ),
+    )
+
+
+class Recovery(ApiModel):
+    """How often, how soon and after what the job is started again."""
+
+    max_restarts: Annotated[Int32, Field(ge=0, le=10_000)] = Field(
+        default=10, description="Charged restarts within the window; only failures of the program are charged."
+    )
+    restart_window_seconds: Annotated[Int32, Field(ge=1, le=YEAR)] = Field(
+        default=3_600, description="Seconds after which the charged restarts are forgotten."
+    )
+    backoff_seconds: Backoff = section(Backoff, "Waits between charged restarts.")
+    no_progress_limit: Annotated[Int32, Field(ge=1, le=1_000)] = Field(
+        default=3, description="Restarts in a row without one new step that fail the job."
+    )
+    hang: Hang = section(Hang, "When a silent process counts as hung.")
+    rules: tuple[Rule, ...] = Field(default=(), max_length=32, description="The first that matches a loss decides.")
+
+
+class TrainingJobSpec(ApiModel):
+    """What is to be trained, on how many workers, and how it is kept going."""
+
+    replicas: Replicas = Field(description="Workers wanted: pods, one an index.")
+    elastic: Elastic | None = Field(default=None, description="Sizes the job may run at; absent: fixed.")
+    processes_per_replica: Processes = Field(
+        default=1,
+        description="Training processes a worker: a number, or auto = the GPUs that the worker container requests, "
+        "else 1. (torchrun's own auto counts CPUs.)",
+    )
+    rendezvous: Rendezvous = section(Rendezvous, "How the workers find each other.")
+    checkpoint: Checkpoint | None = Field(default=None, description="Where the training state is committed.")
+    recovery: Recovery = section(Recovery, "What happens after a loss.")
+    suspend: Bool = Field(default=False, description="True: save, then no pods. False: continue at the same step.")
+    active_deadline_seconds: Annotated[Int32, Field(ge=1, le=YEAR)] | None = Field(
+        default=None, description="Seconds after its start at which the job fails, whatever it does."
+    )
+    ttl_seconds_after_finished: Annotated[Int32, Field(ge=0, le=YEAR)] | None = Field(
+        default=None, description="Seconds after its end at which the job is deleted; absent: never."
+    )
+    managed_by: (
+        Annotated[
+            str,
+            StringConstraints(
+                max_length=63, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+            ),
+        ]
+        | None
+    ) = Field(default=None, description="Another controller (domain/name) that acts on this job instead. Immutable.")
+    pod_cleanup: PodCleanup = Field(
+        default=PodCleanup.RUNNING, description="Pods that a finished job deletes: those still running, all, or none."
+    )
+    pod_disruption_budget: Bool = Field(
+        default=True,
+        description="Keep elastic.minReplicas through drains; acts only with elastic, else it would block them.",
+    )
+    template: dict[str, Any] = Field(
+        description=f"PodTemplateSpec of a worker. The container named {WORKER_CONTAINER!r} is the trainer.",
+        json_schema_extra={"x-schema": TEMPLATE_SCHEMA},
+    )
+
+    CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="!has(self.elastic) || "
+            "(self.replicas >= self.elastic.minReplicas && self.replicas <= self.elastic.maxReplicas)",
+            message="spec.replicas must be from spec.elastic.minReplicas to spec.elastic.maxReplicas",
+            field=".replicas",
+            holds=lambda s: s.elastic is None or s.elastic.min_replicas <= s.replicas <= s.elastic.max_replicas,
+        ),
+        Check(
+            cel="!has(self.elastic) || self.replicas % self.elastic.groupSize == 0",
+            message="spec.replicas must be a multiple of spec.elastic.groupSize",
+            field=".replicas",
+            holds=lambda s: s.elastic is None or s.replicas % s.elastic.group_size == 0,
+        ),
+        Check(
+            cel=f"self.template.spec.containers.exists_one(c, c.name == '{WORKER_CONTAINER}')",
+            message=f"spec.template.spec.containers must have one container named '{WORKER_CONTAINER}', the trainer",
+            field=".template",
+            holds=lambda s: worker_container(s.template) is not None,
+        ),
+    )
+
+    def processes(self) -> int:
+        """Training processes a worker, with `auto` resolved from the GPUs that the worker container asks for."""
+        if isinstance(self.processes_per_replica, int):
+            return self.processes_per_replica
+        container = worker_container(self.template)
+        assert container is not None  # the check above
+        return max(1, min(MAX_PROCESSES, _gpus(container)))
+
+
+def _gpus(container: Mapping[str, Any]) -> int:
+    """GPUs in a container's limits, else its requests; vendors name them <domain>/gpu (nvidia.com/gpu, amd.com/gpu)."""
+    resources = container.get("resources") or {}
+    for kind in ("limits", "requests"):
+        wanted = resources.get(kind) or {}
+        counts = [int(v) for k, v in wanted.items() if str(k).endswith("/gpu") and str(v).isdigit()]
+        if counts:
+            return sum(counts)
+    return 0
