@@ -65,10 +65,21 @@ class Check:
         return {**rule, "fieldPath": self.field} if self.field else rule
 
 
+def _checks_into_schema(schema: dict[str, Any], model: type[ApiModel]) -> None:
+    if model.CHECKS:
+        schema["x-kubernetes-validations"] = [check.as_crd() for check in model.CHECKS]
+
+
 class ApiModel(BaseModel):
     """Frozen, camelCase on the wire, snake_case in Python; an unknown field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        alias_generator=to_camel,
+        populate_by_name=True,
+        json_schema_extra=_checks_into_schema,
+    )
 
     CHECKS: ClassVar[tuple[Check, ...]] = ()
 
@@ -109,7 +120,7 @@ Timestamp = Annotated[
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
 # Never coerced: `replicas: true` or `"3"` is a mistake, not the number 1 or 3.
-Int32 = Annotated[StrictInt, Field(le=INT32_MAX), WithJsonSchema({"type": "integer", "format": "int32"})]
+Int32 = Annotated[StrictInt, Field(le=INT32_MAX)]
 Count = Annotated[StrictInt, Field(ge=0, le=INT64_MAX)]
 Bool = StrictBool
 # A DNS subdomain: what the name of a Secret or a node may be.

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, model_validator
 
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
-from everstep_operator.api.base import ApiModel, Count, StatusModel, Timestamp
+from everstep_operator.api.base import Count, StatusModel, Timestamp
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
 
 MAX_RECOVERIES = 10
@@ -21,6 +21,10 @@ MAX_LOG_LINES = 20
 LogLine = Annotated[str, StringConstraints(max_length=1000)]
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_METRIC_NAME)]
 MetricText = Annotated[str, StringConstraints(max_length=32)]
+
+
+def _either(data: Mapping[str, Any], alias: str, name: str) -> Any:
+    return data.get(alias, data.get(name))
 
 
 class World(StatusModel):
@@ -187,22 +191,3 @@ class Status(StatusModel):
     def condition(self, type_: ConditionType) -> Condition | None:
         """The condition of this type, if it was ever set."""
         return next((c for c in self.conditions if c.type == type_), None)
-
-
-def _either(data: Mapping[str, Any], alias: str, name: str) -> Any:
-    return data.get(alias, data.get(name))
-
-
-__all__ = [
-    "MAX_LOG_LINES",
-    "MAX_RECOVERIES",
-    "ApiModel",
-    "CheckpointStatus",
-    "Condition",
-    "Failure",
-    "Progress",
-    "RecoveryRecord",
-    "Restarts",
-    "Status",
-    "World",
-]

@@ -1,0 +1,43 @@
+"""Which fields of a job may not change while it runs.
+
+Pods of one job that were made from two different specs could not form one world, so these are refused at the API
+server. `spec.template` is immutable too, but the CRD cannot see into it: the chart's ValidatingAdmissionPolicy keeps
+it. Invariant: each rule compares presence as well as value, since a rule over an absent field would fail instead.
+"""
+
+from __future__ import annotations
+
+from everstep_operator.api.base import Check
+
+
+def _while_running(field: str, same: str) -> Check:
+    # Only the old state counts: Kueue sets node selectors and `suspend: false` in one and the same update.
+    return Check(
+        cel=f"oldSelf.suspend || ({same})",
+        message=f"spec{field} is immutable while the job is not suspended; delete the job and create it anew",
+        field=field,
+    )
+
+
+def _optional(field: str, parent: str = "") -> str:
+    """CEL for 'absent before and after, or equal'; `parent` is an optional object that holds the field."""
+    has = f"has(self.{parent or field}) == has(oldSelf.{parent or field})"
+    path = f"{parent}.{field}" if parent else field
+    return f"{has} && (!has(self.{parent or field}) || self.{path} == oldSelf.{path})"
+
+
+# `self` and `oldSelf` are the spec.
+IMMUTABLE: tuple[Check, ...] = (
+    _while_running(".rendezvous", "self.rendezvous == oldSelf.rendezvous"),
+    _while_running(".checkpoint.url", _optional("url", "checkpoint")),
+    _while_running(".processesPerReplica", "self.processesPerReplica == oldSelf.processesPerReplica"),
+    _while_running(
+        ".elastic.groupSize",
+        "(has(self.elastic) ? self.elastic.groupSize : 1) == (has(oldSelf.elastic) ? oldSelf.elastic.groupSize : 1)",
+    ),
+    Check(
+        cel=_optional("managedBy"),
+        message="spec.managedBy is immutable; delete the job and create it anew",
+        field=".managedBy",
+    ),
+)
