@@ -1,0 +1,1 @@
+"""What the operator says about itself: JSON logs and Prometheus metrics. Decides nothing and talks to nobody."""

@@ -1,0 +1,160 @@
+"""The operator's metrics, each with a bounded set of label values.
+
+Callers pass words, and a word outside a metric's set is counted as "other", so that no input (a job's name, an error's
+text) can grow a time series. Each instance has its own registry: two operators in one process
+(tests, local mode) do not meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from everstep_operator.api.conditions import Cause, ReadyReason
+
+OTHER = "other"
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+STATUSES = tuple(ReadyReason)
+CAUSES = tuple(Cause)
+RUNGS = ("in-process", "re-fork", "recreate", "shrink", "from-storage")
+VERBS = ("get", "list", "watch", "create", "patch", "apply", "update", "delete")
+RESOURCES = (
+    "trainingjobs",
+    "trainingjobs/status",
+    "pods",
+    "services",
+    "nodes",
+    "events",
+    "leases",
+    "serviceaccounts",
+    "poddisruptionbudgets",
+    "tokenreviews",
+)
+CODES = frozenset(
+    {"200", "201", "202", "400", "401", "403", "404", "409", "410", "413", "422", "429", "500", "503", "504"}
+)
+
+
+class ReportResult(StrEnum):
+    """What became of a progress report."""
+
+    ACCEPTED = "accepted"
+    REDIRECTED = "redirected"
+    NO_LEADER = "no-leader"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    MALFORMED = "malformed"
+    TOO_LARGE = "too-large"
+    TIMED_OUT = "timed-out"
+    BUSY = "busy"
+    UNAVAILABLE = "unavailable"  # the token could not be checked
+
+
+class Metrics:
+    """Every metric of the operator; `render()` gives the text that Prometheus scrapes."""
+
+    def __init__(self, *, process: bool = True) -> None:
+        """`process`: include memory, CPU and file descriptors of this process."""
+        self.registry = CollectorRegistry()
+        r = self.registry
+        if process:
+            ProcessCollector(registry=r)
+            PlatformCollector(registry=r)
+        buckets = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+        self._reconcile = Histogram(
+            "everstep_reconcile_seconds", "Duration of one pass over one job.", buckets=buckets, registry=r
+        )
+        self._reconcile_errors = Counter("everstep_reconcile_errors", "Passes that ended in an error.", registry=r)
+        self._api = Counter(
+            "everstep_api_requests", "Requests to the API server.", ("verb", "resource", "code"), registry=r
+        )
+        self._api_seconds = Histogram(
+            "everstep_api_request_seconds",
+            "Duration of requests other than watches.",
+            ("verb",),
+            buckets=buckets,
+            registry=r,
+        )
+        self._jobs = Gauge("everstep_jobs", "Jobs by the reason of their Ready condition.", ("status",), registry=r)
+        self._recoveries = Counter(
+            "everstep_recoveries",
+            "Recoveries begun, by what failed and how it is mended.",
+            ("cause", "rung"),
+            registry=r,
+        )
+        self._recovery_seconds = Histogram(
+            "everstep_recovery_seconds",
+            "From the observed fault to the next optimizer step on all members.",
+            buckets=(0.1, 0.3, 1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 45, 60, 120, 300),
+            registry=r,
+        )
+        self._reports = Counter("everstep_reports", "Progress reports by outcome.", ("result",), registry=r)
+        self._leader = Gauge("everstep_leader", "1 while this replica holds the Lease.", registry=r)
+        self._queue_depth = Gauge("everstep_queue_depth", "Keys that wait for a pass.", registry=r)
+        self._informer_restarts = Counter(
+            "everstep_informer_relists", "Lists that an informer had to repeat.", ("resource",), registry=r
+        )
+        for status in STATUSES:  # a status without jobs is 0, not absent
+            self._jobs.labels(status).set(0)
+        for result in ReportResult:
+            self._reports.labels(result.value)
+
+    def reconciled(self, seconds: float, *, failed: bool = False) -> None:
+        """One pass over one job took `seconds`."""
+        self._reconcile.observe(seconds)
+        if failed:
+            self._reconcile_errors.inc()
+
+    def api_request(self, verb: str, resource: str, code: int | str, seconds: float | None = None) -> None:
+        """A request was answered with status `code`, or with "error" when no answer came."""
+        code = str(code)
+        known = code if code in CODES else "error" if code == "error" else OTHER
+        verb = _one_of(verb, VERBS)
+        self._api.labels(verb, _one_of(resource, RESOURCES), known).inc()
+        if seconds is not None and verb != "watch":
+            self._api_seconds.labels(verb).observe(seconds)
+
+    def relisted(self, resource: str) -> None:
+        """An informer lost its watch for good and listed again."""
+        self._informer_restarts.labels(_one_of(resource, RESOURCES)).inc()
+
+    def jobs(self, by_status: Mapping[str, int]) -> None:
+        """Replace the number of jobs in every status; a status that is not named has none."""
+        counts = {str(status): 0 for status in STATUSES}
+        for status, count in by_status.items():
+            key = _one_of(status, STATUSES)
+            counts[key] = counts.get(key, 0) + count
+        for status, count in counts.items():
+            self._jobs.labels(status).set(count)
+
+    def recovery_begun(self, cause: str, rung: str) -> None:
+        """A fault was seen and is being mended."""
+        self._recoveries.labels(_one_of(cause, CAUSES), _one_of(rung, RUNGS)).inc()
+
+    def recovered(self, seconds: float) -> None:
+        """All members took their next step `seconds` after the fault was observed."""
+        self._recovery_seconds.observe(max(0.0, seconds))
+
+    def report(self, result: ReportResult) -> None:
+        """A worker's report was answered."""
+        self._reports.labels(result.value).inc()
+
+    def leader(self, leading: bool) -> None:
+        """Whether this replica holds the Lease now."""
+        self._leader.set(1 if leading else 0)
+
+    def queue_depth(self, keys: int) -> None:
+        """How many keys wait for a pass."""
+        self._queue_depth.set(keys)
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format; see CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+
+def _one_of(word: str, known: Collection[str]) -> str:
+    return str(word) if word in known else OTHER
