@@ -1,0 +1,107 @@
+"""Whether a job may restart after a loss, what that costs, and when.
+
+Restart state is counters in `status.restarts`, written by the same compare-and-swap that publishes the new round: a
+loss is therefore charged exactly once, however often the operator dies in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from everstep_operator.api.conditions import Cause
+from everstep_operator.api.events import EventReason
+from everstep_operator.api.status import Restarts
+from everstep_operator.api.types import Recovery, RuleAction
+from everstep_operator.plan.failure import Charge, Loss
+
+# Losing the machine under a process says nothing about whether its program can take a step.
+_SAYS_NOTHING_ABOUT_PROGRESS = frozenset({Cause.NODE_LOST, Cause.POD_DELETED, Cause.EVICTED, Cause.DISRUPTION_TARGET})
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The job ends here."""
+
+    reason: str
+    message: str
+    event: EventReason = EventReason.JOB_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The job goes on in a new round with these counters."""
+
+    restarts: Restarts
+
+
+def decide(
+    now: datetime, recovery: Recovery, restarts: Restarts, loss: Loss, step: int | None, reporting: bool
+) -> Fail | Restart:
+    """Judge one loss.
+
+    `step` is the highest step completed so far, None if no process ever reported one; `reporting` tells whether the
+    script reports at all: without reports nothing is known about progress and `noProgressLimit` cannot be applied.
+    """
+    charge = loss.charge
+    match _rule(recovery, loss):
+        case RuleAction.FAIL:
+            return Fail("FailedByRule", f"worker {loss.index}: {loss.detail}: spec.recovery.rules says Fail")
+        case RuleAction.RESTART_UNCHARGED:
+            charge = Charge.INFRASTRUCTURE if charge is Charge.USER_CODE else charge
+        case RuleAction.RESTART:
+            charge = Charge.USER_CODE
+        case None if loss.cause is Cause.STORE_UNUSABLE:
+            return Fail("CheckpointStoreUnusable", f"worker {loss.index}: {loss.detail}")
+    counted = _count(now, recovery, restarts, loss, charge, step)
+    if charge is Charge.USER_CODE and counted.in_window > recovery.max_restarts:
+        return Fail(
+            "RestartBudgetExhausted",
+            f"worker {loss.index}: {loss.detail}; {recovery.max_restarts} restarts within "
+            f"{recovery.restart_window_seconds} s are used up (spec.recovery.maxRestarts)",
+            EventReason.RESTART_BUDGET_EXHAUSTED,
+        )
+    if reporting and counted.without_progress >= recovery.no_progress_limit:
+        return Fail(
+            "NoProgress",
+            f"worker {loss.index}: {loss.detail}; {counted.without_progress} restarts without one new step "
+            f"(spec.recovery.noProgressLimit)",
+        )
+    return Restart(counted)
+
+
+def not_before(recovery: Recovery, restarts: Restarts) -> datetime | None:
+    """When the workers of the present round may be created: exponential back-off after charged restarts only."""
+    if restarts.last_at is None or restarts.in_window == 0:
+        return None
+    back_off = recovery.backoff_seconds
+    seconds = min(back_off.max, back_off.initial * 2 ** min(restarts.in_window - 1, 30))
+    return restarts.last_at + timedelta(seconds=seconds)
+
+
+def _rule(recovery: Recovery, loss: Loss) -> RuleAction | None:
+    for rule in recovery.rules:
+        if loss.exit_code in (rule.on_exit_codes or ()) or loss.cause in (rule.on_reasons or ()):
+            return rule.action
+    return None
+
+
+def _count(now: datetime, recovery: Recovery, old: Restarts, loss: Loss, charge: Charge, step: int | None) -> Restarts:
+    progressed = step is not None and (old.last_step is None or step > old.last_step)
+    without = 0 if progressed else old.without_progress
+    if loss.cause not in _SAYS_NOTHING_ABOUT_PROGRESS and not progressed:
+        without += 1
+    charged = charge is Charge.USER_CODE
+    window_over = old.window_started_at is None or now - old.window_started_at > timedelta(
+        seconds=recovery.restart_window_seconds
+    )
+    return Restarts(
+        user_code=old.user_code + charged,
+        infrastructure=old.infrastructure + (charge is Charge.INFRASTRUCTURE),
+        preemption=old.preemption + (charge is Charge.PREEMPTION),
+        window_started_at=now if charged and window_over else old.window_started_at,
+        in_window=(0 if window_over else old.in_window) + 1 if charged else old.in_window,
+        without_progress=without,
+        last_step=step if step is not None else old.last_step,
+        last_at=now if charged else old.last_at,
+    )

@@ -1,0 +1,23 @@
+"""A plan as text, for `everstep plan`, logs and the transcript tests."""
+
+from __future__ import annotations
+
+from everstep_operator.api.conditions import ConditionType
+from everstep_operator.plan.actions import Plan
+from everstep_operator.plan.snapshot import Snapshot
+
+
+def explain(snapshot: Snapshot, plan: Plan) -> str:
+    """One line a decision, in the order in which it would be carried out."""
+    lines = []
+    old, new = snapshot.job.status, plan.status
+    if plan.publish and new.world.round != old.world.round:
+        lines.append(f"publish round {new.world.round} size {new.world.size}")
+    lines += [str(action) for action in plan.actions]
+    ready = new.condition(ConditionType.READY)
+    if new != old and ready is not None:
+        lines.append(f'status {ready.reason} "{ready.message}"')
+    lines += [str(event) for event in plan.events]
+    if plan.requeue is not None:
+        lines.append(f"requeue in {plan.requeue.after.total_seconds():g}s ({plan.requeue.why})")
+    return "\n".join(lines or [f"nothing to do: {plan.reason}"])

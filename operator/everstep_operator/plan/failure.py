@@ -1,0 +1,198 @@
+"""Which loss came first, why, and who is to blame.
+
+When one training process dies, its peers' collectives fail a moment later and all of their pods end with exit code 1.
+The first cause must be found among them, because it decides what is charged and what `status.failure` says. Sources,
+best first: what the worker library wrote to the termination log, torchrun's failure summary in the last log lines,
+the kubelet's reason and exit code, the pod's and the node's state.
+
+Invariant: a loss that the program did not cause is never charged to `spec.recovery.maxRestarts`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from everstep.contract import exit_codes
+from everstep_operator.api.conditions import Cause
+from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
+
+MAX_MESSAGE = 8192  # the kubelet keeps 4096 bytes; anything longer did not come from it
+SIGKILL, SIGTERM = 9, 15
+
+# torch.distributed.elastic's summary: "Root Cause (first observed failure):" … "exitcode  : -9 (pid: 77)".
+_TORCHRUN_EXIT = re.compile(r"Root Cause[^\0]{0,400}?exitcode\s*:\s*(-?\d{1,3})\b")
+# What a survivor's log says when its peer went away first (gloo, NCCL, TCPStore, c10d rendezvous).
+_PEER_LOST = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
+    r"|Rendezvous(?:Connection|Closed|Graceful\w*)\w*Error|DistNetworkError|DistStoreError|NCCL error: unhandled system"
+)
+_RENDEZVOUS_TIMEOUT = re.compile(r"RendezvousTimeoutError")
+
+
+class Charge(StrEnum):
+    """Which counter of `status.restarts` a restart goes to."""
+
+    USER_CODE = "userCode"
+    INFRASTRUCTURE = "infrastructure"
+    PREEMPTION = "preemption"
+
+
+CHARGES: dict[Cause, Charge] = {
+    Cause.ERROR: Charge.USER_CODE,
+    Cause.OOM_KILLED: Charge.USER_CODE,
+    Cause.START_FAILED: Charge.USER_CODE,
+    Cause.STORE_UNUSABLE: Charge.USER_CODE,
+    Cause.SIGNALED: Charge.INFRASTRUCTURE,
+    Cause.PEER_LOST: Charge.INFRASTRUCTURE,
+    Cause.NODE_LOST: Charge.INFRASTRUCTURE,
+    Cause.POD_DELETED: Charge.INFRASTRUCTURE,
+    Cause.FENCED: Charge.INFRASTRUCTURE,
+    Cause.RENDEZVOUS_TIMEOUT: Charge.INFRASTRUCTURE,
+    Cause.EVICTED: Charge.PREEMPTION,
+    Cause.DISRUPTION_TARGET: Charge.PREEMPTION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One worker that is no longer training, and why."""
+
+    index: int
+    cause: Cause
+    detail: str  # one sentence for a person
+    pod: str | None = None
+    node: str | None = None
+    exit_code: int | None = None  # of the training process where it is known, else of the container
+    at: datetime | None = None  # when it happened, if anything tells
+    log_lines: tuple[str, ...] = ()
+
+    @property
+    def charge(self) -> Charge:
+        return CHARGES[self.cause]
+
+
+def losses(snapshot: Snapshot, current: dict[int, WorkerPod], size: int, formed: bool) -> tuple[Loss, ...]:
+    """Every lost worker of the current round, root cause first.
+
+    `current` maps an index to its pod of this round. An index without a pod is lost only if the world had formed:
+    before that it was simply not created yet.
+    """
+    found = []
+    for index in range(size):
+        pod = current.get(index)
+        if pod is None:
+            if formed:
+                found.append(Loss(index, Cause.POD_DELETED, "its pod is gone"))
+        elif (loss := _loss_of(pod, snapshot.nodes)) is not None:
+            found.append(loss)
+    return tuple(sorted(found, key=_first_cause))
+
+
+def _first_cause(loss: Loss) -> tuple[bool, float, int]:
+    """Survivors' failures come after what caused them, whatever the clocks of their nodes say."""
+    return (loss.cause is Cause.PEER_LOST, loss.at.timestamp() if loss.at else 0.0, loss.index)
+
+
+def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView]) -> Loss | None:
+    """Why this pod no longer trains; None while it may still."""
+    if pod.phase is PodPhase.SUCCEEDED:
+        return None
+    node = nodes.get(pod.node) if pod.node else None
+    if pod.phase is not PodPhase.FAILED and pod.node and (node is None or not node.ready):
+        detail = f"node {pod.node} " + ("is gone" if node is None else "is not ready")
+        return Loss(pod.index, Cause.NODE_LOST, detail, pod.name, pod.node, at=node.changed_at if node else None)
+    if pod.disruption is not None:
+        cause = Cause.EVICTED if pod.reason == "Evicted" else Cause.DISRUPTION_TARGET
+        return Loss(pod.index, cause, f"disrupted: {pod.disruption}", pod.name, pod.node, at=pod.deleted_at)
+    if pod.reason == "Evicted":
+        return Loss(pod.index, Cause.EVICTED, "evicted by the kubelet", pod.name, pod.node)
+    if pod.phase is PodPhase.FAILED:
+        return _loss_of_exit(pod)
+    if pod.deleted_at is not None:
+        return Loss(pod.index, Cause.POD_DELETED, "its pod was deleted", pod.name, pod.node, at=pod.deleted_at)
+    return None
+
+
+def _loss_of_exit(pod: WorkerPod) -> Loss:
+    exit_ = pod.exit
+    if exit_ is None:
+        cause = Cause.NODE_LOST if pod.reason in ("NodeLost", "NodeShutdown", "Terminated") else Cause.START_FAILED
+        return Loss(pod.index, cause, f"failed without running: {pod.reason or 'no reason given'}", pod.name, pod.node)
+    record = _record(exit_.message)
+    code = record.exit_code if record is not None else _process_exit_code(exit_)
+    cause = _cause(exit_, code, record)
+    detail = record.text if record is not None and record.text else _describe(exit_, code)
+    lines = record.lines if record is not None else _tail(exit_.message)
+    return Loss(pod.index, cause, detail, pod.name, pod.node, code, exit_.finished_at, lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What the worker library wrote to the termination log (everstep.train.termination)."""
+
+    exit_code: int
+    text: str
+    peer_lost: bool
+    lines: tuple[str, ...]
+
+
+def _record(message: str | None) -> _Record | None:
+    """The first process's own word, if it left one. The message is untrusted text: anything odd is ignored."""
+    for line in (message or "")[:MAX_MESSAGE].splitlines():
+        if not line.startswith('{"everstep"'):
+            continue
+        try:
+            body = json.loads(line)
+            return _Record(
+                exit_code=int(body["exit_code"]) & 0xFF,
+                text=str(body["error"])[:500],
+                peer_lost=bool(_PEER_LOST.search(str(body["error"])[:2000])),
+                lines=tuple(str(text)[:500] for text in list(body.get("lines", ()))[-20:]),
+            )
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return None
+
+
+def _process_exit_code(exit_: Exit) -> int:
+    """The training process's exit code (128 + n for signal n): torchrun itself always ends with 1."""
+    match = _TORCHRUN_EXIT.search((exit_.message or "")[:MAX_MESSAGE])
+    if match is None:
+        return exit_.code
+    code = int(match[1])
+    return 128 - code if code < 0 else code
+
+
+def _cause(exit_: Exit, code: int, record: _Record | None) -> Cause:
+    message = (exit_.message or "")[:MAX_MESSAGE]
+    if exit_.reason == "OOMKilled":
+        return Cause.OOM_KILLED
+    if exit_.reason in ("ContainerCannotRun", "StartError", "CreateContainerError"):
+        return Cause.START_FAILED
+    if code == exit_codes.FENCED:
+        return Cause.FENCED
+    if code == exit_codes.STORE_UNUSABLE:
+        return Cause.STORE_UNUSABLE
+    if code in (128 + SIGKILL, 128 + SIGTERM):
+        return Cause.SIGNALED
+    if _RENDEZVOUS_TIMEOUT.search(message):
+        return Cause.RENDEZVOUS_TIMEOUT
+    if record.peer_lost if record is not None else _PEER_LOST.search(message):
+        return Cause.PEER_LOST
+    return Cause.ERROR
+
+
+def _describe(exit_: Exit, code: int) -> str:
+    if code > 128:
+        return f"ended by signal {code - 128}"
+    reason = f" ({exit_.reason})" if exit_.reason and exit_.reason != "Error" else ""
+    return f"exit code {code}{reason}"
+
+
+def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
+    text = [line[:500] for line in (message or "")[:MAX_MESSAGE].splitlines() if line.strip()]
+    return tuple(text[-lines:])

@@ -1,0 +1,29 @@
+"""Names of the objects of a job. Deterministic: after a crash the same decision gives the same name, so a pod is never
+created twice, and a name is enough to find it."""
+
+from __future__ import annotations
+
+from everstep.contract import labels
+
+
+def pod_name(job: str, index: int, incarnation: int) -> str:
+    return f"{job}-w{index}-{incarnation}"
+
+
+def service_name(job: str) -> str:
+    """The headless service that gives worker pods their host names."""
+    return f"{job}-workers"
+
+
+def incarnation_of_round(round_: int) -> int:
+    """Every round of the c10d backend recreates every worker (ADR 0002), so round r is made of incarnation r - 1."""
+    return round_ - 1
+
+
+def selector(job: str) -> str:
+    return f"{labels.JOB}={job}"
+
+
+def rendezvous_host(job: str, namespace: str, round_: int) -> str:
+    """Worker 0 of exactly this round: another round, or another job, never answers to this name."""
+    return f"{pod_name(job, 0, incarnation_of_round(round_))}.{service_name(job)}.{namespace}.svc"

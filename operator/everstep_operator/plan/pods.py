@@ -1,0 +1,187 @@
+"""The worker pod and the headless service of a job, as the API server will store them.
+
+The user's template is kept as it is; what we add is identity (labels, owner, host name), torchrun's settings, the
+worker's token, and the checkpoint settings. Names the user set that are our identity are replaced, because a pod that
+claims another round could not be fenced; tuning settings are only defaults.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from everstep.contract import env, labels
+from everstep.contract.messages import REPORT_PATH
+from everstep_operator.plan import names
+from everstep_operator.plan.snapshot import JobView, Settings
+
+TOKEN_VOLUME = "everstep-token"
+TOKEN_DIR = "/var/run/secrets/everstep.dev"
+TOKEN_SECONDS = 3600
+
+# Stock c10d waits 30 s for late joiners and needs 15 s to notice a dead agent; a fixed-size world knows whom to expect.
+_RENDEZVOUS_TUNING = {
+    "last_call_timeout": 1,
+    "keep_alive_interval": 1,
+    "keep_alive_max_attempt": 3,
+    "heartbeat_timeout": 3,
+    "close_timeout": 5,
+}
+
+
+def owner_reference(job: JobView) -> dict[str, Any]:
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": labels.KIND,
+        "name": job.name,
+        "uid": job.uid,
+        "controller": True,
+        # True would ask for a permission on finalizers that we otherwise do not need.
+        "blockOwnerDeletion": False,
+    }
+
+
+def service(job: JobView) -> dict[str, Any]:
+    """Headless; publishes pods before they are ready, because a rendezvous happens before readiness."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": names.service_name(job.name),
+            "namespace": job.namespace,
+            "labels": _labels(job),
+            "ownerReferences": [owner_reference(job)],
+        },
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {labels.JOB_UID: job.uid},
+            "ports": [{"name": "rendezvous", "port": labels.RENDEZVOUS_PORT}],
+        },
+    }
+
+
+def worker_pod(job: JobView, index: int, round_: int, size: int, settings: Settings) -> dict[str, Any]:
+    """The pod of worker `index` in round `round_` of `size` workers."""
+    template = copy.deepcopy(job.spec.template)
+    spec: dict[str, Any] = template.get("spec", {})
+    meta: dict[str, Any] = template.get("metadata", {}) or {}
+    name = names.pod_name(job.name, index, names.incarnation_of_round(round_))
+    container = next(c for c in spec["containers"] if c.get("name") == labels.WORKER_CONTAINER)
+    _inject_environment(container, job, index, round_, size, settings)
+    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    mounts = [m for m in container.get("volumeMounts", ()) if m.get("name") != TOKEN_VOLUME]
+    container["volumeMounts"] = [*mounts, {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIR, "readOnly": True}]
+    volumes = [v for v in spec.get("volumes", ()) if v.get("name") != TOKEN_VOLUME]
+    spec["volumes"] = [*volumes, _token_volume()]
+    # A restarted container would rejoin a round that the operator has given up.
+    spec["restartPolicy"] = "Never"
+    spec["hostname"] = name
+    spec["subdomain"] = names.service_name(job.name)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": job.namespace,
+            "labels": {
+                **meta.get("labels", {}),
+                **_labels(job),
+                labels.WORKER_INDEX: str(index),
+                labels.INCARNATION: str(names.incarnation_of_round(round_)),
+                labels.ROUND: str(round_),
+            },
+            "annotations": {"kubectl.kubernetes.io/default-container": "worker", **meta.get("annotations", {})},
+            "ownerReferences": [owner_reference(job)],
+        },
+        "spec": spec,
+    }
+
+
+def _labels(job: JobView) -> dict[str, str]:
+    return {labels.JOB: job.name, labels.JOB_UID: job.uid, labels.MANAGED_BY: labels.MANAGER}
+
+
+def _token_volume() -> dict[str, Any]:
+    """A token that names this pod, is good for our operator alone, and dies with the pod."""
+    token = {"audience": labels.TOKEN_AUDIENCE, "expirationSeconds": TOKEN_SECONDS, "path": "token"}
+    return {"name": TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
+
+
+def _inject_environment(
+    container: dict[str, Any], job: JobView, index: int, round_: int, size: int, settings: Settings
+) -> None:
+    identity = {**_everstep(job, index, round_, settings), **_rendezvous(job, index, round_, size)}
+    tuning = {
+        # Every restart is the operator's decision, so that it is charged to the right side, once (ADR 0002).
+        "PET_MAX_RESTARTS": "0",
+        "PET_MONITOR_INTERVAL": "0.1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    theirs = [e for e in container.get("env", ()) if e.get("name") not in identity and e.get("name") not in _FIELDS]
+    taken = {e.get("name") for e in theirs}
+    ours = {**identity, **{k: v for k, v in tuning.items() if k not in taken}}
+    container["env"] = [
+        *theirs,
+        *({"name": k, "valueFrom": {"fieldRef": {"fieldPath": path}}} for k, path in sorted(_FIELDS.items())),
+        *({"name": k, "value": _literal(v)} for k, v in sorted(ours.items())),
+    ]
+    if job.spec.checkpoint is not None and job.spec.checkpoint.secret_ref is not None:
+        source = {"secretRef": {"name": job.spec.checkpoint.secret_ref.name}}
+        container["envFrom"] = [*container.get("envFrom", ()), source]
+
+
+_FIELDS = {
+    env.POD_NAME: "metadata.name",
+    env.NODE_NAME: "spec.nodeName",
+    "PET_LOCAL_ADDR": "status.podIP",  # a master address that needs no DNS
+}
+
+
+def _literal(value: str) -> str:
+    """The kubelet would expand $(NAME) in a value; a doubled dollar stands for itself."""
+    return value.replace("$", "$$")
+
+
+def _everstep(job: JobView, index: int, round_: int, settings: Settings) -> dict[str, str]:
+    found = {
+        env.JOB_NAME: job.name,
+        env.JOB_NAMESPACE: job.namespace,
+        env.JOB_UID: job.uid,
+        env.WORKER_INDEX: str(index),
+        env.INCARNATION: str(names.incarnation_of_round(round_)),
+        env.ROUND: str(round_),
+    }
+    if settings.report_url:
+        found[env.REPORT_URL] = settings.report_url.rstrip("/") + REPORT_PATH
+        found[env.TOKEN_FILE] = f"{TOKEN_DIR}/token"
+    if (checkpoint := job.spec.checkpoint) is not None:
+        found[env.CHECKPOINT_URL] = checkpoint.url
+        found[env.CHECKPOINT_KEEP] = str(checkpoint.keep)
+        if checkpoint.interval_seconds is not None:
+            found[env.CHECKPOINT_EVERY_SECONDS] = str(checkpoint.interval_seconds)
+        if checkpoint.every_steps is not None:
+            found[env.CHECKPOINT_EVERY_STEPS] = str(checkpoint.every_steps)
+    return found
+
+
+def _rendezvous(job: JobView, index: int, round_: int, size: int) -> dict[str, str]:
+    """torchrun reads each of its flags from PET_<FLAG>, so the user's command line stays as it is."""
+    # The host reaches its own store without waiting for its DNS record.
+    host = "localhost" if index == 0 else names.rendezvous_host(job.name, job.namespace, round_)
+    conf = {
+        "is_host": int(index == 0),
+        "join_timeout": job.spec.rendezvous.join_timeout_seconds,
+        "read_timeout": job.spec.rendezvous.join_timeout_seconds,
+        **_RENDEZVOUS_TUNING,
+    }
+    return {
+        "PET_NNODES": str(size),
+        "PET_NPROC_PER_NODE": str(job.spec.processes()),
+        "PET_RDZV_BACKEND": job.spec.rendezvous.backend,
+        "PET_RDZV_ENDPOINT": f"{host}:{labels.RENDEZVOUS_PORT}",
+        "PET_RDZV_ID": f"{job.uid}-{round_}",
+        "PET_RDZV_CONF": ",".join(f"{k}={v}" for k, v in sorted(conf.items())),
+        # With the store shared, half of the hard kills were never recovered from (torch 2.13).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }

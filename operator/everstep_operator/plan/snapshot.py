@@ -1,0 +1,132 @@
+"""What the planner is allowed to know: one job, its pods, the nodes they are on, and what the workers reported.
+
+Everything here is a value taken at `now` by `shell.observe`. Invariant: every pod in `Snapshot.pods` is owned by this
+job's UID; a pod that merely has a matching name appears only in `name_collisions`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+from everstep_operator.api.status import Status
+from everstep_operator.api.types import TrainingJobSpec
+
+
+class PodPhase(StrEnum):
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    UNKNOWN = "Unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How the worker container ended, as the kubelet reports it."""
+
+    code: int
+    reason: str | None = None  # "OOMKilled", "Error", "ContainerCannotRun", …
+    message: str | None = None  # termination message: the last lines of the log
+    finished_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPod:
+    """One pod of the job, current or left over from an earlier round."""
+
+    name: str
+    uid: str
+    index: int
+    incarnation: int
+    round: int
+    phase: PodPhase
+    ready: bool = False
+    node: str | None = None
+    deleted_at: datetime | None = None  # metadata.deletionTimestamp minus the grace period
+    reason: str | None = None  # status.reason: "Evicted", "NodeLost", "UnexpectedAdmissionError", …
+    disruption: str | None = None  # reason of a true DisruptionTarget condition
+    waiting: str | None = None  # "ErrImagePull: …" while the container cannot start
+    unschedulable: str | None = None  # message of PodScheduled=False
+    created_at: datetime | None = None
+    exit: Exit | None = None
+    image: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node that a pod of this job is on. `ready_since`/`lost_since` is when its Ready condition last changed."""
+
+    name: str
+    ready: bool
+    changed_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the workers of the current round have reported. In memory only: an operator restart starts it empty."""
+
+    round: int = 0
+    step: int | None = None  # highest completed step ever seen for this job
+    total_steps: int | None = None
+    epoch: int | None = None
+    step_seconds: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    updated_at: datetime | None = None
+    committed_step: int | None = None
+    committed_at: datetime | None = None
+    checkpoint_error: str | None = None
+    productive_seconds: float = 0.0
+    # The current round's recovery, in the operator's clock:
+    published_at: datetime | None = None  # to the microsecond, where the status keeps seconds
+    trained_at: datetime | None = None  # the first rank has completed a step in this round
+    started_at: datetime | None = None  # all ranks have reported START
+    restored_at: datetime | None = None  # all ranks have restored
+    restored_step: int | None = None
+    restore_seconds: float | None = None
+    first_step_at: datetime | None = None  # all ranks have completed one step
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    resource_version: str
+    spec: TrainingJobSpec
+    status: Status
+    created_at: datetime
+    deleting: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The operator's own configuration, as far as a plan depends on it."""
+
+    report_url: str = ""
+    checkpoint_url_prefixes: tuple[str, ...] = ()
+    # How long the pod of a lost node may stay before its API object is removed by force.
+    max_pods_per_plan: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    now: datetime
+    job: JobView
+    pods: tuple[WorkerPod, ...] = ()
+    service_exists: bool = False
+    nodes: dict[str, NodeView] = field(default_factory=dict)
+    progress: Progress = Progress()
+    name_collisions: tuple[str, ...] = ()  # pods with our names that another owner holds
+    create_refused: str | None = None  # the API server's last refusal of a pod create (quota, admission)
+    settings: Settings = Settings()

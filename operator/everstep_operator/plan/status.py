@@ -1,0 +1,167 @@
+"""From what was observed to the status that people and programs read.
+
+Conditions follow kstatus: Ready carries the STATUS column as its reason, Reconciling is true while the operator works
+towards the spec, Stalled while it cannot. A condition's transition time changes only with its status, so that nothing
+is written when nothing happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason
+from everstep_operator.api.status import (
+    CheckpointStatus,
+    Condition,
+    Failure,
+    Progress,
+    RecoveryRecord,
+    Restarts,
+    Status,
+    World,
+)
+from everstep_operator.plan import names
+from everstep_operator.plan.snapshot import Snapshot
+
+MAX_MESSAGE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What this pass found the job to be, in the words of the Ready condition."""
+
+    reason: ReadyReason
+    message: str
+    stalled: str | None = None  # why the operator cannot go on by itself
+
+
+def build(
+    snapshot: Snapshot,
+    verdict: Verdict,
+    *,
+    world: World,
+    existing: int,
+    ready: int,
+    restarts: Restarts | None = None,
+    recoveries: tuple[RecoveryRecord, ...] | None = None,
+    failure: Failure | None = None,
+    finished_at: datetime | None = None,
+) -> Status:
+    """The whole status. What is not given is carried over from the status observed."""
+    job, old = snapshot.job, snapshot.job.status
+    return Status(
+        observed_generation=job.generation,
+        replicas=existing,
+        ready_replicas=ready,
+        selector=names.selector(job.name),
+        start_time=old.start_time or snapshot.now,
+        completion_time=old.completion_time or finished_at,
+        world=world,
+        progress=_progress(snapshot),
+        checkpoint=_checkpoint(snapshot),
+        restarts=restarts if restarts is not None else old.restarts,
+        recoveries=recoveries if recoveries is not None else old.recoveries,
+        goodput_percent=_goodput(snapshot, finished_at),
+        failure=old.failure or failure,
+        conditions=_conditions(snapshot, verdict, world, ready),
+    )
+
+
+def _progress(snapshot: Snapshot) -> Progress:
+    seen, old = snapshot.progress, snapshot.job.status.progress
+    if seen.updated_at is None:
+        return old
+    step = seen.step if seen.step is not None else old.step
+    total = seen.total_steps if seen.total_steps is not None else old.total_steps
+    eta = None
+    if step is not None and total is not None and seen.step_seconds is not None:
+        eta = max(0, round((total - step) * seen.step_seconds))
+    return Progress(
+        step=step,
+        total_steps=total,
+        epoch=seen.epoch if seen.epoch is not None else old.epoch,
+        eta_seconds=eta,
+        metrics={name: f"{value:.6g}" for name, value in sorted(seen.metrics.items())} or old.metrics,
+        updated_at=seen.updated_at,
+    )
+
+
+def _checkpoint(snapshot: Snapshot) -> CheckpointStatus:
+    seen, old = snapshot.progress, snapshot.job.status.checkpoint
+    spec = snapshot.job.spec.checkpoint
+    newer = seen.committed_step is not None
+    healthy = old.healthy
+    if seen.checkpoint_error is not None:
+        healthy = False
+    elif newer:
+        healthy = True
+    return CheckpointStatus(
+        last_committed_step=seen.committed_step if newer else old.last_committed_step,
+        committed_at=seen.committed_at if newer else old.committed_at,
+        url=spec.url if spec is not None else None,
+        healthy=healthy,
+    )
+
+
+def _goodput(snapshot: Snapshot, finished_at: datetime | None) -> int | None:
+    """Productive step time as a share of the wall time since the start."""
+    old = snapshot.job.status
+    if snapshot.progress.productive_seconds <= 0 or old.start_time is None or old.completion_time is not None:
+        return old.goodput_percent
+    wall = ((finished_at or snapshot.now) - old.start_time).total_seconds()
+    return min(100, round(100 * snapshot.progress.productive_seconds / wall)) if wall > 0 else old.goodput_percent
+
+
+def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) -> tuple[Condition, ...]:
+    reason, message = verdict.reason, verdict.message[:MAX_MESSAGE]
+    running = reason in (ReadyReason.RUNNING, ReadyReason.RUNNING_DEGRADED)
+    over = reason in (ReadyReason.COMPLETE, ReadyReason.FAILED)
+    wanted: dict[ConditionType, tuple[bool, str, str]] = {
+        ConditionType.READY: (running or reason is ReadyReason.COMPLETE, reason, message),
+        ConditionType.RECONCILING: (not running and not over, reason, message),
+        ConditionType.STALLED: (
+            verdict.stalled is not None or reason is ReadyReason.FAILED,
+            "Stalled" if verdict.stalled else reason,
+            (verdict.stalled or (message if reason is ReadyReason.FAILED else ""))[:MAX_MESSAGE],
+        ),
+        ConditionType.QUORUM_REACHED: (
+            not over and ready >= world.size > 0,
+            "AllReady" if ready >= world.size > 0 else "Waiting",
+            f"{ready} of {world.size} workers are ready",
+        ),
+        ConditionType.RECOVERING: (reason is ReadyReason.RECOVERING, reason, ""),
+        ConditionType.RESIZING: (reason is ReadyReason.RESIZING, reason, ""),
+        ConditionType.COMPLETE: (reason is ReadyReason.COMPLETE, reason, ""),
+        ConditionType.FAILED: (
+            reason is ReadyReason.FAILED,
+            reason,
+            message if reason is ReadyReason.FAILED else "",
+        ),
+    }
+    seen = snapshot.progress
+    if seen.checkpoint_error is not None:
+        wanted[ConditionType.CHECKPOINT_HEALTHY] = (False, "CommitFailed", seen.checkpoint_error[:MAX_MESSAGE])
+    elif seen.committed_step is not None:
+        wanted[ConditionType.CHECKPOINT_HEALTHY] = (True, "Committed", "the last commit succeeded")
+    old = {c.type: c for c in snapshot.job.status.conditions}
+    made = {
+        type_: _condition(old.get(type_), type_, status, why, text, snapshot)
+        for type_, (status, why, text) in wanted.items()
+    }
+    return tuple(c for _, c in sorted({**old, **made}.items()))
+
+
+def _condition(
+    old: Condition | None, type_: ConditionType, status: bool, reason: str, message: str, snapshot: Snapshot
+) -> Condition:
+    value = ConditionStatus.TRUE if status else ConditionStatus.FALSE
+    same = old is not None and old.status == value
+    return Condition(
+        type=type_,
+        status=value,
+        reason=reason,
+        message=message,
+        last_transition_time=old.last_transition_time if old is not None and same else snapshot.now,
+        observed_generation=snapshot.job.generation,
+    )
