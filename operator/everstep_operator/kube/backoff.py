@@ -1,7 +1,8 @@
 """Exponential back-off as a value: pure, the randomness is an argument.
 
-Jitter over the upper half: `delay` lies in [d/2, d] for d = base * factor^attempt, capped, so that a thousand clients do
-not come back together and none comes back at once ("equal jitter" of Brooker, "Exponential Backoff And Jitter", 2015).
+Jitter over the upper half: `delay` lies in [d/2, d] for d = base * factor^attempt, capped, so that a thousand clients
+do not come back together and none comes back at once (the "equal jitter" of M. Brooker's "Exponential Backoff And
+Jitter", 2015).
 """
 
 from dataclasses import dataclass

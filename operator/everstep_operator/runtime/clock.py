@@ -1,7 +1,7 @@
 """Time as something that is passed in.
 
-Everything in this package that waits or measures does it through a `Clock`, so that tests and simulations can run days in
-milliseconds. Two readings, never mixed: `monotonic` for durations and deadlines (a clock jump of an hour changes
+Everything in this package that waits or measures does it through a `Clock`, so that tests and simulations can run days
+in milliseconds. Two readings, never mixed: `monotonic` for durations and deadlines (a clock jump of an hour changes
 nothing), `now` for the timestamps that people read.
 """
 
@@ -10,7 +10,7 @@ import heapq
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ async def within(clock: Clock, seconds: float, work: Awaitable[T]) -> T:
             return task.result()
         raise TimeoutError(f"no result within {seconds:g} s")
     finally:
-        await _cancel(task, timer)
+        await cancel(task, timer)
 
 
 async def wait_event(clock: Clock, event: asyncio.Event, seconds: float | None) -> bool:
@@ -132,7 +132,8 @@ async def wait_until(clock: Clock, condition: Callable[[], bool], *, seconds: fl
         await clock.sleep(poll)
 
 
-async def _cancel(*tasks: "asyncio.Future[object]") -> None:
+async def cancel(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel `tasks` and wait until each has ended; their results and errors are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

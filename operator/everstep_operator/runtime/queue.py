@@ -1,9 +1,9 @@
 """A work queue of keys: many events about one object become one piece of work.
 
 Invariants: a key is ready at most once; it is never handed to two workers at the same time (an add while it is being
-worked on makes it ready again at `done`); of several delays for one key the earliest wins; everything it holds is bounded
-by `limit` distinct keys. `KeyQueue` is pure (time is an argument), `WorkQueue` adds the waiting. After client-go's
-workqueue, which keeps delays and back-off in separate layers; here one state holds all, so that one model tests all.
+worked on makes it ready again at `done`); of several delays for one key the earliest wins; it holds at most `limit`
+distinct keys. `KeyQueue` is pure (time is an argument), `WorkQueue` adds the waiting. After client-go's workqueue,
+which keeps delays and back-off in separate layers; here one state holds all, so that one model tests all.
 """
 
 import asyncio

@@ -1,0 +1,184 @@
+"""Workers that take keys from the queue and reconcile them, but only while this replica leads.
+
+A term is one epoch of leadership: it begins with every known key on the queue and ends by cancelling whatever runs,
+since a pass that outlives its leadership must not write (case 39). Passes are level-triggered: cutting one is harmless.
+Errors stay with their key (case 24): a retryable one backs off, a terminal one is recorded and tried again slowly,
+because what makes it pass (a quota, a permission) sends no event. Nothing here ever stops the other keys.
+
+Order of shutdown: cancel `run` first, the elector after it, so that the Lease is released when nothing writes any more.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from everstep_operator.kube.errors import KubeError, TerminalError
+from everstep_operator.runtime.clock import Clock, within
+from everstep_operator.runtime.errors import NotLeading, QueueShutDown
+from everstep_operator.runtime.queue import WorkQueue
+
+K = TypeVar("K", bound=Hashable)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a pass ended with: when to come back (seconds; None: only on an event) and what it waits for."""
+
+    reason: str
+    requeue_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Succeeded:
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class WillRetry:
+    error: Exception
+    retry_in: float
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A terminal error: somebody has to act; looked at again every `Limits.terminal_retry` seconds and on events."""
+
+    error: KubeError
+    retry_in: float
+
+
+Outcome: TypeAlias = Succeeded | WillRetry | Blocked
+
+
+class Leadership(Protocol):
+    """What the controller needs of an elector; see `leader.LeaderElector`."""
+
+    async def wait_leading(self) -> int: ...
+
+    async def wait_lost(self, epoch: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`workers` passes at a time; a pass takes at most `pass_seconds`."""
+
+    workers: int = 8
+    pass_seconds: float = 60.0
+    terminal_retry: float = 60.0
+
+
+class Controller(Generic[K]):
+    """Drives `reconcile` for the keys of `queue`; `all_keys` names every key at the start of a term."""
+
+    def __init__(
+        self,
+        name: str,
+        reconcile: Callable[[K], Awaitable[Result]],
+        queue: WorkQueue[K],
+        *,
+        leadership: Leadership,
+        all_keys: Callable[[], Iterable[K]],
+        clock: Clock,
+        limits: Limits = Limits(),
+        on_outcome: Callable[[K, Outcome, float], None] | None = None,
+    ) -> None:
+        self._name = name
+        self._reconcile = reconcile
+        self._queue = queue
+        self._leadership = leadership
+        self._all_keys = all_keys
+        self._clock = clock
+        self._limits = limits
+        self._on_outcome = on_outcome
+        self._troubles: dict[K, WillRetry | Blocked] = {}
+        self._reasons: dict[K, str] = {}
+
+    def trouble(self, key: K) -> WillRetry | Blocked | None:
+        """How the last pass over `key` failed; None after a success."""
+        return self._troubles.get(key)
+
+    def forget(self, key: K) -> None:
+        """`key` is gone: drop what is remembered of it."""
+        self._troubles.pop(key, None)
+        self._reasons.pop(key, None)
+        self._queue.forget(key)
+
+    async def run(self) -> None:
+        """Lead whenever allowed, until cancelled."""
+        while True:
+            epoch = await self._leadership.wait_leading()
+            keys = list(self._all_keys())
+            log.info("term begins", extra={"controller": self._name, "epoch": epoch, "keys": len(keys)})
+            for key in keys:
+                self._queue.add(key)
+            reason = await self._term(epoch)
+            log.info("term ended", extra={"controller": self._name, "epoch": epoch, "reason": reason})
+
+    async def _term(self, epoch: int) -> str:
+        async with asyncio.TaskGroup() as group:
+            workers = [group.create_task(self._work()) for _ in range(self._limits.workers)]
+            try:
+                reason = await self._leadership.wait_lost(epoch)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+        return reason
+
+    async def _work(self) -> None:
+        while True:
+            try:
+                key = await self._queue.get()
+            except QueueShutDown:
+                return
+            try:
+                await self._pass(key)
+            finally:
+                self._queue.done(key)
+
+    async def _pass(self, key: K) -> None:
+        started = self._clock.monotonic()
+        outcome: Outcome
+        try:
+            outcome = Succeeded(await within(self._clock, self._limits.pass_seconds, self._reconcile(key)))
+        except NotLeading as error:
+            # The term is ending; the next one starts with every key, so nothing is lost by leaving this one.
+            log.info("pass cut", extra={"controller": self._name, "key": str(key), "error": str(error)})
+            return
+        except TerminalError as error:
+            outcome = Blocked(error, self._limits.terminal_retry)
+        except Exception as error:
+            wait = (error.retry_after or 0.0) if isinstance(error, KubeError) else 0.0
+            outcome = WillRetry(error, self._queue.add_backoff(key, at_least=wait))
+        self._conclude(key, outcome)
+        if self._on_outcome is not None:
+            self._on_outcome(key, outcome, self._clock.monotonic() - started)
+
+    def _conclude(self, key: K, outcome: Outcome) -> None:
+        match outcome:
+            case Succeeded(result):
+                self._queue.forget(key)
+                self._troubles.pop(key, None)
+                if result.requeue_after is not None:
+                    self._queue.add_after(key, result.requeue_after)
+                self._say(key, logging.INFO, "reconciled", result.reason, None)
+            case WillRetry(error, delay):
+                self._troubles[key] = outcome
+                # A Kubernetes error explains itself; any other is a bug of ours and needs its traceback.
+                trace = None if isinstance(error, KubeError | TimeoutError) else error
+                self._say(key, logging.WARNING, f"pass failed, again in {delay:.2f} s", repr(error), trace)
+            case Blocked(error, delay):
+                self._troubles[key] = outcome
+                self._queue.add_after(key, delay)
+                self._say(key, logging.ERROR, f"pass refused, again in {delay:.0f} s", str(error), None)
+
+    def _say(self, key: K, level: int, message: str, reason: str, trace: Exception | None) -> None:
+        # A reason is logged when it changes, whatever the number of passes that repeat it.
+        if self._reasons.get(key) == reason:
+            return
+        self._reasons[key] = reason
+        extra = {"controller": self._name, "key": str(key), "reason": reason}
+        log.log(level, message, extra=extra, exc_info=trace)

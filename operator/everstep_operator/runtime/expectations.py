@@ -1,0 +1,95 @@
+"""What this process did and its cache has not shown yet.
+
+A cache lags behind one's own writes. A decision taken in between would create the same pod twice or count a deleted pod
+as alive, so the owner of a key waits until its expectations are met. Creations are expected by name (known before the
+request is sent, and the event may come before the response), deletions by UID (a name may be taken again).
+Invariant: an expectation ends by its event, by `cancel_*` when the write failed, or by expiry; it never waits for ever,
+as an event can be lost to coalescing. After kueue's `util/expectations` and the UID tracking expectations of Kubernetes'
+own controllers.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+EXPIRY = 30.0  # seconds; far above a healthy watch's lag, short enough that a lost event is no outage
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What is still expected for a key, and until when (monotonic seconds)."""
+
+    creations: frozenset[str] = frozenset()
+    deletions: frozenset[str] = frozenset()
+    expires: float = 0.0
+
+    @property
+    def reason(self) -> str:
+        """For a log line or a requeue."""
+        parts = [f"creation of {name}" for name in sorted(self.creations)]
+        parts += [f"deletion of uid {uid}" for uid in sorted(self.deletions)]
+        return "waiting to observe " + ", ".join(parts)
+
+
+class Expectations(Generic[K]):
+    """Expectations by key. `now` is monotonic seconds. Bounded by the keys that have any."""
+
+    def __init__(self, expiry: float = EXPIRY) -> None:
+        self._expiry = expiry
+        self._pending: dict[K, Pending] = {}
+
+    def expect(self, key: K, *, creations: Iterable[str] = (), deletions: Iterable[str] = (), now: float) -> None:
+        """Call *before* the writes are sent: their events may overtake the responses."""
+        held = self._live(key, now) or Pending()
+        self._store(
+            key,
+            Pending(held.creations | set(creations), held.deletions | set(deletions), now + self._expiry),
+        )
+
+    def observe_created(self, key: K, name: str) -> None:
+        """An event showed the object; also for `cancel` after a create that certainly did not happen."""
+        held = self._pending.get(key, Pending())
+        self._store(key, Pending(held.creations - {name}, held.deletions, held.expires))
+
+    def observe_deleted(self, key: K, uid: str) -> None:
+        """An event showed the deletion (or a `deletionTimestamp`, if that is what the key waits for)."""
+        held = self._pending.get(key, Pending())
+        self._store(key, Pending(held.creations, held.deletions - {uid}, held.expires))
+
+    def cancel_creation(self, key: K, name: str) -> None:
+        """The create failed and no event will come."""
+        self.observe_created(key, name)
+
+    def cancel_deletion(self, key: K, uid: str) -> None:
+        """The delete failed, or the object was gone already."""
+        self.observe_deleted(key, uid)
+
+    def pending(self, key: K, now: float) -> Pending | None:
+        """What `key` still waits for; None if it may decide. Its `expires` says when to come back at the latest."""
+        return self._live(key, now)
+
+    def satisfied(self, key: K, now: float) -> bool:
+        """Whether the cache shows all that was done for `key`, or waiting for it is over."""
+        return self._live(key, now) is None
+
+    def forget(self, key: K) -> None:
+        """`key` is gone."""
+        self._pending.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def _live(self, key: K, now: float) -> Pending | None:
+        held = self._pending.get(key)
+        if held is not None and now >= held.expires:
+            del self._pending[key]
+            return None
+        return held
+
+    def _store(self, key: K, held: Pending) -> None:
+        if held.creations or held.deletions:
+            self._pending[key] = held
+        else:
+            self._pending.pop(key, None)

@@ -1,0 +1,222 @@
+"""Keeps a cache equal to the API server's content and tells what changed.
+
+List, then watch from the list's position. A watch that ends or breaks is resumed where it stopped; one whose history is
+gone (410) or that stays silent longer than bookmarks allow is replaced by a new list, whose difference to the cache
+yields every delete that was missed. Errors never end `run` and never empty the cache: while the server is away, readers
+keep the last known state. Handlers are synchronous and must not block: they put keys on a queue.
+
+Bookmarks: a server sends one a minute and one just before it ends a watch, so `watch_seconds` (how long one watch
+lasts) bounds the silence of a healthy stream, and `silence_seconds` is that plus slack.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeAlias, TypeVar
+
+from everstep_operator.kube.backoff import Backoff
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.errors import ConnectionFailed, Gone, KubeError, StreamBroken
+from everstep_operator.kube.resources import Resource
+from everstep_operator.kube.wire import KubeObject
+from everstep_operator.runtime.cache import Added, Cache, Delta, Indexer
+from everstep_operator.runtime.clock import Clock, cancel
+from everstep_operator.runtime.randomness import Random
+
+T = TypeVar("T", bound=KubeObject)
+Handler: TypeAlias = Callable[[Delta[T]], None]
+
+log = logging.getLogger(__name__)
+
+# A lagging server is asked again this often; then its history was rewound (etcd restored) and it is the truth.
+STALE_LISTS = 5
+
+
+class InformerState(StrEnum):
+    """Where the informer is; BROKEN means that the cache may lag behind, for the reason in `last_error`."""
+
+    LISTING = "Listing"
+    WATCHING = "Watching"
+    BROKEN = "Broken"
+
+
+BACKOFF = Backoff(base=0.1, cap=10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. `quick` is a watch so short that ending it counts as a failure, against a hot loop of reconnects."""
+
+    watch_seconds: int = 30
+    silence_seconds: float = 40.0
+    quick: float = 1.0
+    backoff: Backoff = BACKOFF
+
+
+class Informer(Generic[T]):
+    """One resource, watched. `run` it in a task; read it any time after `wait_synced`."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        resource: Resource[T],
+        *,
+        clock: Clock,
+        rng: Random,
+        namespace: str | None = None,
+        label_selector: str | None = None,
+        indexers: Mapping[str, Indexer[T]] | None = None,
+        timing: Timing = Timing(),
+    ) -> None:
+        self._client = client
+        self._resource = resource
+        self._clock = clock
+        self._rng = rng
+        self._namespace = namespace
+        self._selector = label_selector
+        self._timing = timing
+        self._cache: Cache[T] = Cache(indexers)
+        self._handlers: list[Handler[T]] = []
+        self._synced = asyncio.Event()
+        self._failures = 0
+        self._stale_lists = 0
+        self._heard = 0.0
+        self._state = InformerState.LISTING
+        self._last_error: KubeError | None = None
+
+    @property
+    def has_synced(self) -> bool:
+        """Whether the first list was taken in."""
+        return self._synced.is_set()
+
+    @property
+    def state(self) -> InformerState:
+        return self._state
+
+    @property
+    def last_error(self) -> KubeError | None:
+        """Why it is, or last was, broken."""
+        return self._last_error
+
+    async def wait_synced(self) -> None:
+        await self._synced.wait()
+
+    def get(self, namespace: str, name: str) -> T | None:
+        """The cached object; None if it does not exist (cluster-scoped: `namespace=""`)."""
+        return self._cache.get(namespace, name)
+
+    def list(self, namespace: str | None = None) -> tuple[T, ...]:
+        """All cached objects, sorted by (namespace, name)."""
+        return self._cache.list(namespace)
+
+    def by_index(self, index: str, value: str) -> tuple[T, ...]:
+        """The cached objects for which indexer `index` yields `value`, sorted by (namespace, name)."""
+        return self._cache.by_index(index, value)
+
+    def add_handler(self, handler: Handler[T]) -> None:
+        """Call `handler` with every later change, and at once with an `Added` for each object already known."""
+        self._handlers.append(handler)
+        for obj in self._cache.list():
+            self._tell(handler, Added(obj))
+
+    async def run(self) -> None:
+        """List and watch until cancelled."""
+        while True:
+            try:
+                await self._list()
+                while True:
+                    await self._watch()
+            except KubeError as error:
+                await self._pause(error)
+
+    async def _list(self) -> None:
+        self._state = InformerState.LISTING
+        listed = await self._client.list(self._resource, self._namespace, label_selector=self._selector)
+        if self._cache.is_older_list(listed) and self._stale_lists < STALE_LISTS:
+            self._stale_lists += 1
+            raise Gone(
+                f"the server's list at {listed.resource_version} is older than {self._cache.position}, which was "
+                f"already seen; asking again ({self._stale_lists} of {STALE_LISTS})",
+                where=f"list {self._resource.plural}",
+            )
+        self._stale_lists = 0
+        self._emit(self._cache.replace(listed))
+        self._synced.set()
+        log.debug("listed", extra={"resource": self._resource.plural, "objects": len(self._cache)})
+
+    async def _watch(self) -> None:
+        """One watch. Returns when it may be resumed from the cache's position; raises where a new list is needed."""
+        started = self._heard = self._clock.monotonic()
+        self._state = InformerState.WATCHING
+        consumer = asyncio.create_task(self._consume())
+        try:
+            while not consumer.done():
+                left = self._heard + self._timing.silence_seconds - self._clock.monotonic()
+                if left <= 0:
+                    raise ConnectionFailed(
+                        f"no event and no bookmark for {self._timing.silence_seconds:g} s; listing again",
+                        where=f"watch {self._resource.plural}",
+                    )
+                timer = asyncio.ensure_future(self._clock.sleep(left))
+                try:
+                    await asyncio.wait((consumer, timer), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    await cancel(timer)
+            try:
+                consumer.result()
+            except (ConnectionFailed, StreamBroken) as error:
+                # The position is still good: resume there, as a list each time would make a flaky proxy a list storm.
+                # Not twice without progress: the next line of the stream may be the very thing that breaks it.
+                if self._failures:
+                    raise
+                await self._pause(error)
+                return
+        finally:
+            await cancel(consumer)
+        if self._clock.monotonic() - started < self._timing.quick:
+            await self._pause(StreamBroken("the server ended the watch at once", where=self._resource.plural))
+
+    async def _consume(self) -> None:
+        stream = self._client.watch(
+            self._resource,
+            self._namespace,
+            resource_version=self._cache.position,
+            label_selector=self._selector,
+            timeout_seconds=self._timing.watch_seconds,
+        )
+        async with aclosing(stream):
+            async for event in stream:
+                self._heard = self._clock.monotonic()
+                self._failures = 0
+                self._emit(self._cache.apply(event))
+
+    async def _pause(self, error: KubeError) -> None:
+        self._state = InformerState.BROKEN
+        delay = max(self._timing.backoff.delay(self._failures, self._rng()), error.retry_after or 0.0)
+        # The same reason once: a server that is away for an hour must not fill the log.
+        level = logging.DEBUG if str(error) == str(self._last_error) and self._failures else logging.WARNING
+        log.log(
+            level,
+            "informer interrupted",
+            extra={"resource": self._resource.plural, "error": str(error), "retry_in_s": round(delay, 3)},
+        )
+        self._failures += 1
+        self._last_error = error
+        await self._clock.sleep(delay)
+
+    def _emit(self, deltas: tuple[Delta[T], ...]) -> None:
+        for delta in deltas:
+            for handler in self._handlers:
+                self._tell(handler, delta)
+
+    def _tell(self, handler: Handler[T], delta: Delta[T]) -> None:
+        try:
+            handler(delta)
+        except Exception:
+            # One handler's bug must not stop the cache for all others (case 24).
+            log.exception(
+                "informer handler failed", extra={"resource": self._resource.plural, "key": "/".join(delta.object.key)}
+            )

@@ -1,0 +1,313 @@
+"""Which replica may write: leader election over one Lease.
+
+Safety: a leader stops by `renew_deadline` after it *sent* its last successful renewal; another replica takes over
+`duration` after it *saw* that renewal, at the earliest. Seeing comes after sending and `renew_deadline < duration`, so
+there are never two, whatever the network delays, as long as clocks run at about the same rate. Only monotonic time is
+used: the timestamps inside the Lease are for people, a clock jump of an hour changes nothing (case 41), and a process
+that was stopped finds its leadership over when it wakes (case 39). Every acquisition raises `leaseTransitions`, even by
+the same replica: that number is the epoch. After client-go's `leaderelection`, which raises it only with the holder.
+
+Somebody who deletes the Lease by hand shortens this only for a replica that starts in that very moment and never saw it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeAlias
+
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
+from everstep_operator.kube.resources import LEASES
+from everstep_operator.kube.wire import Lease, micro_time
+from everstep_operator.runtime.clock import Clock, wait_event, within
+from everstep_operator.runtime.errors import NotLeading
+from everstep_operator.runtime.randomness import Random
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTiming:
+    """Seconds. `retry` is the time between two attempts, of the leader to renew and of the others to take over."""
+
+    duration: int = 6
+    renew_deadline: float = 4.0
+    retry: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.retry < self.renew_deadline < self.duration:
+            raise ValueError(f"a Lease needs 0 < retry < renew_deadline < duration, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """This replica may write until monotonic second `until`, unless it renews before."""
+
+    epoch: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """Another replica, or nobody (`holder` empty), holds the Lease; `reason` says why this one does not."""
+
+    holder: str
+    epoch: int
+    reason: str
+
+
+Leadership: TypeAlias = Leading | Following
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A Lease as last read, and when it was first seen to be like that, on this replica's own clock."""
+
+    lease: Lease
+    at: float
+
+
+def address_of(identity: str) -> str | None:
+    """The `host:port` of an identity `<name>_<host:port>`; None if it carries none."""
+    _, separator, address = identity.partition("_")
+    return address if separator and address else None
+
+
+class LeaderElector:
+    """Runs for one Lease. `identity` is unique per process, `<pod name>_<host:port>` to make redirects possible."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        clock: Clock,
+        rng: Random,
+        timing: LeaseTiming = LeaseTiming(),
+        on_change: Callable[[Leadership], None] | None = None,
+    ) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._name = name
+        self._identity = identity
+        self._clock = clock
+        self._rng = rng
+        self._timing = timing
+        self._on_change = on_change
+        self._seen: _Seen | None = None
+        self._state: Leadership = Following("", 0, "not yet observed")
+        self._announced: int | None = None  # the epoch that others were told of; None: that nobody leads here
+        self._changed = asyncio.Event()
+
+    @property
+    def identity(self) -> str:
+        return self._identity
+
+    def state(self) -> Leadership:
+        """What holds at this moment; a leadership whose time ran out is none, even if nobody noticed yet."""
+        if isinstance(self._state, Leading) and self._clock.monotonic() >= self._state.until:
+            return Following("", self._state.epoch, "the renew deadline passed")
+        return self._state
+
+    def is_leader(self) -> bool:
+        return isinstance(self.state(), Leading)
+
+    def require(self) -> int:
+        """The epoch, to be called right before a write. Raises `NotLeading`."""
+        match self.state():
+            case Leading(epoch, _):
+                return epoch
+            case Following(holder, _, reason):
+                raise NotLeading(f"{self._identity} may not write: {reason} (holder {holder or 'none'})")
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch known; only `require` says whether it is one's own."""
+        return self._state.epoch
+
+    def holder_address(self) -> str | None:
+        """Where the leader answers, by the last Lease seen; None if nobody holds it, or its time is over."""
+        match self.state():
+            case Leading():
+                return address_of(self._identity)
+            case Following():
+                holder = self._seen.lease.spec.holder_identity if self._seen is not None else None
+                # Not to itself either: a redirect of a replica that lost its time would come back for ever.
+                if self._seen is None or not holder or holder == self._identity or self._is_free(self._seen):
+                    return None
+                return address_of(holder)
+
+    async def wait_leading(self) -> int:
+        """Wait until this replica leads; its epoch."""
+        while True:
+            if isinstance(state := self.state(), Leading):
+                return state.epoch
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_lost(self, epoch: int) -> str:
+        """Wait until the leadership of `epoch` is over; the reason."""
+        while True:
+            match self.state():
+                case Leading(current, until) if current == epoch:
+                    # Also by the clock: at the deadline nothing need happen that could set the event.
+                    self._changed.clear()
+                    await wait_event(self._clock, self._changed, until - self._clock.monotonic())
+                case Leading():
+                    return "leads again in a later epoch"
+                case Following(_, _, reason):
+                    return reason
+
+    async def run(self) -> None:
+        """Take part until cancelled, then give the Lease back if it is held."""
+        try:
+            while True:
+                await self._attempt()
+                self._announce()
+                await self._clock.sleep(self._pause())
+        finally:
+            await self._release()
+
+    def _pause(self) -> float:
+        state = self.state()
+        if isinstance(state, Leading):
+            return min(self._timing.retry, max(0.0, state.until - self._clock.monotonic()))
+        return self._timing.retry * (1.0 + 0.2 * self._rng())
+
+    async def _attempt(self) -> None:
+        """Renew, or take over if the Lease is free; every failure leaves the state to run out by itself."""
+        sent = self._clock.monotonic()
+        limit = self._timing.renew_deadline
+        state = self.state()
+        if isinstance(state, Leading):
+            # A renewal that outlives the deadline is useless: better lose cleanly and run again.
+            limit = min(self._timing.renew_deadline / 2, max(0.0, state.until - sent))
+        elif isinstance(self._state, Leading):
+            self._state = state
+        try:
+            await within(self._clock, limit, self._acquire_or_renew(sent))
+        except (Conflict, AlreadyExists):
+            # A leader keeps its time: the other write may have been its own, sent again after a lost response.
+            if not self.is_leader():
+                self._follow("another replica was faster")
+        except (KubeError, TimeoutError) as error:
+            if not self.is_leader():
+                self._follow(f"the Lease cannot be reached: {error}")
+            log.warning("lease attempt failed", extra={"lease": self._name, "error": str(error)})
+
+    async def _acquire_or_renew(self, sent: float) -> None:
+        try:
+            lease = await self._client.get(LEASES, self._namespace, self._name)
+        except NotFound:
+            await self._create(sent)
+            return
+        self._observe(lease)
+        assert self._seen is not None
+        epoch = lease.spec.lease_transitions or 0
+        match self.state():
+            case Leading(mine, _) if mine == epoch and lease.spec.holder_identity == self._identity:
+                body = self._body(lease, epoch=epoch)
+            case _ if self._is_free(self._seen) or lease.spec.holder_identity == self._identity:
+                body = self._body(lease, epoch=epoch + 1)
+            case _:
+                self._follow(f"held by {lease.spec.holder_identity}")
+                return
+        self._won(await self._client.replace(LEASES, self._namespace, self._name, body), sent)
+
+    async def _create(self, sent: float) -> None:
+        state = self.state()
+        if not isinstance(state, Leading) and self._seen is not None and not self._is_free(self._seen):
+            self._follow("the Lease was deleted; its last holder may still believe in it")
+            return
+        epoch = state.epoch if isinstance(state, Leading) else self._state.epoch + 1
+        self._won(await self._client.create(LEASES, self._namespace, self._body(None, epoch=epoch)), sent)
+
+    def _observe(self, lease: Lease) -> None:
+        # Time counts from when *this* replica saw the record change; what is written in it is not believed.
+        seen = self._seen
+        if seen is None or seen.lease.metadata.resource_version != lease.metadata.resource_version:
+            self._seen = _Seen(lease, self._clock.monotonic())
+
+    def _is_free(self, seen: _Seen) -> bool:
+        if not seen.lease.spec.holder_identity:
+            return True
+        duration = seen.lease.spec.lease_duration_seconds or self._timing.duration
+        return self._clock.monotonic() >= seen.at + duration
+
+    def _won(self, lease: Lease, sent: float) -> None:
+        self._observe(lease)
+        self._state = Leading(lease.spec.lease_transitions or 0, sent + self._timing.renew_deadline)
+
+    def _follow(self, reason: str) -> None:
+        spec = self._seen.lease.spec if self._seen else None
+        holder = (spec.holder_identity or "") if spec else ""
+        self._state = Following(holder, (spec.lease_transitions or 0) if spec else 0, reason)
+
+    def _announce(self) -> None:
+        state = self.state()
+        leading = state.epoch if isinstance(state, Leading) else None
+        if leading == self._announced:
+            return
+        self._announced = leading
+        log.info("leadership changed", extra={"identity": self._identity, "state": repr(state)})
+        self._changed.set()
+        if self._on_change is not None:
+            self._on_change(state)
+
+    def _body(self, lease: Lease | None, *, epoch: int) -> dict[str, Any]:
+        now = micro_time(self._clock.now())
+        acquired = lease.spec.acquire_time if lease is not None and lease.spec.lease_transitions == epoch else None
+        return _lease_body(
+            self._name,
+            version=lease.metadata.resource_version if lease is not None else None,
+            holder=self._identity,
+            duration=self._timing.duration,
+            acquired=micro_time(acquired) if acquired is not None else now,
+            renewed=now,
+            epoch=epoch,
+        )
+
+    async def _release(self) -> None:
+        """Empty the Lease, so that the next leader need not wait it out. Only ever one's own: by resource version."""
+        state, seen = self.state(), self._seen
+        self._state = Following("", self._state.epoch, "shut down")
+        self._announce()
+        if not isinstance(state, Leading) or seen is None:
+            return
+        body = _lease_body(
+            self._name,
+            version=seen.lease.metadata.resource_version,
+            holder="",
+            duration=1,
+            acquired=micro_time(seen.lease.spec.acquire_time or datetime.fromtimestamp(0, UTC)),
+            renewed=micro_time(self._clock.now()),
+            epoch=state.epoch,
+        )
+        try:
+            await within(
+                self._clock, self._timing.retry, self._client.replace(LEASES, self._namespace, self._name, body)
+            )
+        except (KubeError, TimeoutError) as error:
+            log.warning("lease not released, it will expire", extra={"lease": self._name, "error": str(error)})
+
+
+def _lease_body(
+    name: str, *, version: str | None, holder: str, duration: int, acquired: str, renewed: str, epoch: int
+) -> dict[str, Any]:
+    metadata = {"name": name} if version is None else {"name": name, "resourceVersion": version}
+    return {
+        "apiVersion": LEASES.api_version,
+        "kind": LEASES.kind,
+        "metadata": metadata,
+        "spec": {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": duration,
+            "acquireTime": acquired,
+            "renewTime": renewed,
+            "leaseTransitions": epoch,
+        },
+    }

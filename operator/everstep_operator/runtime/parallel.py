@@ -1,0 +1,43 @@
+"""Several writes at once, with a bound, each with its own outcome.
+
+Invariant: results come in the order of the calls, one failed call neither stops nor hides the others, and never more
+than `limit` run at the same time.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[T]):
+    value: T
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: Exception
+
+
+Outcome: TypeAlias = Done[T] | Failed
+
+
+async def run_bounded(calls: Sequence[Callable[[], Awaitable[T]]], limit: int) -> list[Outcome[T]]:
+    """The outcome of every call. Cancelling cancels those that run and starts no other."""
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    gate = asyncio.Semaphore(limit)
+
+    async def one(call: Callable[[], Awaitable[T]]) -> Outcome[T]:
+        async with gate:
+            try:
+                return Done(await call())
+            except Exception as error:
+                return Failed(error)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(call)) for call in calls]
+    return [task.result() for task in tasks]
