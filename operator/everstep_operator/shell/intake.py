@@ -106,6 +106,7 @@ class ReportIntake:
             access_log=None,
             keepalive_timeout=s.keepalive_seconds,
             shutdown_timeout=s.stop_seconds,
+            lingering_time=1.0,  # seconds that the rest of an unwanted body is still read and thrown away
             handle_signals=False,
         )
         await runner.setup()
@@ -181,7 +182,7 @@ class ReportIntake:
             return _Answer(413, f"a report has at most {MAX_REPORT_BYTES} bytes", ReportResult.TOO_LARGE)
         except MessageError as e:
             return _Answer(400, str(e), ReportResult.MALFORMED)
-        except TimeoutError:
+        except (TimeoutError, ConnectionError):  # a connection that breaks here was a worker that died
             text = f"the body did not arrive within {self._settings.body_seconds} s"
             return _Answer(408, text, ReportResult.TIMED_OUT)
         who = {"namespace": identity.namespace, "pod": identity.pod_name}

@@ -1,0 +1,264 @@
+"""The report intake over real sockets: who may report, what is refused and with which reason."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+import pytest
+
+from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, Phase, Report
+from everstep_operator.shell.identity import IdentityCache, PodIdentity
+from everstep_operator.shell.intake import (
+    Following,
+    IntakeSettings,
+    Leadership,
+    Leading,
+    NoLeader,
+    ReportIntake,
+    ReportRefused,
+)
+from everstep_operator.telemetry.metrics import Metrics
+
+POD = PodIdentity("team-a", "digits-w0-0", "uid-1")
+REPORT = Report(Phase.TRAIN, rank=0, world_size=2, at=100.0, step=5, metrics={"loss": 0.5})
+BODY = REPORT.encode()
+GOOD = {"Authorization": "Bearer good"}
+
+
+@dataclass
+class World:
+    """What the server is told, and what it hands on."""
+
+    leadership: Leadership = field(default_factory=Leading)
+    tokens: dict[str, PodIdentity] = field(default_factory=lambda: {"good": POD})
+    checks: list[str] = field(default_factory=list)
+    checking: asyncio.Event = field(default_factory=asyncio.Event)
+    accepted: list[tuple[PodIdentity, Report]] = field(default_factory=list)
+    refusal: Exception | None = None
+    broken: Exception | None = None
+    gate: asyncio.Event | None = None
+    not_ready: str | None = None
+    metrics: Metrics = field(default_factory=lambda: Metrics(process=False))
+    url: str = ""
+
+    async def authenticate(self, token: str) -> PodIdentity | None:
+        self.checks.append(token)
+        self.checking.set()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.broken is not None:
+            raise self.broken
+        return self.tokens.get(token)
+
+    def accept(self, identity: PodIdentity, report: Report) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.accepted.append((identity, report))
+
+    def counted(self, result: str) -> float | None:
+        return self.metrics.registry.get_sample_value("everstep_reports_total", {"result": result})
+
+
+@asynccontextmanager
+async def serving(world: World, **settings: float) -> AsyncIterator[aiohttp.ClientSession]:
+    intake = ReportIntake(
+        identities=IdentityCache(world.authenticate, monotonic=asyncio.get_running_loop().time),
+        accept=world.accept,
+        leadership=lambda: world.leadership,
+        metrics=world.metrics,
+        ready={"informers": lambda: world.not_ready},
+        settings=IntakeSettings(host="127.0.0.1", port=0, **settings),  # type: ignore[arg-type]
+    )
+    timeout = aiohttp.ClientTimeout(total=10)
+    async with intake, aiohttp.ClientSession(f"http://127.0.0.1:{intake.port}", timeout=timeout) as session:
+        world.url = f"http://127.0.0.1:{intake.port}"
+        yield session
+
+
+async def post(
+    session: aiohttp.ClientSession, body: bytes | AsyncIterator[bytes] = BODY, headers: dict[str, str] = GOOD
+) -> tuple[int, str]:
+    async with session.post(REPORT_PATH, data=body, headers=headers, allow_redirects=False) as r:
+        return r.status, (await r.json())["reason"] if r.status != 204 else ""
+
+
+async def test_report_of_a_known_pod_is_handed_on() -> None:
+    async with serving(world := World()) as session:
+        assert await post(session) == (204, "")
+    assert world.accepted == [(POD, REPORT)]
+    assert world.counted("accepted") == 1
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer  ", "Basic Z29vZA==", "good", "Bearer bad"])
+async def test_sender_without_a_valid_token_gets_401(header: str | None) -> None:
+    async with serving(world := World()) as session:
+        status, reason = await post(session, headers={"Authorization": header} if header else {})
+    assert (status, world.accepted) == (401, [])
+    assert "token" in reason
+    assert "bad" not in reason
+
+
+async def test_identity_claimed_in_the_body_is_ignored() -> None:
+    async with serving(world := World()) as session:
+        body = b'{"phase":"start","rank":0,"world_size":1,"at":1,"pod":"other","namespace":"kube-system"}'
+        assert (await post(session, body))[0] == 204
+    assert world.accepted[0][0] == POD
+
+
+async def test_pod_that_may_not_report_gets_403_with_the_reason() -> None:
+    async with serving(world := World(refusal=ReportRefused("round 3 is over"))) as session:
+        assert await post(session) == (403, "round 3 is over")
+    assert world.counted("forbidden") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"[" * 9000, "not JSON"),
+        (b'{"phase":"nap","rank":0}', "phase"),
+        (b'{"phase":"train","rank":-1}', "rank"),
+        (b'{"phase":"train","metrics":{"a":"b"}}', "metrics.a"),
+    ],
+)
+async def test_malformed_body_gets_400_naming_the_field(body: bytes, reason: str) -> None:
+    async with serving(world := World()) as session:
+        status, text = await post(session, body)
+        assert (status, world.accepted) == (400, [])
+        assert reason in text
+        assert (await post(session))[0] == 204  # the server goes on
+
+
+async def test_oversized_body_gets_413_declared_or_streamed() -> None:
+    async def stream() -> AsyncIterator[bytes]:
+        for _ in range(64):
+            yield b"x" * 1024
+
+    async with serving(world := World()) as session:
+        assert (await post(session, b"x" * (MAX_REPORT_BYTES + 1)))[0] == 413
+        assert (await post(session, stream()))[0] == 413
+    assert world.accepted == []
+
+
+async def test_body_that_does_not_arrive_gets_408() -> None:
+    async with serving(world := World(), body_seconds=0.2):
+        host, port = world.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {REPORT_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer good\r\nContent-Length: 100\r\n\r\n"
+        writer.write(head.encode() + b"{")
+        async with asyncio.timeout(5):
+            assert b" 408 " in await reader.readline()
+        writer.close()
+
+
+async def test_follower_sends_the_worker_to_the_leader() -> None:
+    async with serving(leader := World()):
+        async with serving(follower := World(leadership=Following(leader.url + "/"))) as session:
+            async with session.post(REPORT_PATH, data=BODY, headers=GOOD, allow_redirects=False) as r:
+                assert (r.status, r.headers["Location"]) == (307, leader.url + REPORT_PATH)
+            async with session.get("/readyz") as r:
+                assert r.status == 200  # a follower is Ready, else the Service would lose half its endpoints
+        assert follower.checks == []
+
+
+async def test_no_leader_gets_503_with_retry_after() -> None:
+    async with (
+        serving(World(leadership=NoLeader())) as session,
+        session.post(REPORT_PATH, data=BODY, headers=GOOD) as r,
+    ):
+        assert (r.status, r.headers["Retry-After"]) == (503, "1")
+
+
+async def test_token_check_that_fails_gets_503_and_is_repeated() -> None:
+    async with serving(world := World(broken=ConnectionError("apiserver away"))) as session:
+        assert (await post(session))[0] == 503
+        world.broken = None
+        assert (await post(session))[0] == 204
+
+
+async def test_token_check_that_hangs_gets_503() -> None:
+    async with serving(World(gate=asyncio.Event()), check_seconds=0.1) as session:
+        assert (await post(session))[0] == 503
+
+
+async def test_error_in_the_operator_gets_500_and_the_server_goes_on() -> None:
+    async with serving(world := World(refusal=KeyError("bug"))) as session:
+        assert (await post(session))[0] == 500
+        world.refusal = None
+        assert (await post(session))[0] == 204
+
+
+async def test_more_reports_than_the_bound_get_503() -> None:
+    world = World(gate=asyncio.Event())
+    async with serving(world, max_in_flight=2) as session:
+        waiting = [asyncio.create_task(post(session)) for _ in range(2)]
+        async with asyncio.timeout(5):
+            await world.checking.wait()  # both wait for the one check of their token
+            statuses = [(await post(session))[0] for _ in range(3)]
+        assert statuses == [503, 503, 503]
+        assert world.gate is not None
+        world.gate.set()
+        assert [(await task)[0] for task in waiting] == [204, 204]
+
+
+async def test_probes_and_metrics_answer_on_every_replica() -> None:
+    async with serving(world := World(leadership=NoLeader(), not_ready="pods were not listed yet")) as session:
+        async with session.get("/healthz") as r:
+            assert r.status == 200
+        async with session.get("/readyz") as r:
+            assert r.status == 503
+            assert "[-] informers: pods were not listed yet" in await r.text()
+        world.not_ready = None
+        async with session.get("/readyz") as r:
+            assert r.status == 200
+        async with session.get("/metrics") as r:
+            assert r.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert "everstep_leader 0.0" in await r.text()
+
+
+async def test_stop_finishes_what_is_under_way() -> None:
+    world = World(gate=asyncio.Event())
+    async with aiohttp.ClientSession() as session:
+        async with serving(world):
+            pending = asyncio.create_task(session.post(world.url + REPORT_PATH, data=BODY, headers=GOOD))
+            async with asyncio.timeout(5):
+                await world.checking.wait()
+            assert world.gate is not None
+            asyncio.get_running_loop().call_later(0.1, world.gate.set)
+        async with await pending as r:
+            assert r.status == 204
+        assert world.accepted == [(POD, REPORT)]
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await session.get(world.url + "/healthz")
+
+
+async def test_sender_that_goes_away_in_the_middle_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(world := World(gate=asyncio.Event())):
+        host, port = world.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {REPORT_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer good\r\nContent-Length: 100\r\n\r\n"
+        writer.write(head.encode())
+        async with asyncio.timeout(5):
+            await world.checking.wait()
+            writer.close()
+            await writer.wait_closed()
+            assert world.gate is not None
+            world.gate.set()
+            while not world.counted("timed-out"):  # noqa: ASYNC110  # a counter has no event
+                await asyncio.sleep(0.01)
+    assert (world.accepted, caplog.records) == ([], [])
+
+
+async def test_port_in_use_is_an_error_at_start() -> None:
+    world = World()
+    async with serving(world):
+        settings = IntakeSettings(host="127.0.0.1", port=int(world.url.rsplit(":", 1)[1]))
+        identities = IdentityCache(world.authenticate, monotonic=asyncio.get_running_loop().time)
+        other = ReportIntake(
+            identities=identities, accept=world.accept, leadership=Leading, metrics=world.metrics, settings=settings
+        )
+        with pytest.raises(OSError):
+            await other.start()

@@ -1,0 +1,67 @@
+"""Metrics: names, values, and label sets that no input can grow."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from everstep_operator.telemetry.metrics import STATUSES, Metrics, ReportResult
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {(s.name, *(s.labels[k] for k in sorted(s.labels))): s.value for f in families for s in f.samples}
+
+
+def test_everything_that_happened_is_rendered() -> None:
+    m = Metrics(process=False)
+    m.reconciled(0.02)
+    m.reconciled(3, failed=True)
+    m.api_request("create", "pods", 201, 0.01)
+    m.api_request("get", "pods", "error")
+    m.recovery_begun("NodeLost", "recreate")
+    m.recovered(4.2)
+    m.report(ReportResult.ACCEPTED)
+    m.leader(True)
+    m.queue_depth(7)
+    m.relisted("pods")
+    got = samples(m)
+    assert got["everstep_reconcile_seconds_count",] == 2
+    assert got["everstep_reconcile_errors_total",] == 1
+    assert got["everstep_api_requests_total", "201", "pods", "create"] == 1
+    assert got["everstep_api_requests_total", "error", "pods", "get"] == 1
+    assert got["everstep_api_request_seconds_count", "create"] == 1
+    assert got["everstep_recoveries_total", "NodeLost", "recreate"] == 1
+    assert got["everstep_recovery_seconds_sum",] == 4.2
+    assert got["everstep_reports_total", "accepted"] == 1
+    assert got["everstep_leader",] == 1
+    assert got["everstep_queue_depth",] == 7
+    assert got["everstep_informer_relists_total", "pods"] == 1
+
+
+def test_status_without_jobs_falls_back_to_zero() -> None:
+    m = Metrics(process=False)
+    m.jobs({"Running": 3, "Pending": 1})
+    m.jobs({"Running": 2})
+    got = samples(m)
+    assert [got["everstep_jobs", s] for s in ("Running", "Pending", "Failed")] == [2, 0, 0]
+
+
+def test_words_outside_the_set_add_no_series() -> None:
+    m = Metrics(process=False)
+    for i in range(1000):
+        m.api_request(f"verb{i}", f"res{i}", 600 + i, 0.1)
+        m.recovery_begun(f"cause{i}", f"rung{i}")
+        m.jobs({f"status{i}": 1, f"other{i}": 1})
+    got = samples(m)
+    assert got["everstep_api_requests_total", "other", "other", "other"] == 1000
+    assert got["everstep_recoveries_total", "other", "other"] == 1000
+    assert got["everstep_jobs", "other"] == 2
+    assert sum(key[0] == "everstep_jobs" for key in got) == len(STATUSES) + 1
+
+
+def test_two_instances_share_nothing() -> None:
+    a, b = Metrics(process=False), Metrics(process=False)
+    a.leader(True)
+    assert samples(b)["everstep_leader",] == 0
+
+
+def test_process_metrics_are_included_on_request() -> None:
+    assert ("process_resident_memory_bytes",) in samples(Metrics())
