@@ -26,7 +26,8 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 
 INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
+# The API server compares a `maximum` as a float, where 2**63 - 1 overflows to a negative bound.
+SAFE_INT_MAX = 2**53 - 1
 
 
 class ApiError(Exception):
@@ -121,7 +122,7 @@ Timestamp = Annotated[
 ]
 # Never coerced: `replicas: true` or `"3"` is a mistake, not the number 1 or 3.
 Int32 = Annotated[StrictInt, Field(le=INT32_MAX)]
-Count = Annotated[StrictInt, Field(ge=0, le=INT64_MAX)]
+Count = Annotated[StrictInt, Field(ge=0, le=SAFE_INT_MAX)]
 Bool = StrictBool
 # A DNS subdomain: what the name of a Secret or a node may be.
 ObjectName = Annotated[
@@ -131,8 +132,11 @@ ObjectName = Annotated[
 
 
 def section(model: type[ApiModel], description: str) -> Any:
-    """A nested object that is always there: the API server fills it with the defaults of its fields."""
-    info: Any = Field(default_factory=model, description=description, json_schema_extra={"default": {}})
+    """A nested object that is always there.
+
+    Its default is written out: the API server checks a default against the rules before it fills in nested defaults.
+    """
+    info: Any = Field(default_factory=model, description=description, json_schema_extra={"default": model().to_wire()})
     return info
 
 

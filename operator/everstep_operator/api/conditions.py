@@ -51,6 +51,7 @@ class Cause(StrEnum):
     ERROR = "Error"  # the program ended with a non-zero exit code
     OOM_KILLED = "OOMKilled"  # the kernel killed a container that passed its memory limit
     SIGNALED = "Signaled"  # ended by a signal that nobody declared (SIGKILL, SIGSEGV, ...)
+    PEER_LOST = "PeerLost"  # another worker went first and took this one's collective with it
     EVICTED = "Evicted"  # the kubelet evicted the pod: node pressure
     DISRUPTION_TARGET = "DisruptionTarget"  # eviction API, preemption, drain, taint manager
     NODE_LOST = "NodeLost"  # the node is gone or silent

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, model_validator
 
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
-from everstep_operator.api.base import Count, StatusModel, Timestamp
+from everstep_operator.api.base import Count, Int32, StatusModel, Timestamp
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
 
 MAX_RECOVERIES = 10
 MAX_LOG_LINES = 20
 
+Workers = Annotated[Int32, Field(ge=0)]
 LogLine = Annotated[str, StringConstraints(max_length=1000)]
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_METRIC_NAME)]
 MetricText = Annotated[str, StringConstraints(max_length=32)]
@@ -34,8 +35,11 @@ class World(StatusModel):
         default=0,
         description="Number of the last published round. It only grows, and fences every join, report and commit.",
     )
-    size: Count = Field(default=0, description="Workers in this round.")
+    size: Workers = Field(default=0, description="Workers in this round.")
     since: Timestamp | None = Field(default=None, description="When the round was published.")
+    formed_at: Timestamp | None = Field(
+        default=None, description="When all of its workers were Ready for the first time."
+    )
 
 
 class Progress(StatusModel):
@@ -78,6 +82,9 @@ class Restarts(StatusModel):
     )
     in_window: Count = Field(default=0, description="Charged restarts in the current window.")
     without_progress: Count = Field(default=0, description="Restarts in a row that brought no new step.")
+    last_step: Count | None = Field(
+        default=None, description="Highest completed step when the last restart was decided."
+    )
     last_at: Timestamp | None = Field(
         default=None, description="When the last charged restart was decided; the back-off runs from it."
     )
@@ -147,8 +154,8 @@ class Status(StatusModel):
     """What the operator found. Written by one patch a pass, and only when it changed."""
 
     observed_generation: Count | None = Field(default=None, description="Newest metadata.generation that was acted on.")
-    replicas: Count = Field(default=0, description="Worker pods that exist, one an index (scale subresource).")
-    ready_replicas: Count = Field(default=0, description="Worker pods that are Ready.")
+    replicas: Workers = Field(default=0, description="Worker pods that exist, one an index (scale subresource).")
+    ready_replicas: Workers = Field(default=0, description="Worker pods that are Ready.")
     selector: Annotated[str, StringConstraints(max_length=512)] = Field(
         default="", description="Label selector of the worker pods, as text (scale subresource)."
     )
