@@ -175,6 +175,11 @@ class ObjectReference(Wire, frozen=True, kw_only=True):
     uid: str = ""
 
 
+class EventSeries(Wire, frozen=True, kw_only=True):
+    count: int = 1
+    last_observed_time: datetime | None = None
+
+
 class Event(KubeObject, frozen=True, kw_only=True):
     """events.k8s.io/v1."""
 
@@ -184,6 +189,7 @@ class Event(KubeObject, frozen=True, kw_only=True):
     action: str = ""
     regarding: ObjectReference = ObjectReference()
     event_time: datetime | None = None
+    series: EventSeries | None = None
 
 
 class Unstructured(KubeObject, frozen=True, kw_only=True):

@@ -4,8 +4,8 @@ A cache lags behind one's own writes. A decision taken in between would create t
 as alive, so the owner of a key waits until its expectations are met. Creations are expected by name (known before the
 request is sent, and the event may come before the response), deletions by UID (a name may be taken again).
 Invariant: an expectation ends by its event, by `cancel_*` when the write failed, or by expiry; it never waits for ever,
-as an event can be lost to coalescing. After kueue's `util/expectations` and the UID tracking expectations of Kubernetes'
-own controllers.
+as an event can be lost to coalescing. After kueue's `util/expectations` and the UID tracking expectations of the
+controllers in Kubernetes itself.
 """
 
 from collections.abc import Hashable, Iterable

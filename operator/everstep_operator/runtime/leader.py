@@ -7,7 +7,7 @@ used: the timestamps inside the Lease are for people, a clock jump of an hour ch
 that was stopped finds its leadership over when it wakes (case 39). Every acquisition raises `leaseTransitions`, even by
 the same replica: that number is the epoch. After client-go's `leaderelection`, which raises it only with the holder.
 
-Somebody who deletes the Lease by hand shortens this only for a replica that starts in that very moment and never saw it.
+Somebody who deletes the Lease by hand shortens this only for a replica that starts just then and never saw it.
 """
 
 import asyncio

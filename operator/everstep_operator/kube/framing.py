@@ -1,0 +1,106 @@
+"""From the bytes of a watch to its events, and from the bytes of an answer to its objects.
+
+Pure decoding. Invariant: whatever bytes arrive, the result is decoded values or one error of this package, and no line
+or body is held beyond its bound.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterable
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from everstep_operator.kube.client import Bookmark, Changed, EventType, WatchEvent
+from everstep_operator.kube.errors import ServerError, Status, StreamBroken, from_status
+from everstep_operator.kube.wire import KubeObject
+
+T = TypeVar("T", bound=KubeObject)
+
+# etcd refuses objects above 1.5 MiB by default; managed fields and encoding may double one.
+MAX_LINE = 8 * 1024 * 1024
+MAX_BODY = 128 * 1024 * 1024  # a page of 500 objects, each far larger than a pod
+
+
+class _ListMeta(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class Page(msgspec.Struct, Generic[T]):
+    """One page of a list."""
+
+    metadata: _ListMeta
+    items: list[T] | None = None
+
+
+class _Frame(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+_frames = msgspec.json.Decoder(_Frame)
+_statuses = msgspec.json.Decoder(Status)
+_bookmarks = msgspec.json.Decoder(KubeObject)
+
+
+@cache  # one entry a resource: a decoder is compiled once
+def _decoder(shape: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(shape)
+
+
+def decode_object(struct: type[T], body: bytes, where: str) -> T:
+    """One object. Raises `ServerError` for a body that is none."""
+    decoded: T = _decode(struct, body, where)
+    return decoded
+
+
+def decode_page(struct: type[T], body: bytes, where: str) -> Page[T]:
+    """One page of a list. Raises `ServerError` for a body that is none."""
+    page: Page[T] = _decode(Page[struct], body, where)  # type: ignore[valid-type]
+    return page
+
+
+def _decode(shape: Any, body: bytes, where: str) -> Any:
+    try:
+        return _decoder(shape).decode(body)
+    except msgspec.DecodeError as error:
+        raise ServerError(f"the answer cannot be decoded: {error}; {body[:200]!r}", where=where) from error
+
+
+def decode_event(struct: type[T], line: bytes, where: str) -> WatchEvent[T]:
+    """One line of a watch. Raises the error that an ERROR event carries, and `StreamBroken` for anything unreadable."""
+    try:
+        frame = _frames.decode(line)
+        match frame.type:
+            case "ADDED" | "MODIFIED" | "DELETED":
+                return Changed(EventType(frame.type), _decoder(struct).decode(frame.object))
+            case "BOOKMARK":
+                return Bookmark(_bookmarks.decode(frame.object).metadata.resource_version)
+            case "ERROR":
+                raise from_status(_statuses.decode(frame.object), where)
+            case other:
+                raise StreamBroken(f"unknown event type {other[:40]!r}", where=where)
+    except msgspec.DecodeError as error:
+        raise StreamBroken(f"a line is no watch event: {error}; {line[:200]!r}", where=where) from error
+
+
+async def split_lines(
+    chunks: AsyncIterable[bytes], where: str, max_line: int = MAX_LINE
+) -> AsyncGenerator[bytes, None]:
+    """The non-empty lines of a stream. Raises `StreamBroken` at a line beyond `max_line` bytes and at a cut-off end."""
+    held = bytearray()
+    async for chunk in chunks:
+        held += chunk
+        # Only up to the last newline: what follows it waits for its rest.
+        end = held.rfind(b"\n")
+        if end >= 0:
+            for line in bytes(held[:end]).split(b"\n"):
+                if len(line) > max_line:
+                    raise StreamBroken(f"a line of {len(line)} bytes exceeds the limit of {max_line}", where=where)
+                if line.strip():
+                    yield line
+            del held[: end + 1]
+        if len(held) > max_line:
+            raise StreamBroken(f"a line exceeds the limit of {max_line} bytes", where=where)
+    if held.strip():
+        raise StreamBroken(f"the stream ended inside a line, after {len(held)} bytes of it", where=where)

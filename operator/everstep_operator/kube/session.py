@@ -1,0 +1,160 @@
+"""One HTTP session with the API server, renewed when its credentials are.
+
+Invariant: a request that meets 401 or a certificate that does not verify is repeated at most once, with credentials
+loaded after it failed. Requests in flight on the old session finish there; it is closed when the last of them leaves,
+because closing it at once would cut healthy watches and leave the outcome of writes unknown.
+"""
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from kubernetes.aio.client import ApiClient
+
+from everstep_operator.kube import credentials
+from everstep_operator.kube.errors import ConnectionFailed, KubeError, from_response
+from everstep_operator.kube.framing import MAX_BODY
+
+RELOAD_EVERY = 5.0  # seconds at least between two loads: an exec plug-in starts a process, and bad credentials stay bad
+USER_AGENT = "everstep-operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is sent. `total` bounds the whole exchange in seconds, `connect` the TCP and TLS handshakes."""
+
+    method: str
+    path: str
+    where: str
+    query: tuple[tuple[str, str], ...] = ()
+    body: Mapping[str, Any] | None = None
+    content_type: str = "application/json"
+    total: float = 30.0
+    connect: float = 5.0
+
+
+@dataclass(slots=True)
+class _Generation:
+    """An official client with one set of credentials, and how many requests use it."""
+
+    api: Any
+    users: int = 0
+    retired: bool = False
+
+
+class Session:
+    """Sends requests; knows nothing of what they mean."""
+
+    def __init__(self, source: credentials.Source, connections: int) -> None:
+        self._source = source
+        self._connections = connections
+        self._current: _Generation | None = None
+        self._loaded_at = 0.0
+        self._lock = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Close the connections; requests in flight fail with `ConnectionFailed`."""
+        if self._current is not None:
+            await self._current.api.close()
+            self._current = None
+
+    @asynccontextmanager
+    async def send(self, request: Request) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """The answer, its body not yet read, its code below 400. Raises `KubeError`, from the body of the block too."""
+        used = await self._newer_than(None)
+        try:
+            async with self._exchange(used, request) as response:
+                if response.status != 401:
+                    yield response
+                    return
+            refused: KubeError | None = None
+        except _BadCertificate as error:
+            refused = error
+        fresh = await self._newer_than(used)
+        async with self._exchange(fresh, request) as response:
+            if response.status == 401:
+                raise refused or await _error_of(response, request.where)
+            yield response
+
+    @asynccontextmanager
+    async def _exchange(self, used: _Generation, request: Request) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """One request on one generation; every code but 401 of at least 400 is raised as its error."""
+        used.users += 1
+        response: aiohttp.ClientResponse | None = None
+        try:
+            response = await _call(used.api, request)
+            if response.status >= 400 and response.status != 401:
+                raise await _error_of(response, request.where)
+            yield response
+        except (aiohttp.ClientConnectorCertificateError, ssl.SSLCertVerificationError) as error:
+            raise _BadCertificate(f"the server's certificate is not trusted: {error}", where=request.where) from error
+        except TimeoutError as error:
+            raise ConnectionFailed(f"no complete answer within {request.total:g} s", where=request.where) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionFailed(f"{type(error).__name__}: {error}", where=request.where) from error
+        finally:
+            if response is not None:
+                # Unread bytes make the connection useless for others: aiohttp drops it instead of reusing it.
+                response.release() if response.content.at_eof() else response.close()
+            used.users -= 1
+            if used.retired and not used.users:
+                await used.api.close()
+
+    async def _newer_than(self, used: _Generation | None) -> _Generation:
+        """The current generation, loaded anew if it is still `used`, unless that was tried moments ago."""
+        async with self._lock:
+            now = asyncio.get_running_loop().time()
+            old = self._current
+            if old is not None and (old is not used or now - self._loaded_at < RELOAD_EVERY):
+                return old
+            configuration = await credentials.load(self._source, self._connections)
+            api = ApiClient(configuration)
+            api.user_agent = USER_AGENT
+            self._current, self._loaded_at = _Generation(api), now
+            if old is not None:
+                old.retired = True
+                if not old.users:
+                    await old.api.close()
+            return self._current
+
+
+class _BadCertificate(ConnectionFailed):
+    """TLS refused the server: its CA may have been rotated."""
+
+
+async def _call(api: Any, request: Request) -> aiohttp.ClientResponse:
+    # Identity: compressing a list costs the server more than the wire saves inside a cluster.
+    headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": request.content_type}
+    method, url, headers, body, _ = await api.param_serialize(
+        request.method,
+        request.path,
+        query_params=list(request.query) or None,
+        header_params=headers,
+        body=request.body,
+        auth_settings=["BearerToken"],
+    )
+    timeout = aiohttp.ClientTimeout(total=request.total, sock_connect=request.connect)
+    answer = await api.call_api(method, url, headers, body, _request_timeout=timeout)
+    response = answer.response
+    assert isinstance(response, aiohttp.ClientResponse)
+    return response
+
+
+async def read_body(response: aiohttp.ClientResponse, where: str, max_body: int = MAX_BODY) -> bytes:
+    """The whole body. Raises `ConnectionFailed` beyond `max_body` bytes."""
+    parts: list[bytes] = []
+    size = 0
+    async for chunk in response.content.iter_any():
+        size += len(chunk)
+        if size > max_body:
+            raise ConnectionFailed(f"the answer exceeds {max_body} bytes", where=where, status=response.status)
+        parts.append(chunk)
+    return b"".join(parts)
+
+
+async def _error_of(response: aiohttp.ClientResponse, where: str) -> KubeError:
+    return from_response(response.status, response.headers, await read_body(response, where), where)

@@ -1,0 +1,329 @@
+"""`KubeClient` over HTTP.
+
+Repeats a request by itself only where that cannot do anything twice: reads, server-side checks, deletes bound to a UID,
+and anything that flow control refused (429) before it began. Waits are jittered, follow the server's Retry-After up to
+a bound, and end after `Limits.retries`; then the caller gets the error with its `retry_after`.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from everstep_operator.kube import credentials
+from everstep_operator.kube.backoff import Backoff
+from everstep_operator.kube.client import (
+    PAGE,
+    ListResult,
+    Propagation,
+    TokenIdentity,
+    TokenRefused,
+    TokenReview,
+    WatchEvent,
+)
+from everstep_operator.kube.errors import ConnectionFailed, Gone, RetryableError, ServerError, TooManyRequests
+from everstep_operator.kube.framing import decode_event, decode_object, decode_page, split_lines
+from everstep_operator.kube.resources import Resource
+from everstep_operator.kube.session import Request, Session, read_body
+from everstep_operator.kube.wire import KubeObject
+
+T = TypeVar("T", bound=KubeObject)
+
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+RESTARTED_LISTS = 3  # how often one list begins anew because its continue token expired
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`connections` at a time (a watch holds one); `retries` after the first try; `patience`: the longest Retry-After
+    that is waited for here, in seconds; `watch_slack`: how long after its announced end a watch is cut off."""
+
+    connections: int = 64
+    request_seconds: float = 30.0
+    connect_seconds: float = 5.0
+    retries: int = 3
+    patience: float = 10.0
+    watch_slack: float = 15.0
+    backoff: Backoff = Backoff(base=0.1, cap=2.0)  # noqa: RUF009 - frozen
+
+
+class HttpKubeClient:
+    """Implements `client.KubeClient`. Use it in one event loop; `close` it, or use it as an async context manager."""
+
+    def __init__(
+        self,
+        source: credentials.Source,
+        *,
+        limits: Limits = Limits(),
+        rng: Callable[[], float] = random.random,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._session = Session(source, limits.connections)
+        self._limits = limits
+        self._rng = rng
+        self._sleep = sleep
+
+    async def __aenter__(self) -> "HttpKubeClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def get(self, resource: Resource[T], namespace: str | None, name: str) -> T:
+        where = _where("get", resource, namespace, name)
+        body = await self._exchange(Request("GET", resource.path(namespace, name), where), idempotent=True)
+        return decode_object(resource.struct, body, where)
+
+    async def list(
+        self,
+        resource: Resource[T],
+        namespace: str | None = None,
+        *,
+        label_selector: str | None = None,
+        limit: int = PAGE,
+        resource_version: str | None = None,
+    ) -> ListResult[T]:
+        for _ in range(RESTARTED_LISTS):
+            try:
+                return await self._list_pages(resource, namespace, label_selector, limit, resource_version)
+            except Gone as error:
+                # Between two pages the server compacted its history; mixing two histories could hide a delete.
+                expired = error
+        raise expired
+
+    async def _list_pages(
+        self,
+        resource: Resource[T],
+        namespace: str | None,
+        label_selector: str | None,
+        limit: int,
+        resource_version: str | None,
+    ) -> ListResult[T]:
+        where = _where("list", resource, namespace, None)
+        query = _query(limit=limit, labelSelector=label_selector)
+        first = _query(resourceVersion=resource_version)
+        items: list[T] = []
+        while True:
+            request = Request("GET", resource.path(namespace), where, query=query + first)
+            page = decode_page(resource.struct, await self._exchange(request, idempotent=True), where)
+            items += page.items or ()
+            if not page.metadata.continue_:
+                return ListResult(tuple(items), page.metadata.resource_version)
+            first = _query(**{"continue": page.metadata.continue_})
+
+    async def watch(
+        self,
+        resource: Resource[T],
+        namespace: str | None = None,
+        *,
+        resource_version: str,
+        label_selector: str | None = None,
+        timeout_seconds: int = 60,
+    ) -> AsyncGenerator[WatchEvent[T], None]:
+        where = _where("watch", resource, namespace, None)
+        query = _query(
+            watch="true",
+            allowWatchBookmarks="true",
+            resourceVersion=resource_version,
+            labelSelector=label_selector,
+            timeoutSeconds=timeout_seconds,
+        )
+        request = Request(
+            "GET",
+            resource.path(namespace),
+            where,
+            query=query,
+            total=timeout_seconds + self._limits.watch_slack,
+            connect=self._limits.connect_seconds,
+        )
+        async with self._session.send(request) as response:
+            async for line in split_lines(response.content.iter_any(), where):
+                yield decode_event(resource.struct, line, where)
+
+    async def create(self, resource: Resource[T], namespace: str | None, body: Mapping[str, Any]) -> T:
+        where = _where("create", resource, namespace, body.get("metadata", {}).get("name"))
+        full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
+        return await self._write("POST", resource, resource.path(namespace), where, full)
+
+    async def apply(
+        self,
+        resource: Resource[T],
+        namespace: str | None,
+        name: str,
+        body: Mapping[str, Any],
+        *,
+        field_manager: str,
+        force: bool = False,
+        subresource: str | None = None,
+    ) -> T:
+        where = _where("apply", resource, namespace, name, subresource)
+        full = {
+            **body,
+            "apiVersion": resource.api_version,
+            "kind": resource.kind,
+            "metadata": {**body.get("metadata", {}), "name": name},
+        }
+        query = _query(fieldManager=field_manager, force="true" if force else "false")
+        path = resource.path(namespace, name, subresource)
+        return await self._write("PATCH", resource, path, where, full, query, APPLY)
+
+    async def merge_patch(
+        self,
+        resource: Resource[T],
+        namespace: str | None,
+        name: str,
+        body: Mapping[str, Any],
+        *,
+        subresource: str | None = None,
+        resource_version: str | None = None,
+        field_manager: str | None = None,
+    ) -> T:
+        where = _where("patch", resource, namespace, name, subresource)
+        if resource_version is not None:
+            body = {**body, "metadata": {**body.get("metadata", {}), "resourceVersion": resource_version}}
+        path = resource.path(namespace, name, subresource)
+        return await self._write("PATCH", resource, path, where, body, _query(fieldManager=field_manager), MERGE)
+
+    async def patch_status(
+        self,
+        resource: Resource[T],
+        namespace: str | None,
+        name: str,
+        status: Mapping[str, Any],
+        *,
+        resource_version: str | None = None,
+        field_manager: str | None = None,
+    ) -> T:
+        return await self.merge_patch(
+            resource,
+            namespace,
+            name,
+            {"status": status},
+            subresource="status",
+            resource_version=resource_version,
+            field_manager=field_manager,
+        )
+
+    async def replace(self, resource: Resource[T], namespace: str | None, name: str, body: Mapping[str, Any]) -> T:
+        where = _where("replace", resource, namespace, name)
+        full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
+        return await self._write("PUT", resource, resource.path(namespace, name), where, full)
+
+    async def delete(
+        self,
+        resource: Resource[T],
+        namespace: str | None,
+        name: str,
+        *,
+        uid: str | None = None,
+        resource_version: str | None = None,
+        grace_seconds: int | None = None,
+        propagation: Propagation | None = None,
+    ) -> None:
+        preconditions = _present(uid=uid, resourceVersion=resource_version)
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            **_present(
+                preconditions=preconditions or None, gracePeriodSeconds=grace_seconds, propagationPolicy=propagation
+            ),
+        }
+        where = _where("delete", resource, namespace, name)
+        request = Request("DELETE", resource.path(namespace, name), where, body=body)
+        await self._exchange(request, idempotent=uid is not None)
+
+    async def review_token(self, token: str, audiences: Sequence[str]) -> TokenReview:
+        where = "review token"
+        body = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenReview",
+            "spec": {"token": token, "audiences": list(audiences)},
+        }
+        # A POST, yet nothing is stored: it may be repeated.
+        request = Request("POST", "/apis/authentication.k8s.io/v1/tokenreviews", where, body=body)
+        return _review(await self._exchange(request, idempotent=True), where)
+
+    async def _write(
+        self,
+        method: str,
+        resource: Resource[T],
+        path: str,
+        where: str,
+        body: Mapping[str, Any],
+        query: tuple[tuple[str, str], ...] = (),
+        content_type: str = "application/json",
+    ) -> T:
+        request = Request(method, path, where, query=query, body=body, content_type=content_type)
+        return decode_object(resource.struct, await self._exchange(request, idempotent=False), where)
+
+    async def _exchange(self, request: Request, *, idempotent: bool) -> bytes:
+        """The body of the answer, after as many tries as are safe and bounded."""
+        request = replace(request, total=self._limits.request_seconds, connect=self._limits.connect_seconds)
+        for attempt in range(self._limits.retries + 1):
+            try:
+                async with self._session.send(request) as response:
+                    return await read_body(response, request.where)
+            except (TooManyRequests, ServerError, ConnectionFailed) as error:
+                delay = self._delay(error, attempt, safe=idempotent or isinstance(error, TooManyRequests))
+                if delay is None:
+                    raise
+                await self._sleep(delay)
+        raise AssertionError("the last attempt raises")
+
+    def _delay(self, error: RetryableError, attempt: int, *, safe: bool) -> float | None:
+        """Seconds until the next try; None if there is none."""
+        asked = error.retry_after or 0.0
+        if not safe or attempt >= self._limits.retries or asked > self._limits.patience:
+            return None
+        # Jitter on top of Retry-After: the server tells the same second to everybody.
+        return asked + self._limits.backoff.delay(attempt, self._rng())
+
+
+class _User(msgspec.Struct):
+    username: str = ""
+    extra: dict[str, list[str]] = {}
+
+
+class _ReviewStatus(msgspec.Struct):
+    authenticated: bool = False
+    user: _User = msgspec.field(default_factory=_User)
+    audiences: list[str] = []
+    error: str = ""
+
+
+class _Review(msgspec.Struct):
+    status: _ReviewStatus = msgspec.field(default_factory=_ReviewStatus)
+
+
+def _review(body: bytes, where: str) -> TokenReview:
+    try:
+        status = msgspec.json.decode(body, type=_Review).status
+    except msgspec.DecodeError as error:
+        raise ServerError(f"the answer is no TokenReview: {error}", where=where) from error
+    if not status.authenticated:
+        return TokenRefused(status.error or "not authenticated")
+
+    def extra(name: str) -> str:
+        return next(iter(status.user.extra.get(f"authentication.kubernetes.io/{name}", ())), "")
+
+    return TokenIdentity(status.user.username, tuple(status.audiences), extra("pod-name"), extra("pod-uid"))
+
+
+def _where(verb: str, resource: Resource[Any], namespace: str | None, name: str | None, sub: str | None = None) -> str:
+    place = "/".join(part for part in (namespace, name) if part)
+    return " ".join(part for part in (verb, resource.plural + (f"/{sub}" if sub else ""), place) if part)
+
+
+def _present(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _query(**values: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((key, str(value)) for key, value in values.items() if value is not None)
