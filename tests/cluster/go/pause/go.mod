@@ -1,0 +1,3 @@
+module everstep.test/pause
+
+go 1.24

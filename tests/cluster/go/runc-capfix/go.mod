@@ -1,0 +1,3 @@
+module everstep.test/runc-capfix
+
+go 1.24

@@ -1,0 +1,88 @@
+"""A cluster with nodes as tests see it: this machine's kind cluster, or any other through `KUBECONFIG`."""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from testcluster import controlplane, kindcluster, load, s3
+from testcluster.proc import ClusterError, run
+
+S3_NODE_PORT = 30900
+S3_IN_CLUSTER = "http://s3.s3.svc:7070"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`external` clusters are someone else's: their nodes are not killed, and images reach them by a registry."""
+
+    kubeconfig: Path
+    external: bool
+
+    def kubectl(self, *arguments: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
+        return controlplane.kubectl(self.kubeconfig, *arguments, input=input)
+
+    def nodes(self) -> list[str]:
+        """All nodes' names, sorted; the control plane's is among them."""
+        done = self.kubectl("get", "nodes", "-o", "json")
+        if done.returncode != 0:
+            raise ClusterError(f"the nodes could not be listed: {done.stderr}")
+        return sorted(str(node["metadata"]["name"]) for node in json.loads(done.stdout)["items"])
+
+    def workers(self) -> list[str]:
+        """The nodes that take pods, sorted."""
+        done = self.kubectl("get", "nodes", "-l", "!node-role.kubernetes.io/control-plane", "-o", "name")
+        return sorted(name.removeprefix("node/") for name in done.stdout.split())
+
+    def _own(self, what: str) -> None:
+        if self.external:
+            raise ClusterError(f"{what} is done only to the kind cluster that the tests made, not to an external one")
+
+    def kill_node(self, name: str) -> None:
+        """The node's container dies as by a power cut."""
+        self._own("killing a node")
+        run("docker", "kill", name)
+
+    def pause_node(self, name: str) -> None:
+        """The node's processes freeze and its connections stay open."""
+        self._own("pausing a node")
+        run("docker", "pause", name)
+
+    def start_node(self, name: str) -> None:
+        """Bring back what `kill_node` or `pause_node` took. Ready may be true before kube-proxy and DNS answer there."""
+        self._own("starting a node")
+        paused = run("docker", "inspect", "-f", "{{.State.Paused}}", name).strip() == "true"
+        run("docker", "unpause" if paused else "start", name)
+
+    def wait_ready(self) -> None:
+        """Wait until all nodes and system pods are Ready."""
+        self._own("waiting for system pods")
+        kindcluster.wait_ready()
+
+    def load(self, image: str) -> None:
+        """Make an image of this machine's docker startable on every node."""
+        self._own("loading images")
+        load.load(image, nodes=list(kindcluster.containers()))
+
+    @property
+    def s3(self) -> s3.Account:
+        """The S3 server inside the cluster, as this machine reaches it; pods use `s3_in_cluster`."""
+        self._own("reaching the S3 server by node port")
+        control_plane = next(name for name in self.nodes() if name.endswith("-control-plane"))
+        return s3.Account(f"http://{kindcluster.node_address(control_plane)}:{S3_NODE_PORT}")
+
+    @property
+    def s3_in_cluster(self) -> s3.Account:
+        return s3.Account(S3_IN_CLUSTER)
+
+
+def obtain() -> Cluster:
+    """The cluster to test on. `EVERSTEP_TEST_CLUSTER=external` takes `$KUBECONFIG`'s as it is; else kind is brought up."""
+    if os.environ.get("EVERSTEP_TEST_CLUSTER") == "external":
+        path = os.environ.get("KUBECONFIG")
+        if not path:
+            raise ClusterError("EVERSTEP_TEST_CLUSTER=external needs KUBECONFIG to name the cluster's file")
+        return Cluster(Path(path), external=True)
+    kindcluster.up()
+    return Cluster(kindcluster.kubeconfig(), external=False)

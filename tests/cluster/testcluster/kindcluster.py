@@ -1,0 +1,173 @@
+"""The kind cluster `everstep`: up, down, and the death and return of its nodes.
+
+Invariant: `up` ends with every node and every system pod Ready, or raises. It never replaces a cluster that runs.
+"""
+
+import json
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from testcluster import cache, docker, images, load, nodeimage, programs, pybases, rootfs, versions
+from testcluster.proc import ClusterError, run, succeeds
+
+NAME = "everstep"
+WORKERS = 2
+READY_LIMIT = 180  # seconds for nodes and system pods
+MANIFESTS = cache.HERE / "manifests"
+
+# A silent node is NotReady after 12 s and its pods are deleted 10 s later; Kubernetes' own settings take 50 s and 300 s.
+FAST_PATCHES = """\
+kubeadmConfigPatches:
+- |
+  kind: ClusterConfiguration
+  apiServer:
+    extraArgs:
+      default-not-ready-toleration-seconds: "10"
+      default-unreachable-toleration-seconds: "10"
+  controllerManager:
+    extraArgs:
+      node-monitor-period: 2s
+      node-monitor-grace-period: 12s
+- |
+  kind: KubeletConfiguration
+  nodeStatusUpdateFrequency: 3s
+  nodeLeaseDurationSeconds: 12
+"""
+
+
+def kubeconfig() -> Path:
+    return cache.root() / "kubeconfig"
+
+
+def _config(fast: bool, workers: int) -> str:
+    head = "kind: Cluster\napiVersion: kind.x-k8s.io/v1alpha4\n"
+    head += "networking: {podSubnet: 10.244.0.0/16, serviceSubnet: 10.96.0.0/16}\n"
+    return head + (FAST_PATCHES if fast else "") + "nodes:\n- role: control-plane\n" + "- role: worker\n" * workers
+
+
+def build() -> str:
+    """Make everything that can be made before a cluster exists; returns the node image's tag.
+
+    Compiling and installing packages overlap: one waits for the processor, the other for the network and the disk.
+    """
+
+    def compile_all() -> None:
+        for make in (programs.node_tools, programs.pause, programs.etcd, programs.coredns, programs.link_all):
+            make()
+
+    def install_all() -> None:
+        docker.ensure()
+        if not docker.exists(versions.KIND_NODE_IMAGE) and not docker.registry_answers():
+            rootfs.node()
+            rootfs.iptables()
+        pybases.operator()
+        pybases.worker()
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(install_all), pool.submit(compile_all)]:
+            done.result()
+    return nodeimage.build()
+
+
+def kubectl(*arguments: str, stdin: bytes | None = None, timeout: float = 200) -> str:
+    """Output of kubectl against this cluster. Raises `CommandError`."""
+    program = programs.kubernetes() / "kubectl"
+    return run(str(program), "--kubeconfig", str(kubeconfig()), *arguments, stdin=stdin, timeout=timeout)
+
+
+def containers() -> dict[str, str]:
+    """Node container → its docker state (`running`, `exited`, `paused`), sorted by name."""
+    listing = run(
+        "docker", "ps", "-a", "--filter", f"label=io.x-k8s.kind.cluster={NAME}", "--format", "{{.Names}} {{.State}}"
+    )  # fmt: skip
+    return dict(sorted(line.split() for line in listing.splitlines()))
+
+
+def _create(image: str, fast: bool, workers: int) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
+        config.write(_config(fast, workers))
+        config.flush()
+        run(
+            str(programs.kind()), "create", "cluster", "--name", NAME, "--image", image, "--config", config.name,
+            "--kubeconfig", str(kubeconfig()), log=cache.logs() / "kind-create.log", timeout=600,
+        )  # fmt: skip
+
+
+def _revive() -> None:
+    """Bring nodes back that a test has killed or paused."""
+    for name, state in containers().items():
+        if state == "paused":
+            run("docker", "unpause", name)
+        elif state != "running":
+            run("docker", "start", name)
+
+
+def wait_ready() -> None:
+    """Wait for all nodes, then for all system pods, then for the S3 server."""
+    limit = f"--timeout={READY_LIMIT}s"
+    kubectl("wait", "--for=condition=Ready", "node", "--all", limit)
+    for namespace in ("kube-system", "s3"):
+        kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod", "--all", limit)
+
+
+def _answers() -> bool:
+    return kubeconfig().exists() and succeeds(
+        str(programs.kubernetes() / "kubectl"), "--kubeconfig", str(kubeconfig()), "get", "--raw", "/readyz", timeout=20
+    )
+
+
+def _apply_s3(image: str) -> None:
+    if image == versions.KIND_NODE_IMAGE:  # it carries only kind's own images
+        load.load(images.s3(), nodes=list(containers()))
+    kubectl("apply", "-f", str(MANIFESTS / "s3.yaml"))
+    kubectl("-n", "s3", "rollout", "status", "deployment/s3", f"--timeout={READY_LIMIT}s")
+
+
+def up(fast: bool = True, workers: int = WORKERS) -> None:
+    """A cluster with every node Ready: nothing to do, its dead nodes started, or a new one."""
+    image = build()
+    with cache.lock("cluster"):
+        began = time.monotonic()
+        if containers():
+            _revive()
+            deadline = time.monotonic() + READY_LIMIT
+            while not _answers():
+                if time.monotonic() > deadline:
+                    raise ClusterError(f"cluster {NAME} exists but does not answer: `cluster.py down`, then `up`.")
+                time.sleep(0.5)
+            how = "skipped, it runs"
+            if {run("docker", "inspect", "-f", "{{.Config.Image}}", name).strip() for name in containers()} != {image}:
+                how += " (an older node image; `cluster.py down` and `up` renew it)"
+        else:
+            _create(image, fast, workers)
+            how = "created"
+        _apply_s3(image)
+        wait_ready()
+        cache.say(time.monotonic() - began, f"cluster {NAME}", f"{how}, all Ready, KUBECONFIG={kubeconfig()}")
+
+
+def down() -> None:
+    began = time.monotonic()
+    with cache.lock("cluster"):
+        docker.ensure()
+        run(str(programs.kind()), "delete", "cluster", "--name", NAME, "--kubeconfig", str(kubeconfig()))
+        kubeconfig().unlink(missing_ok=True)
+    cache.say(time.monotonic() - began, f"cluster {NAME}", "deleted")
+
+
+def status() -> str:
+    """What a person wants to see first."""
+    if not containers():
+        return f"cluster {NAME} does not exist: `cluster.py up` makes it"
+    lines = [f"{name}: {state}" for name, state in containers().items()]
+    if not _answers():
+        return "\n".join([*lines, "its API server does not answer"])
+    return "\n".join([*lines, kubectl("get", "nodes,pods", "-A", "-o", "wide")])
+
+
+def node_address(name: str) -> str:
+    """The node's IPv4 address in docker's network `kind`, reachable from this machine."""
+    networks = json.loads(run("docker", "inspect", "-f", "{{json .NetworkSettings.Networks}}", name))
+    return str(networks["kind"]["IPAddress"])

@@ -1,0 +1,130 @@
+"""The Go programs: Kubernetes, etcd, CoreDNS, kind, helm, versitygw and the small ones in `go/`.
+
+All are static builds of tagged modules, verified against go.sum or Go's checksum database. They need Go and its module
+proxy, no compiler for C, no root and no docker: the control plane without nodes is made of nothing else.
+"""
+
+from pathlib import Path
+
+from testcluster import cache, versions
+from testcluster.proc import ClusterError, run, which
+
+SOURCES = cache.HERE / "go"
+ENVIRONMENT = {"GOFLAGS": "-buildvcs=false", "CGO_ENABLED": "0"}
+SMALL = "-s -w"  # no symbol tables: half the size, and these programs are not debugged here
+BUILD_LIMIT = 2400.0  # seconds; the API server alone takes 260 on two cold cores
+
+KUBERNETES = (
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kubelet",
+    "kube-proxy",
+    "kubeadm",
+    "kubectl",
+)
+
+
+def _stamp() -> str:
+    major, minor, _ = versions.KUBERNETES.split(".")
+    settings = {
+        "k8s.io/component-base/version.gitVersion": f"v{versions.KUBERNETES}",
+        "k8s.io/component-base/version.gitMajor": major,
+        "k8s.io/component-base/version.gitMinor": minor,
+        "k8s.io/component-base/version.gitTreeState": "clean",
+        "k8s.io/client-go/pkg/version.gitVersion": f"v{versions.KUBERNETES}",
+    }
+    return " ".join([SMALL, *(f"-X {name}={value}" for name, value in settings.items())])
+
+
+def _go(name: str, *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+    if which("go") is None:
+        raise ClusterError(
+            "Go is not installed, and the test cluster is built from Go modules: install Go 1.24 or newer."
+        )
+    run(
+        "go",
+        *arguments,
+        env={**ENVIRONMENT, **(env or {})},
+        cwd=cwd,
+        timeout=BUILD_LIMIT,
+        log=cache.logs() / f"go-{name}.log",
+    )
+
+
+def _from_source(name: str, folder: str, flags: str, packages: tuple[str, ...], own: tuple[str, ...] = (".",)) -> Path:
+    """Programs built inside one of our own modules, whose go.mod and go.sum pin every dependency.
+
+    `own` are the files of that module that the programs are made of.
+    """
+    source = SOURCES / folder
+
+    def make(out: Path) -> None:
+        _go(name, "build", "-trimpath", "-ldflags", flags, "-o", f"{out}/", *packages, cwd=source)
+
+    return cache.artifact(name, (flags, " ".join(packages), *(source / file for file in own)), make)
+
+
+def _installed(name: str, package: str, version: str) -> Path:
+    """A program whose own module says all there is to say."""
+
+    def make(out: Path) -> None:
+        _go(name, "install", "-trimpath", "-ldflags", SMALL, f"{package}@v{version}", env={"GOBIN": str(out)})
+
+    return cache.artifact(name, (package, version), make) / name
+
+
+def kubernetes() -> Path:
+    """The folder with Kubernetes' seven programs."""
+    packages = tuple(f"k8s.io/kubernetes/cmd/{program}" for program in KUBERNETES)
+    return _from_source("kubernetes", "nodetools", _stamp(), packages, own=("go.mod", "go.sum"))
+
+
+def node_tools() -> Path:
+    """The folder with `podnet` and `crictl`."""
+    return _from_source("nodetools", "nodetools", SMALL, ("./cmd/podnet", "./cmd/crictl"))
+
+
+def etcd() -> Path:
+    return _from_source("etcd", "etcd", SMALL, ("go.etcd.io/etcd/server/v3",)) / "etcd"
+
+
+def coredns() -> Path:
+    return _from_source("coredns", "coredns", SMALL, (".",)) / "coredns"
+
+
+def pause() -> Path:
+    return _from_source("pause", "pause", SMALL, (".",)) / "pause"
+
+
+def runc_capfix() -> Path:
+    return _from_source("runc-capfix", "runc-capfix", SMALL, (".",)) / "runc-capfix"
+
+
+def kind() -> Path:
+    return _installed("kind", "sigs.k8s.io/kind", versions.KIND)
+
+
+def helm() -> Path:
+    return _installed("helm", "helm.sh/helm/v4/cmd/helm", versions.HELM)
+
+
+def versitygw() -> Path:
+    return _installed("versitygw", "github.com/versity/versitygw/cmd/versitygw", versions.VERSITYGW)
+
+
+def link_all() -> Path:
+    """`<cache>/bin`, a folder of links to the current programs that users put in front of their PATH."""
+    folder = cache.root() / "bin"
+    folder.mkdir(exist_ok=True)
+    kube = kubernetes()
+    wanted = {program: kube / program for program in ("kubectl", "kube-apiserver", "kube-controller-manager")}
+    wanted |= {"etcd": etcd(), "kind": kind(), "helm": helm(), "versitygw": versitygw()}
+    for name, program in wanted.items():
+        link = folder / name
+        if not link.is_symlink() or link.readlink() != program:
+            fresh = folder / f".{name}.new"
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(program)
+            fresh.replace(link)
+    return folder

@@ -1,0 +1,26 @@
+"""The project's own images, as thin layers on the bases that the nodes already have."""
+
+from testcluster import cache, docker, pybases
+from testcluster.proc import run
+
+OPERATOR = "everstep/operator:dev"
+DIGITS = "everstep/digits:dev"
+SOURCES = ("operator", "worker", "examples", "pyproject.toml", "README.md", "Dockerfile", ".dockerignore")
+OFFLINE = "--no-deps --no-build-isolation --no-index"  # all that the project needs is in the base
+
+
+def _build(name: str, tag: str, target: str, bases: tuple[str, ...]) -> str:
+    arguments = [part for base in bases for part in ("--build-arg", base)]
+    arguments += ["--build-arg", f"PIP_OPTIONS={OFFLINE}", "--target", target]
+    sources = tuple(cache.CHECKOUT / source for source in SOURCES if (cache.CHECKOUT / source).exists())
+    made = docker.image(
+        f"project/{name}", (*arguments, *sources), lambda made: docker.build(cache.CHECKOUT, made, *arguments)
+    )
+    run("docker", "tag", made, tag)
+    return tag
+
+
+def build() -> list[str]:
+    """Tags of the operator's image and of the digits example's (which is the worker's with the example in it)."""
+    bases = (f"OPERATOR_BASE={pybases.operator()}", f"WORKER_BASE={pybases.worker()}")
+    return [_build("operator", OPERATOR, "operator", bases), _build("digits", DIGITS, "example", bases)]

@@ -1,0 +1,88 @@
+"""Base images with the project's dependencies inside: the project's own images are then a thin layer.
+
+A torch image is over a gigabyte; carried to three nodes it takes two minutes. So the dependencies are a layer of their
+own, which changes only with `pyproject.toml`, and which `nodeimage.py` puts into the nodes beforehand.
+
+Invariant: the layers hold no deletions of what a lower layer has. A node unpacks them inside docker's own overlay, where
+overlayfs' markers for deletions cannot be made.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+
+from testcluster import cache, docker, rootfs, versions
+from testcluster.proc import run
+
+PATH_ENV = "PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+# Wheels for the machine that has a mirror of its own, for example the CPU build of torch.
+WHEELS = Path(os.environ.get("WHEELS") or cache.CHECKOUT.parent / "shared" / "wheels")
+BUILD_BACKEND = ("hatchling", "editables")  # so that the project installs with --no-build-isolation, without network
+EXAMPLES = ("scikit-learn",)
+PULL_LIMIT = 600.0
+
+
+def python() -> str:
+    """The tag of `python:3.11-slim`, or of its stand-in where it cannot be pulled."""
+    if docker.exists(versions.PYTHON_IMAGE):
+        return versions.PYTHON_IMAGE
+    if docker.registry_answers():
+        run("docker", "pull", "-q", versions.PYTHON_IMAGE, timeout=PULL_LIMIT)
+        return versions.PYTHON_IMAGE
+    root = rootfs.python()
+    return docker.image(
+        "python",
+        (root.parent.name, PATH_ENV),
+        lambda tag: docker.import_tar(root, tag, f"ENV {PATH_ENV}", 'CMD ["python3"]'),
+    )
+
+
+def _requirements(*extras: str) -> list[str]:
+    project = tomllib.loads((cache.CHECKOUT / "pyproject.toml").read_text())["project"]
+    return sorted({line for extra in extras for line in project["optional-dependencies"][extra]})
+
+
+def _local_wheels() -> list[str]:
+    """`name==version` of each wheel at hand: the exact version makes pip take it, and not a newer one of another kind."""
+    return sorted("==".join(path.name.split("-")[:2]) for path in WHEELS.glob("*.whl")) if WHEELS.is_dir() else []
+
+
+def _installed(name: str, requirements: list[str], wheels: list[str]) -> str:
+    """An image of `python()` with `requirements`; done in a container, so that no wheel stays in a layer."""
+    base = python()
+
+    def make(tag: str) -> None:
+        mounts, settings = [], []
+        if CERTIFICATES.exists():  # the machine may trust a certificate authority that the image does not know
+            mounts += ["-v", f"{CERTIFICATES}:/run/ca.crt:ro"]
+            settings += ["-e", "PIP_CERT=/run/ca.crt"]
+        for variable in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_DEFAULT_TIMEOUT", "HTTPS_PROXY", "https_proxy"):
+            if variable in os.environ:
+                settings += ["-e", variable]
+        options = ["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore"]
+        if wheels:
+            mounts += ["-v", f"{WHEELS}:/run/wheels:ro"]
+            options += ["--find-links", "/run/wheels"]
+        container = f"everstep-test-{name}-{os.getpid()}"
+        try:
+            run(
+                "docker", "run", "--name", container, "--network=host", *mounts, *settings, base,
+                "python3", "-m", "pip", "install", *options, *requirements, *wheels,
+                log=cache.logs() / f"pip-{name}.log",
+            )  # fmt: skip
+            run("docker", "commit", "--change", "ENTRYPOINT []", "--change", 'CMD ["python3"]', container, tag)
+        finally:
+            run("docker", "rm", "-f", container)
+
+    return docker.image(name, (base, *requirements, *wheels), make)
+
+
+def operator() -> str:
+    """The tag of the base with the operator's dependencies."""
+    return _installed("operator-base", [*_requirements("operator"), *BUILD_BACKEND], [])
+
+
+def worker() -> str:
+    """The tag of the base with torch, the worker's dependencies and what the examples import."""
+    return _installed("worker-base", [*_requirements("worker", "s3"), *BUILD_BACKEND, *EXAMPLES], _local_wheels())

@@ -1,0 +1,15 @@
+"""The versions of everything the test cluster is made of, in one place."""
+
+KUBERNETES = "1.34.4"
+ETCD = "3.6.5"
+COREDNS = "1.12.1"
+PAUSE = "3.10.1"
+KIND = "0.30.0"
+HELM = "4.3.1"
+VERSITYGW = "1.8.0"
+DEBIAN = "bookworm"
+PYTHON = "3.11"
+
+# Where images can be pulled: the node image that kind 0.30 was released with.
+KIND_NODE_IMAGE = "kindest/node:v1.34.0"
+PYTHON_IMAGE = "python:3.11-slim"
