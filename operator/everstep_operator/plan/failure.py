@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 
 from everstep.contract import exit_codes
@@ -22,6 +22,7 @@ from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, 
 
 MAX_MESSAGE = 8192  # the kubelet keeps 4096 bytes; anything longer did not come from it
 SIGKILL, SIGTERM = 9, 15
+NODE_SEEN_WITHIN = timedelta(seconds=30)
 
 # torch.distributed.elastic's summary: "Root Cause (first observed failure):" … "exitcode  : -9 (pid: 77)".
 _TORCHRUN_EXIT = re.compile(r"Root Cause[^\0]{0,400}?exitcode\s*:\s*(-?\d{1,3})\b")
@@ -87,7 +88,7 @@ def losses(snapshot: Snapshot, current: dict[int, WorkerPod], size: int, formed:
         if pod is None:
             if formed:
                 found.append(Loss(index, Cause.POD_DELETED, "its pod is gone"))
-        elif (loss := _loss_of(pod, snapshot.nodes)) is not None:
+        elif (loss := _loss_of(pod, snapshot.nodes, snapshot.now)) is not None:
             found.append(loss)
     return tuple(sorted(found, key=_first_cause))
 
@@ -97,12 +98,23 @@ def _first_cause(loss: Loss) -> tuple[bool, float, int]:
     return (loss.cause is Cause.PEER_LOST, loss.at.timestamp() if loss.at else 0.0, loss.index)
 
 
-def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView]) -> Loss | None:
+def on_lost_node(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> bool:
+    """Whether the pod's node is known to be silent or gone."""
+    if pod.node is None:
+        return False
+    node = nodes.get(pod.node)
+    if node is not None:
+        return not node.ready
+    # The caches of pods and nodes fill independently: a node that has just joined may not be seen yet.
+    return pod.created_at is None or now - pod.created_at > NODE_SEEN_WITHIN
+
+
+def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> Loss | None:
     """Why this pod no longer trains; None while it may still."""
     if pod.phase is PodPhase.SUCCEEDED:
         return None
-    node = nodes.get(pod.node) if pod.node else None
-    if pod.phase is not PodPhase.FAILED and pod.node and (node is None or not node.ready):
+    if pod.phase is not PodPhase.FAILED and on_lost_node(pod, nodes, now):
+        node = nodes.get(pod.node or "")
         detail = f"node {pod.node} " + ("is gone" if node is None else "is not ready")
         return Loss(pod.index, Cause.NODE_LOST, detail, pod.name, pod.node, at=node.changed_at if node else None)
     if pod.disruption is not None:

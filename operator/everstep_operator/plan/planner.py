@@ -23,7 +23,7 @@ from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Failure, RecoveryRecord, Restarts, Status, World
 from everstep_operator.plan import budget, lifecycle, names, pods, recovery, status
 from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, Event, Plan, Requeue
-from everstep_operator.plan.failure import Loss, losses
+from everstep_operator.plan.failure import Loss, losses, on_lost_node
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
 from everstep_operator.plan.status import Verdict
 
@@ -302,12 +302,11 @@ def _pods_to_round(
 def _remove(snapshot: Snapshot, pod: WorkerPod) -> DeletePod | None:
     """Take away a pod of an earlier round. On a lost node nobody would confirm it, so it is taken by force: what may
     still run there is fenced by the commit log."""
-    node = snapshot.nodes.get(pod.node) if pod.node else None
-    on_lost_node = pod.node is not None and (node is None or not node.ready)
-    if pod.deleted_at is not None and not on_lost_node:
+    lost = on_lost_node(pod, snapshot.nodes, snapshot.now)
+    if pod.deleted_at is not None and not lost:
         return None
-    grace = 0 if on_lost_node or pod.finished else SURVIVOR_GRACE_SECONDS
-    why = f"node {pod.node} is lost" if on_lost_node else f"round {pod.round} is over"
+    grace = 0 if lost or pod.finished else SURVIVOR_GRACE_SECONDS
+    why = f"node {pod.node} is lost" if lost else f"round {pod.round} is over"
     return DeletePod(pod.name, pod.uid, grace, why)
 
 

@@ -1,0 +1,187 @@
+"""The operator as a process: reads its settings, connects its parts, runs until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import sys
+
+from everstep.contract import labels
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.credentials import find_source
+from everstep_operator.kube.resources import NODES, PODS, SERVICES, custom_resource
+from everstep_operator.kube.transport import HttpKubeClient
+from everstep_operator.kube.wire import Unstructured
+from everstep_operator.plan.snapshot import Settings
+from everstep_operator.runtime.clock import Clock, SystemClock
+from everstep_operator.runtime.controller import Controller, Limits, Outcome, Succeeded
+from everstep_operator.runtime.expectations import Expectations
+from everstep_operator.runtime.informer import Informer
+from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
+from everstep_operator.runtime.queue import WorkQueue
+from everstep_operator.settings import OperatorSettings, SettingsError
+from everstep_operator.shell import intake
+from everstep_operator.shell.apply import Applier, Key
+from everstep_operator.shell.identity import IdentityCache
+from everstep_operator.shell.reconcile import BY_NODE, BY_OWNER, Caches, Reconciler
+from everstep_operator.shell.record import Recorder
+from everstep_operator.shell.wiring import Wiring, authenticator, index_node, index_owner
+from everstep_operator.telemetry.logs import setup
+from everstep_operator.telemetry.metrics import Metrics
+
+log = logging.getLogger("everstep.operator")
+
+LEASE = "everstep-operator"
+JOBS = custom_resource(labels.GROUP, labels.VERSION, labels.PLURAL, labels.KIND, Unstructured)
+METRICS_INTERVAL = 5.0
+
+
+class Operator:
+    """Everything that one replica runs. `run()` returns when it is cancelled; it gives its Lease back then."""
+
+    def __init__(self, client: KubeClient, settings: OperatorSettings, metrics: Metrics, clock: Clock) -> None:
+        self._clock, self._metrics, self._settings = clock, metrics, settings
+        rng = random.SystemRandom().random
+        self.caches = Caches(
+            jobs=Informer(client, JOBS, clock=clock, rng=rng),
+            pods=Informer(
+                client,
+                PODS,
+                clock=clock,
+                rng=rng,
+                label_selector=f"{labels.MANAGED_BY}={labels.MANAGER}",
+                indexers={BY_OWNER: index_owner, BY_NODE: index_node},
+            ),
+            services=Informer(
+                client, SERVICES, clock=clock, rng=rng, label_selector=f"{labels.MANAGED_BY}={labels.MANAGER}"
+            ),
+            nodes=Informer(client, NODES, clock=clock, rng=rng),
+        )
+        seconds = settings.lease_seconds
+        self.elector = LeaderElector(
+            client,
+            namespace=settings.namespace,
+            name=LEASE,
+            identity=settings.identity,
+            clock=clock,
+            rng=rng,
+            timing=LeaseTiming(duration=seconds, renew_deadline=seconds * 2 / 3, retry=seconds / 6),
+            on_change=self._leadership_changed,
+        )
+        self.queue: WorkQueue[Key] = WorkQueue(clock, rng)
+        expectations: Expectations[Key] = Expectations()
+        require = self.elector.require
+        applier = Applier(client, JOBS, expectations, require_leading=require, monotonic=clock.monotonic)
+        recorder = Recorder(client, JOBS, instance=settings.pod_name, require_leading=require, now=clock.now)
+        self.reconciler = Reconciler(
+            self.caches,
+            applier,
+            recorder,
+            expectations,
+            clock=clock,
+            settings=Settings(settings.report_url, settings.checkpoint_url_prefixes),
+            metrics=metrics,
+            jobs=JOBS,
+        )
+        self._identities = IdentityCache(authenticator(client), monotonic=clock.monotonic)
+        wiring = Wiring(self.caches, self.queue, expectations, self.reconciler, clock)
+        self.controller = Controller(
+            "trainingjobs",
+            self.reconciler.reconcile,
+            self.queue,
+            leadership=self.elector,
+            all_keys=lambda: [obj.key for obj in self.caches.jobs.list()],
+            clock=clock,
+            limits=Limits(workers=settings.workers),
+            on_outcome=self._outcome,
+        )
+        self.intake = intake.ReportIntake(
+            identities=self._identities,
+            accept=wiring.accept,
+            leadership=self._leadership,
+            metrics=metrics,
+            ready={"caches": self._caches_synced},
+            settings=intake.IntakeSettings(port=settings.port),
+        )
+
+    async def run(self) -> None:
+        """Serve, watch, and lead when allowed."""
+        async with self.intake, asyncio.TaskGroup() as group:
+            informers = (self.caches.jobs, self.caches.pods, self.caches.services, self.caches.nodes)
+            for informer in informers:
+                group.create_task(informer.run())
+            group.create_task(self._measure())
+            for informer in informers:
+                await informer.wait_synced()
+            # Only with full caches: a leader that sees no pods would believe that all of them are lost.
+            group.create_task(self.elector.run())
+            group.create_task(self.controller.run())
+
+    def _leadership_changed(self, state: object) -> None:
+        leading = isinstance(state, Leading)
+        self._metrics.leader(leading)
+        if leading:
+            self.reconciler.forget_all()
+            self._identities.forget()
+
+    def _leadership(self) -> intake.Leadership:
+        if self.elector.is_leader():
+            return intake.Leading()
+        address = self.elector.holder_address()
+        return intake.Following(f"http://{address}") if address is not None else intake.NoLeader()
+
+    def _caches_synced(self) -> str | None:
+        waiting = [
+            name
+            for name, informer in (
+                ("trainingjobs", self.caches.jobs),
+                ("pods", self.caches.pods),
+                ("services", self.caches.services),
+                ("nodes", self.caches.nodes),
+            )
+            if not informer.has_synced
+        ]
+        return f"waits for the first list of {', '.join(waiting)}" if waiting else None
+
+    def _outcome(self, key: Key, outcome: Outcome, seconds: float) -> None:
+        self._metrics.reconciled(seconds, failed=not isinstance(outcome, Succeeded))
+
+    async def _measure(self) -> None:
+        while True:
+            self._metrics.queue_depth(len(self.queue))
+            self._metrics.jobs(self.reconciler.jobs_by_status() if self.elector.is_leader() else {})
+            await self._clock.sleep(METRICS_INTERVAL)
+
+
+async def _serve(settings: OperatorSettings) -> None:
+    clock = SystemClock()
+    metrics = Metrics()
+    async with HttpKubeClient(find_source(os.environ)) as client:
+        task = asyncio.create_task(Operator(client, settings, metrics, clock).run())
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, task.cancel)
+        log.info("operator starts", extra={"identity": settings.identity, "namespace": settings.namespace})
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        log.info("operator stops")
+
+
+def main() -> int:
+    """Entry point of `everstep-operator`."""
+    try:
+        settings = OperatorSettings.from_env()
+    except SettingsError as e:
+        print(f"everstep-operator: {e}", file=sys.stderr)  # noqa: T201  # logging is not set up yet
+        return 2
+    setup(settings.log_level)
+    asyncio.run(_serve(settings))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Carries out the actions of a plan, and nothing that is not in it.
+
+Every write is preceded by a check that this replica still leads. Creates run in parallel up to a bound; an object that
+exists already is taken as created if it is ours by UID, else it is reported as a collision. A refused create (quota,
+admission) is kept as a reason for the next plan, since it is a state of the job and not an error of the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar, assert_never
+
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound, Rejected
+from everstep_operator.kube.resources import PODS, SERVICES, Resource
+from everstep_operator.kube.wire import KubeObject, Unstructured, controller_uid
+from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeleteJob, DeletePod, DeleteService
+from everstep_operator.plan.snapshot import JobView
+from everstep_operator.runtime.expectations import Expectations
+from everstep_operator.runtime.parallel import Failed, run_bounded
+
+T = TypeVar("T", bound=KubeObject)
+MAX_PARALLEL = 16
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What the API server would not do, for the next plan. Errors worth repeating are raised instead."""
+
+    collisions: tuple[str, ...] = ()
+    create_refused: str | None = None
+
+
+@dataclass(slots=True)
+class _Refusals:
+    collisions: list[str] = field(default_factory=list)
+    create_refused: str | None = None
+
+
+class Applier:
+    """`require_leading` raises when this replica may not write; `monotonic` is the clock of the expectations."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        jobs: Resource[Unstructured],
+        expectations: Expectations[Key],
+        *,
+        require_leading: Callable[[], object],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._client = client
+        self._jobs = jobs
+        self._expectations = expectations
+        self._require_leading = require_leading
+        self._monotonic = monotonic
+
+    async def apply(self, job: JobView, actions: tuple[Action, ...]) -> Applied:
+        """Carry out `actions`. Raises the first KubeError that a later pass may overcome, after trying all of them."""
+        refusals = _Refusals()
+        # Services first: pods need the host names. Deletes before creates: replacements need the room.
+        groups: tuple[list[Action], ...] = ([], [], [])
+        for action in actions:
+            groups[_order(action)].append(action)
+        for group in groups:
+            outcomes = await run_bounded([partial(self._one, job, action, refusals) for action in group], MAX_PARALLEL)
+            for outcome in outcomes:
+                if isinstance(outcome, Failed):
+                    raise outcome.error
+        return Applied(tuple(sorted(refusals.collisions)), refusals.create_refused)
+
+    async def _one(self, job: JobView, action: Action, refusals: _Refusals) -> None:
+        self._require_leading()
+        match action:
+            case CreatePod():
+                await self._create_pod(job, action, refusals)
+            case CreateService():
+                await self._create(SERVICES, job, action.name, action.body, refusals)
+            case DeletePod():
+                await self._delete_pod(job, action)
+            case DeleteService():
+                await self._delete(SERVICES, job, action.name, None)
+            case DeleteJob():
+                await self._delete(self._jobs, job, job.name, action.uid)
+            case other:
+                assert_never(other)
+
+    async def _create_pod(self, job: JobView, action: CreatePod, refusals: _Refusals) -> None:
+        key = (job.namespace, job.name)
+        self._expectations.expect(key, creations=[action.name], now=self._monotonic())
+        try:
+            await self._create(PODS, job, action.name, action.body, refusals)
+        except KubeError:
+            # It may exist all the same (response lost): the next create of this very name will tell.
+            self._expectations.cancel_creation(key, action.name)
+            raise
+        if action.name in refusals.collisions or refusals.create_refused is not None:
+            self._expectations.cancel_creation(key, action.name)
+
+    async def _create(
+        self, resource: Resource[T], job: JobView, name: str, body: dict[str, object], refusals: _Refusals
+    ) -> None:
+        try:
+            await self._client.create(resource, job.namespace, body)
+        except AlreadyExists:
+            try:
+                found = await self._client.get(resource, job.namespace, name)
+            except NotFound:
+                return  # it was just going; the next pass creates it
+            if controller_uid(found.metadata) != job.uid:
+                refusals.collisions.append(name)
+        except (Forbidden, Invalid, Rejected) as e:
+            refusals.create_refused = str(e)[:500]
+
+    async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
+        key = (job.namespace, job.name)
+        self._expectations.expect(key, deletions=[action.uid], now=self._monotonic())
+        try:
+            if not await self._delete(PODS, job, action.name, action.uid, action.grace_seconds):
+                self._expectations.cancel_deletion(key, action.uid)
+        except KubeError:
+            self._expectations.cancel_deletion(key, action.uid)
+            raise
+
+    async def _delete(
+        self, resource: Resource[T], job: JobView, name: str, uid: str | None, grace: int | None = None
+    ) -> bool:
+        """Whether a deletion was begun; False when that object is gone, or another has its name."""
+        try:
+            await self._client.delete(
+                resource, job.namespace, name, uid=uid, grace_seconds=grace, propagation="Background"
+            )
+        except NotFound:
+            return False
+        except Conflict:
+            return False  # the UID precondition: the name belongs to a successor
+        return True
+
+
+def _order(action: Action) -> int:
+    match action:
+        case CreateService():
+            return 0
+        case DeletePod() | DeleteService():
+            return 1
+        case CreatePod() | DeleteJob():
+            return 2
+        case other:
+            assert_never(other)

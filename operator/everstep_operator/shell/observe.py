@@ -1,0 +1,116 @@
+"""From cached Kubernetes objects to the snapshot that is planned on. Reads caches only; sends nothing.
+
+Ownership is decided here and by UID alone: a pod of an earlier job of the same name, or somebody's pod with our labels,
+is not part of the snapshot.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from everstep.contract import labels
+from everstep_operator.api.parse import parse_spec, parse_status
+from everstep_operator.kube.wire import Condition, Node, Pod, Unstructured
+from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, WorkerPod
+
+# Reasons for which a container stays waiting until somebody changes something.
+_STUCK = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+    }
+)
+
+
+def job_view(obj: Unstructured) -> JobView:
+    """The job as types. Raises SpecError naming the field when it cannot be carried out."""
+    meta = obj.metadata
+    return JobView(
+        namespace=meta.namespace,
+        name=meta.name,
+        uid=meta.uid,
+        generation=meta.generation,
+        resource_version=meta.resource_version,
+        spec=parse_spec(obj.spec),
+        status=parse_status(obj.status),
+        created_at=meta.creation_timestamp or datetime.min,
+        deleting=meta.deletion_timestamp is not None,
+    )
+
+
+def worker_pod(pod: Pod) -> WorkerPod | None:
+    """A pod of ours; None when its labels do not say which worker it is."""
+    found = pod.metadata.labels
+    try:
+        index, incarnation, round_ = (
+            int(found[name]) for name in (labels.WORKER_INDEX, labels.INCARNATION, labels.ROUND)
+        )
+    except (KeyError, ValueError):
+        return None
+    conditions = {c.type: c for c in pod.status.conditions}
+    return WorkerPod(
+        name=pod.metadata.name,
+        uid=pod.metadata.uid,
+        index=index,
+        incarnation=incarnation,
+        round=round_,
+        phase=PodPhase(pod.status.phase) if pod.status.phase in _PHASES else PodPhase.PENDING,
+        ready=_is_true(conditions.get("Ready")),
+        node=pod.spec.node_name or None,
+        deleted_at=_deleted_at(pod),
+        reason=pod.status.reason or None,
+        disruption=_disruption(conditions.get("DisruptionTarget")),
+        waiting=_waiting(pod),
+        unschedulable=_unschedulable(conditions.get("PodScheduled")),
+        created_at=pod.metadata.creation_timestamp,
+        exit=_exit(pod),
+    )
+
+
+_PHASES = frozenset(PodPhase)
+
+
+def node_view(node: Node) -> NodeView:
+    ready = next((c for c in node.status.conditions if c.type == "Ready"), None)
+    return NodeView(node.metadata.name, _is_true(ready), ready.last_transition_time if ready is not None else None)
+
+
+def _is_true(condition: Condition | None) -> bool:
+    return condition is not None and condition.status == "True"
+
+
+def _deleted_at(pod: Pod) -> datetime | None:
+    """When the deletion was asked for: deletionTimestamp lies in the future by the grace period."""
+    at = pod.metadata.deletion_timestamp
+    return None if at is None else at - timedelta(seconds=pod.metadata.deletion_grace_period_seconds or 0)
+
+
+def _disruption(condition: Condition | None) -> str | None:
+    return (condition.reason or "DisruptionTarget") if condition is not None and _is_true(condition) else None
+
+
+def _unschedulable(condition: Condition | None) -> str | None:
+    if condition is None or condition.status != "False" or condition.reason != "Unschedulable":
+        return None
+    return condition.message[:300]
+
+
+def _waiting(pod: Pod) -> str | None:
+    for status in pod.status.container_statuses:
+        waiting = status.state.waiting
+        if waiting is not None and waiting.reason in _STUCK:
+            return f"{waiting.reason}: {waiting.message[:300]}"
+    return None
+
+
+def _exit(pod: Pod) -> Exit | None:
+    status = next((s for s in pod.status.container_statuses if s.name == labels.WORKER_CONTAINER), None)
+    ended = status.state.terminated if status is not None else None
+    if ended is None:
+        return None
+    return Exit(ended.exit_code, ended.reason or None, ended.message or None, ended.finished_at)

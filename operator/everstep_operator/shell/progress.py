@@ -1,0 +1,142 @@
+"""What the workers of one job have reported, folded into the few facts that a plan needs.
+
+Kept in memory only: an operator that restarts begins empty and is told again within a second by every process that
+(re)starts, and within the next report by rank 0. Nothing here is needed for correctness; it is what people read.
+Invariant: reports of an earlier round never change the facts of a later one.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from everstep.contract.messages import Phase, Report
+from everstep_operator.api.status import Status
+from everstep_operator.plan.snapshot import Progress
+
+MAX_RANKS = 65_536
+
+
+class JobProgress:
+    """Folds reports. `now` is the operator's clock; the workers' clocks are never compared with it."""
+
+    def __init__(self, status: Status, now: datetime) -> None:
+        """Start from what the status remembers, so that a restart neither recounts steps nor forgets goodput."""
+        self._step = status.progress.step
+        self._productive = 0.0
+        if status.goodput_percent and status.start_time is not None:
+            self._productive = status.goodput_percent / 100 * max(0.0, (now - status.start_time).total_seconds())
+        self._last: Report | None = None
+        self._updated_at: datetime | None = None
+        self._committed_step: int | None = None
+        self._committed_at: datetime | None = None
+        self._error: str | None = None
+        self._step_seconds: float | None = None
+        self._open_round(status.world.round, None)
+
+    def _open_round(self, round_: int, published_at: datetime | None) -> None:
+        self._round, self._published_at = round_, published_at
+        self._started: set[int] = set()
+        self._restored: set[int] = set()
+        self._stepped: set[int] = set()
+        self._world_size = 0
+        self._started_at: datetime | None = None
+        self._restored_at: datetime | None = None
+        self._restored_step: int | None = None
+        self._restore_seconds: float | None = None
+        self._trained_at: datetime | None = None
+        self._first_step_at: datetime | None = None
+
+    def published(self, round_: int, now: datetime) -> None:
+        """This operator has just published `round_`."""
+        if round_ > self._round:
+            self._open_round(round_, now)
+
+    def accept(self, report: Report, now: datetime) -> bool:
+        """Take in one report; whether it changed something that should be acted on at once."""
+        if report.round < self._round or report.rank >= MAX_RANKS:
+            return False
+        if report.round > self._round:
+            # Published by another leader, whose status write has not reached this cache yet.
+            self._open_round(report.round, None)
+        self._updated_at = now
+        self._world_size = max(1, report.world_size)
+        match report.phase:
+            case Phase.START:
+                return self._start(report, now)
+            case Phase.RESTORE:
+                return self._restore(report, now)
+            case Phase.TRAIN | Phase.DONE:
+                return self._train(report, now)
+            case Phase.SAVE:
+                return self._save(report)
+            case Phase.SAVE_FAILED:
+                changed = self._error is None
+                self._error = report.checkpoint_error or "the worker gave no reason"
+                return changed
+
+    def _start(self, report: Report, now: datetime) -> bool:
+        self._started.add(report.rank)
+        if self._started_at is None and len(self._started) >= self._world_size:
+            self._started_at = now
+        return False
+
+    def _restore(self, report: Report, now: datetime) -> bool:
+        self._restored.add(report.rank)
+        self._restored_step = report.restored_step
+        self._restore_seconds = max(self._restore_seconds or 0.0, report.restore_seconds or 0.0)
+        if self._restored_at is None and len(self._restored) >= self._world_size:
+            self._restored_at = now
+        return False
+
+    def _train(self, report: Report, now: datetime) -> bool:
+        first = self._trained_at is None
+        self._trained_at = self._trained_at or now
+        self._stepped.add(report.rank)
+        complete = self._first_step_at is None and len(self._stepped) >= self._world_size
+        if complete:
+            self._first_step_at = now
+            # A script without a checkpointer never restores: its training begins when its processes do.
+            self._restored_at = self._restored_at or self._started_at or self._trained_at
+        if report.rank == 0:
+            self._progress(report)
+        return first or complete or report.phase is Phase.DONE
+
+    def _progress(self, report: Report) -> None:
+        before = self._step or 0
+        if report.step is not None and report.step > before:
+            # Steps that are taken again after a loss are not productive: only new ones count.
+            self._productive += (report.step - before) * (report.step_seconds or 0.0)
+            self._step = report.step
+        self._last = report
+        self._step_seconds = report.step_seconds or self._step_seconds
+
+    def _save(self, report: Report) -> bool:
+        recovered = self._error is not None
+        self._error = None
+        self._committed_step = report.committed_step
+        if report.committed_at is not None:
+            self._committed_at = datetime.fromtimestamp(min(report.committed_at, 4e9), UTC)
+        return recovered
+
+    def snapshot(self) -> Progress:
+        last = self._last
+        return Progress(
+            round=self._round,
+            step=self._step,
+            total_steps=last.total_steps if last is not None else None,
+            epoch=last.epoch if last is not None else None,
+            step_seconds=self._step_seconds,
+            metrics=dict(last.metrics) if last is not None else {},
+            updated_at=self._updated_at,
+            committed_step=self._committed_step,
+            committed_at=self._committed_at,
+            checkpoint_error=self._error,
+            productive_seconds=self._productive,
+            published_at=self._published_at,
+            started_at=self._started_at,
+            restored_at=self._restored_at,
+            restored_step=self._restored_step,
+            restore_seconds=self._restore_seconds,
+            trained_at=self._trained_at,
+            first_step_at=self._first_step_at,
+        )

@@ -1,0 +1,250 @@
+"""One pass over one job: observe, plan, check, publish, apply, record.
+
+The order is the protocol (ADR 0001): a plan that publishes a round writes the status first, by compare-and-swap, and
+acts only if that was accepted. A pass never acts on a view that is older than its own last write. Being cut anywhere
+is harmless: the next pass derives what is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from everstep_operator.api.base import SpecError
+from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason
+from everstep_operator.api.parse import parse_status
+from everstep_operator.api.status import Condition, Status
+from everstep_operator.kube.resources import Resource
+from everstep_operator.kube.wire import Node, Pod, Service, Unstructured, controller_uid
+from everstep_operator.plan import names, recovery
+from everstep_operator.plan.actions import Plan
+from everstep_operator.plan.check import check
+from everstep_operator.plan.explain import explain
+from everstep_operator.plan.planner import plan
+from everstep_operator.plan.snapshot import JobView, NodeView, Settings, Snapshot, WorkerPod
+from everstep_operator.runtime.cache import is_not_newer
+from everstep_operator.runtime.clock import Clock
+from everstep_operator.runtime.controller import Result
+from everstep_operator.runtime.expectations import Expectations
+from everstep_operator.runtime.informer import Informer
+from everstep_operator.shell import observe
+from everstep_operator.shell.apply import Applied, Applier, Key
+from everstep_operator.shell.progress import JobProgress
+from everstep_operator.shell.record import Recorder
+from everstep_operator.telemetry.metrics import Metrics
+
+log = logging.getLogger("everstep.reconcile")
+
+BY_OWNER = "owner"
+BY_NODE = "node"
+# Progress alone is written to the API server no more often than this for one job.
+PROGRESS_INTERVAL = timedelta(seconds=5)
+_OWN_WRITE_WAIT = 1.0  # seconds; the watch event normally comes first
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    jobs: Informer[Unstructured]
+    pods: Informer[Pod]
+    services: Informer[Service]
+    nodes: Informer[Node]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What this replica remembers of a job between passes. Losing it costs a moment, never a decision."""
+
+    uid: str
+    progress: JobProgress
+    written: str = ""  # resource version of the last status write
+    written_at: datetime | None = None
+    applied: Applied = field(default_factory=Applied)
+
+
+class Reconciler:
+    def __init__(
+        self,
+        caches: Caches,
+        applier: Applier,
+        recorder: Recorder,
+        expectations: Expectations[Key],
+        *,
+        clock: Clock,
+        settings: Settings,
+        metrics: Metrics,
+        jobs: Resource[Unstructured],
+    ) -> None:
+        self._caches = caches
+        self._applier = applier
+        self._recorder = recorder
+        self._expectations = expectations
+        self._clock = clock
+        self._settings = settings
+        self._metrics = metrics
+        self._jobs = jobs
+        self._memory: dict[Key, _Memory] = {}
+
+    def forget_all(self) -> None:
+        """A new term of leadership begins: another replica may have decided since."""
+        self._memory.clear()
+
+    def progress_of(self, obj: Unstructured) -> JobProgress:
+        return self._remember(obj).progress
+
+    async def reconcile(self, key: Key) -> Result:
+        obj = self._caches.jobs.get(*key)
+        if obj is None:
+            self._memory.pop(key, None)
+            self._expectations.forget(key)
+            return Result("the job is gone")
+        memory = self._remember(obj)
+        version = obj.metadata.resource_version
+        if version != memory.written and is_not_newer(version, memory.written):
+            return Result("waits to observe its own status write", _OWN_WRITE_WAIT)
+        pending = self._expectations.pending(key, self._clock.monotonic())
+        if pending is not None:
+            return Result(pending.reason, max(0.0, pending.expires - self._clock.monotonic()))
+        try:
+            job = observe.job_view(obj)
+        except SpecError as e:
+            return await self._refuse(obj, memory, e)
+        snapshot = self._snapshot(job, memory)
+        decided = plan(snapshot)
+        check(snapshot, decided)
+        return await self._carry_out(obj, memory, snapshot, decided)
+
+    async def _carry_out(self, obj: Unstructured, memory: _Memory, snapshot: Snapshot, decided: Plan) -> Result:
+        job = snapshot.job
+        if decided.actions or decided.publish:
+            log.info(
+                "plan",
+                extra={
+                    "job": job.key,
+                    "round": decided.status.world.round,
+                    "reason": decided.reason,
+                    "plan": explain(snapshot, decided).splitlines()[:50],
+                },
+            )
+        held_back = False
+        if decided.publish or not self._only_progress_changed(job.status, decided.status):
+            await self._write(obj, memory, job, decided)
+        elif decided.status != job.status:
+            held_back = not await self._write_progress(obj, memory, job, decided)
+        memory.applied = await self._applier.apply(job, decided.actions)
+        after = decided.requeue.after.total_seconds() if decided.requeue is not None else None
+        if memory.applied != Applied():
+            after = 1.0
+        if held_back:
+            left = PROGRESS_INTERVAL.total_seconds()
+            after = left if after is None else min(after, left)
+        return Result(decided.reason, None if after is None else max(0.0, after))
+
+    async def _write(self, obj: Unstructured, memory: _Memory, job: JobView, decided: Plan) -> None:
+        version = await self._recorder.write_status(obj, decided.status)
+        if version is None:
+            return
+        now = self._clock.now()
+        memory.written, memory.written_at = version, now
+        old, new = job.status, decided.status
+        if new.world.round > old.world.round:
+            memory.progress.published(new.world.round, now)
+        self._count(old, new)
+        await self._recorder.write_events(job, decided.events)
+
+    async def _write_progress(self, obj: Unstructured, memory: _Memory, job: JobView, decided: Plan) -> bool:
+        """Write figures that only inform, unless some were written just now; whether they were."""
+        if memory.written_at is not None and self._clock.now() - memory.written_at < PROGRESS_INTERVAL:
+            return False
+        await self._write(obj, memory, job, decided)
+        return True
+
+    @staticmethod
+    def _only_progress_changed(old: Status, new: Status) -> bool:
+        quiet = {"progress": old.progress, "checkpoint": old.checkpoint, "goodput_percent": old.goodput_percent}
+        informs = old.checkpoint.healthy == new.checkpoint.healthy
+        return informs and new.model_copy(update={**quiet, "goodput": old.goodput}) == old
+
+    def _count(self, old: Status, new: Status) -> None:
+        if not new.recoveries or new.recoveries == old.recoveries:
+            return
+        newest = new.recoveries[0]
+        if recovery.is_open(new.recoveries):
+            self._metrics.recovery_begun(newest.cause, newest.rung)
+        else:
+            self._metrics.recovered(recovery.total_ms(newest) / 1000)
+
+    def _remember(self, obj: Unstructured) -> _Memory:
+        key, uid = obj.key, obj.metadata.uid
+        memory = self._memory.get(key)
+        if memory is None or memory.uid != uid:
+            try:
+                status = parse_status(obj.status)
+            except SpecError:
+                status = Status()
+            memory = _Memory(uid, JobProgress(status, self._clock.now()))
+            self._memory[key] = memory
+        return memory
+
+    def _snapshot(self, job: JobView, memory: _Memory) -> Snapshot:
+        pods = self._pods_of(job)
+        service = self._caches.services.get(job.namespace, names.service_name(job.name))
+        return Snapshot(
+            now=self._clock.now(),
+            job=job,
+            pods=pods,
+            service_exists=service is not None and controller_uid(service.metadata) == job.uid,
+            nodes=self._nodes_of(pods),
+            progress=memory.progress.snapshot(),
+            name_collisions=memory.applied.collisions,
+            create_refused=memory.applied.create_refused,
+            settings=self._settings,
+        )
+
+    def _pods_of(self, job: JobView) -> tuple[WorkerPod, ...]:
+        owned = self._caches.pods.by_index(BY_OWNER, job.uid)
+        return tuple(w for pod in owned if (w := observe.worker_pod(pod)) is not None)
+
+    def _nodes_of(self, pods: tuple[WorkerPod, ...]) -> dict[str, NodeView]:
+        wanted = {p.node for p in pods if p.node}
+        found = ((name, self._caches.nodes.get("", name)) for name in sorted(wanted))
+        return {name: observe.node_view(node) for name, node in found if node is not None}
+
+    async def _refuse(self, obj: Unstructured, memory: _Memory, error: SpecError) -> Result:
+        """A spec that got past the API server (an older CRD): say so once, touch nothing."""
+        try:
+            status = parse_status(obj.status)
+        except SpecError:
+            status = Status()
+        made = {c.type: c for c in status.conditions}
+        for type_, value in (
+            (ConditionType.READY, ConditionStatus.FALSE),
+            (ConditionType.STALLED, ConditionStatus.TRUE),
+        ):
+            old = made.get(type_)
+            reason = ReadyReason.PENDING if type_ is ConditionType.READY else "InvalidSpec"
+            made[type_] = Condition(
+                type=type_,
+                status=value,
+                reason=reason,
+                message=str(error)[:1024],
+                last_transition_time=old.last_transition_time if old and old.status == value else self._clock.now(),
+                observed_generation=obj.metadata.generation,
+            )
+        wanted = status.model_copy(
+            update={"conditions": tuple(made[t] for t in sorted(made)), "observed_generation": obj.metadata.generation}
+        )
+        version = await self._recorder.write_status(obj, wanted)
+        if version is not None:
+            memory.written = version
+        return Result(f"invalid spec: {error}")
+
+    def jobs_by_status(self) -> dict[str, int]:
+        """How many jobs there are in each STATUS, for the metric."""
+        counts: dict[str, int] = {}
+        for obj in self._caches.jobs.list():
+            conditions = obj.status.get("conditions", ())
+            reason = next((c.get("reason") for c in conditions if c.get("type") == ConditionType.READY), None)
+            name = str(reason or ReadyReason.PENDING)
+            counts[name] = counts.get(name, 0) + 1
+        return counts

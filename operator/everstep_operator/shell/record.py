@@ -1,0 +1,126 @@
+"""Writes what a plan decided: one status patch a pass, and events only after it.
+
+The patch carries the resource version that was observed, so that it is a compare-and-swap: of two operators, or of one
+that acts on an old view, only one can publish a round or charge a restart. Fields that went away are deleted
+explicitly; fields that this version does not know are left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+from everstep.contract import labels
+from everstep_operator.api.events import EventReason
+from everstep_operator.api.status import Status
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.errors import AlreadyExists, KubeError
+from everstep_operator.kube.resources import EVENTS, Resource
+from everstep_operator.kube.wire import Unstructured, micro_time
+from everstep_operator.plan.actions import Event
+from everstep_operator.plan.snapshot import JobView
+
+log = logging.getLogger("everstep.record")
+
+MAX_NOTE = 1000
+# Repeated for as long as a job runs: one event object that counts, instead of one object each time.
+_SERIES = {EventReason.CHECKPOINT_COMMITTED: "training state committed; status.checkpoint names the newest step"}
+_KNOWN = frozenset(field.alias or name for name, field in Status.model_fields.items())
+
+
+def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch (RFC 7386) that turns `old` into `new`."""
+    patch: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            if inner := merge_patch(before, value):
+                patch[key] = inner
+        elif value != before:
+            patch[key] = value
+    return patch
+
+
+class Recorder:
+    """`require_leading` raises when this replica may not write."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        jobs: Resource[Unstructured],
+        *,
+        instance: str,
+        require_leading: Callable[[], object],
+        now: Callable[[], datetime],
+    ) -> None:
+        self._client = client
+        self._jobs = jobs
+        self._instance = instance
+        self._require_leading = require_leading
+        self._now = now
+
+    async def write_status(self, obj: Unstructured, status: Status) -> str | None:
+        """Compare-and-swap the status; the new resource version, None if nothing differs. Raises Conflict."""
+        old = {key: value for key, value in obj.status.items() if key in _KNOWN}
+        patch = merge_patch(old, status.to_wire())
+        if not patch:
+            return None
+        self._require_leading()
+        written = await self._client.patch_status(
+            self._jobs,
+            obj.metadata.namespace,
+            obj.metadata.name,
+            patch,
+            resource_version=obj.metadata.resource_version,
+            field_manager=labels.FIELD_MANAGER,
+        )
+        return written.metadata.resource_version
+
+    async def write_events(self, job: JobView, events: tuple[Event, ...]) -> None:
+        """Events are for people: one that cannot be written is logged and forgotten."""
+        for event in events:
+            try:
+                self._require_leading()
+                await self._write_event(job, event)
+            except KubeError as e:
+                log.warning("event not written", extra={"job": job.key, "reason": event.reason, "error": str(e)})
+
+    async def _write_event(self, job: JobView, event: Event) -> None:
+        now = micro_time(self._now())
+        series = _SERIES.get(EventReason(event.reason))
+        note = (series or event.message)[:MAX_NOTE]
+        # A series has one name per job and reason; any other event is named by its content and moment.
+        seed = f"{job.uid}/{event.reason}" if series else f"{job.uid}/{event.reason}/{note}/{now}"
+        name = f"{job.name}.{hashlib.sha256(seed.encode()).hexdigest()[:16]}"
+        try:
+            await self._client.create(EVENTS, job.namespace, self._event(job, event, name, note, now))
+        except AlreadyExists:
+            found = await self._client.get(EVENTS, job.namespace, name)
+            count = (found.series.count if found.series is not None else 1) + 1
+            patch = {"series": {"count": count, "lastObservedTime": now}}
+            await self._client.merge_patch(EVENTS, job.namespace, name, patch)
+
+    def _event(self, job: JobView, event: Event, name: str, note: str, now: str) -> dict[str, Any]:
+        return {
+            "apiVersion": EVENTS.api_version,
+            "kind": EVENTS.kind,
+            "metadata": {"name": name, "namespace": job.namespace, "labels": {labels.JOB: job.name}},
+            "eventTime": now,
+            "reportingController": "everstep.dev/operator",
+            "reportingInstance": self._instance[:128],
+            "action": "Reconcile",
+            "reason": event.reason,
+            "type": "Warning" if event.warning else "Normal",
+            "note": note,
+            "regarding": {
+                "apiVersion": labels.API_VERSION,
+                "kind": labels.KIND,
+                "namespace": job.namespace,
+                "name": job.name,
+                "uid": job.uid,
+                "resourceVersion": job.resource_version,
+            },
+        }

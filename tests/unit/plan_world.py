@@ -1,0 +1,213 @@
+"""A toy cluster around the pure planner: it applies plans at once and lets a test break things between passes."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from everstep_operator.api.parse import parse_spec, parse_status
+from everstep_operator.api.status import Status
+from everstep_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod, DeleteService, Plan
+from everstep_operator.plan.check import check
+from everstep_operator.plan.explain import explain
+from everstep_operator.plan.planner import plan
+from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, Snapshot, WorkerPod
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+TEMPLATE = {
+    "spec": {"containers": [{"name": "worker", "image": "example/train:1", "command": ["torchrun", "train.py"]}]}
+}
+
+
+class World:
+    """One job and its pods. `run` takes one command line of a transcript and returns what it printed."""
+
+    def __init__(self) -> None:
+        self.now = START
+        self.spec: dict[str, object] = {"replicas": 2, "template": TEMPLATE}
+        self.status = Status()
+        self.pods: dict[str, WorkerPod] = {}
+        self.nodes = {f"n{i}": NodeView(f"n{i}", ready=True, changed_at=START) for i in (1, 2)}
+        self.service = False
+        self.progress = Progress()
+        self.job_exists = True
+        self.deleting = False
+        self.refused: str | None = None
+        self.collisions: tuple[str, ...] = ()
+        self.uids = 0
+
+    def snapshot(self) -> Snapshot:
+        # Through the wire format, as the API server keeps it: what is lost there must not matter.
+        job = JobView(
+            "default",
+            "digits",
+            "uid-1",
+            1,
+            "1",
+            parse_spec(self.spec),
+            parse_status(self.status.to_wire()),
+            START,
+            self.deleting,
+        )
+        return Snapshot(
+            self.now,
+            job,
+            tuple(self.pods[name] for name in sorted(self.pods)),
+            self.service,
+            dict(self.nodes),
+            self.progress,
+            self.collisions,
+            self.refused,
+        )
+
+    def reconcile(self) -> str:
+        snapshot = self.snapshot()
+        decided = plan(snapshot)
+        check(snapshot, decided)
+        text = explain(snapshot, decided)
+        self.apply(decided)
+        return text
+
+    def apply(self, decided: Plan, stop_after: int | None = None) -> None:
+        """Carry out the plan, or only its first writes (a crash in between)."""
+        left = stop_after if stop_after is not None else 10_000
+        if decided.publish:
+            if left == 0:
+                return
+            left -= 1
+            self.take_status(decided.status)
+        for action in decided.actions:
+            if left == 0:
+                return
+            left -= 1
+            match action:
+                case CreateService():
+                    self.service = True
+                case DeleteService():
+                    self.service = False
+                case CreatePod(name, index, incarnation, body, _):
+                    if name not in self.pods:
+                        self.uids += 1
+                        round_ = int(body["metadata"]["labels"]["everstep.dev/round"])
+                        node = f"n{1 + index % 2}"
+                        self.pods[name] = WorkerPod(
+                            name, f"p{self.uids}", index, incarnation, round_, PodPhase.PENDING, node=node
+                        )
+                case DeletePod(name, uid, _, _):
+                    if name in self.pods and self.pods[name].uid == uid:
+                        del self.pods[name]
+                case DeleteJob():
+                    self.job_exists = False
+        if not decided.publish and left > 0:
+            self.take_status(decided.status)
+
+    def take_status(self, status: Status) -> None:
+        if status.world.round > self.status.world.round:
+            # As JobProgress does: a new round starts with no reports of its own.
+            keep = {n: getattr(self.progress, n) for n in ("step", "updated_at", "committed_step", "committed_at")}
+            self.progress = Progress(round=status.world.round, published_at=self.now, **keep)
+        self.status = status
+
+    def current(self, index: int) -> str:
+        return f"digits-w{index}-{self.status.world.round - 1}"
+
+    def change(self, name: str, **fields: object) -> None:
+        self.pods[name] = replace(self.pods[name], **fields)  # type: ignore[arg-type]
+
+    def run(self, line: str) -> str:
+        """One command. Unknown commands are an error of the transcript."""
+        verb, *args = shlex.split(line)
+        command = getattr(self, "do_" + verb.replace("-", "_"), None)
+        if command is None:
+            raise ValueError(f"unknown command {verb!r}")
+        return command(*args) or ""
+
+    def do_job(self, *fields: str) -> None:
+        for field in fields:
+            path, _, value = field.partition("=")
+            target = self.spec
+            *parents, leaf = path.split(".")
+            for parent in parents:
+                target = target.setdefault(parent, {})  # type: ignore[assignment]
+            target[leaf] = int(value) if value.isdigit() else value
+
+    def do_rule(self, kind: str, value: str, action: str) -> None:
+        values = [int(v) if v.isdigit() else v for v in value.split(",")]
+        rules = self.spec.setdefault("recovery", {}).setdefault("rules", [])  # type: ignore[attr-defined]
+        rules.append({kind: values, "action": action})
+
+    def do_reconcile(self) -> str:
+        return self.reconcile()
+
+    def do_settle(self) -> str:
+        """Reconcile until nothing changes; prints the last status only."""
+        for _ in range(10):
+            text = self.reconcile()
+            if text.startswith("nothing"):
+                break
+        return text
+
+    def do_ready(self, *indexes: str) -> None:
+        for index in indexes:
+            self.change(self.current(int(index)), phase=PodPhase.RUNNING, ready=True)
+
+    def do_succeed(self, *indexes: str) -> None:
+        for index in indexes:
+            exit_ = Exit(0, "Completed", finished_at=self.now)
+            self.change(self.current(int(index)), phase=PodPhase.SUCCEEDED, ready=False, exit=exit_)
+
+    def do_fail(self, index: str, code: str = "1", message: str = "", reason: str = "Error") -> None:
+        exit_ = Exit(int(code), reason, message.replace("\\n", "\n"), self.now)
+        self.change(self.current(int(index)), phase=PodPhase.FAILED, ready=False, exit=exit_)
+
+    def do_evict(self, index: str) -> None:
+        self.change(self.current(int(index)), phase=PodPhase.FAILED, ready=False, reason="Evicted")
+
+    def do_delete(self, index: str) -> None:
+        self.change(self.current(int(index)), deleted_at=self.now)
+
+    def do_gone(self, index: str) -> None:
+        del self.pods[self.current(int(index))]
+
+    def do_node_lost(self, name: str) -> None:
+        self.nodes[name] = NodeView(name, ready=False, changed_at=self.now)
+
+    def do_node_back(self, name: str) -> None:
+        self.nodes[name] = NodeView(name, ready=True, changed_at=self.now)
+
+    def do_advance(self, seconds: str) -> None:
+        self.now += timedelta(seconds=float(seconds))
+
+    def do_step(self, step: str, restored: str = "") -> None:
+        """All ranks of the round have restored and completed `step`."""
+        self.progress = replace(
+            self.progress,
+            round=self.status.world.round,
+            step=int(step),
+            updated_at=self.now,
+            started_at=self.now,
+            restored_at=self.now,
+            restored_step=int(restored) if restored else None,
+            restore_seconds=0.25,
+            trained_at=self.now,
+            first_step_at=self.now + timedelta(milliseconds=50),
+        )
+
+    def do_committed(self, step: str) -> None:
+        self.progress = replace(self.progress, committed_step=int(step), committed_at=self.now)
+
+    def do_commit_failed(self, error: str) -> None:
+        self.progress = replace(self.progress, checkpoint_error=error)
+
+    def do_refuse(self, reason: str = "") -> None:
+        self.refused = reason or None
+
+    def do_collide(self, name: str = "") -> None:
+        self.collisions = (name,) if name else ()
+
+    def do_deleting(self) -> None:
+        self.deleting = True
+
+    def do_pods(self) -> str:
+        return " ".join(sorted(self.pods)) or "none"

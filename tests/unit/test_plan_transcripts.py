@@ -1,0 +1,42 @@
+"""The planner's behaviour as readable transcripts: `transcripts/*.txt` are the specification.
+
+A block is commands, a line `----`, and what they printed. `EVERSTEP_REWRITE=1 pytest …` writes the present output into
+the files, to be reviewed as a diff.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).with_name("transcripts")
+
+
+def replay(world: object, text: str) -> str:
+    """The transcript with every block's output replaced by what is printed now."""
+    blocks = []
+    for block in text.strip("\n").split("\n\n"):
+        commands = block.split("\n----", 1)[0]
+        printed = []
+        for line in commands.splitlines():
+            if line.strip() and not line.startswith("#"):
+                printed.append(world.run(line))  # type: ignore[attr-defined]
+        output = "\n".join(p for p in printed if p)
+        blocks.append(f"{commands}\n----\n{output}".rstrip("\n"))
+    return "\n\n".join(blocks) + "\n"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda p: p.stem)
+def test_transcript_replayed_prints_the_same(path: Path, plan_world: ModuleType) -> None:
+    text = path.read_text()
+    now = replay(plan_world.World(), text)
+    if os.environ.get("EVERSTEP_REWRITE"):
+        path.write_text(now)
+    assert now == text
+
+
+def test_transcripts_exist() -> None:
+    assert len(list(FOLDER.glob("*.txt"))) >= 10
