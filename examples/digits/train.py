@@ -41,23 +41,6 @@ def batch_indices(step: int) -> torch.Tensor:
     return order[position * BATCH : (position + 1) * BATCH]
 
 
-class Lineage:
-    """How many samples, and exactly which, made the parameters what they are. Committed together with them."""
-
-    def __init__(self) -> None:
-        self.count, self.digest = 0, ""
-
-    def add(self, indices: torch.Tensor) -> None:
-        self.count += len(indices)
-        self.digest = xxhash.xxh3_128_hexdigest(self.digest.encode() + indices.numpy().tobytes())
-
-    def state_dict(self) -> dict[str, int | str]:
-        return {"count": self.count, "digest": self.digest}
-
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
-        self.count, self.digest = int(state["count"]), str(state["digest"])
-
-
 def main(args: argparse.Namespace) -> None:
     # One thread and no racing kernels: the same world size gives the same bits.
     torch.set_num_threads(1)
@@ -74,12 +57,13 @@ def main(args: argparse.Namespace) -> None:
     # else the first step after each restart would round differently from the same step of an undisturbed run.
     cross_entropy(model(x[:1]), y[:1]).backward()
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
-    lineage = Lineage()
+    # How many samples, and exactly which, made the parameters what they are: committed together with them.
+    lineage = {"count": 0, "digest": ""}
 
     state = {"model": network, "optimizer": optimizer, "lineage": lineage}
     checkpointer = everstep.Checkpointer(args.checkpoint, every_steps=args.every_steps)
     start = checkpointer.restore(state) or 0
-    print(f"start step={start} rank={rank} world={world}", flush=True)
+    print(f"start step={start} rank={rank} world={world} pid={os.getpid()}", flush=True)
 
     for step in range(start, args.steps):
         indices = batch_indices(step)
@@ -88,7 +72,8 @@ def main(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        lineage.add(indices)
+        lineage["count"] += len(indices)
+        lineage["digest"] = xxhash.xxh3_128_hexdigest(lineage["digest"].encode() + indices.numpy().tobytes())
         time.sleep(args.step_seconds)
 
         done = step + 1
@@ -108,7 +93,7 @@ def main(args: argparse.Namespace) -> None:
             test_loss = cross_entropy(network(x[TRAIN:]), y[TRAIN:]).item()
             accuracy = (network(x[TRAIN:]).argmax(1) == y[TRAIN:]).float().mean().item()
         parameters = torch.cat([p.detach().flatten() for p in network.parameters()]).numpy().tobytes()
-        print(f"samples={lineage.count} samples_xxh3={lineage.digest}")
+        print(f"samples={lineage['count']} samples_xxh3={lineage['digest']}")
         print(
             f"final step={args.steps} loss={test_loss:.4f} test_accuracy={accuracy:.4f}"
             f" parameters_xxh3={xxhash.xxh3_128_hexdigest(parameters)}",
