@@ -310,7 +310,7 @@ class TrainingJobSpec(ApiModel):
     elastic: Elastic | None = Field(default=None, description="Sizes the job may run at; absent: fixed.")
     processes_per_replica: Processes = Field(
         default=1,
-        description="Training processes a worker: a number, or auto = the GPUs that the worker container requests, "
+        description="Training processes a worker: 1 to 64, or auto = the GPUs that the worker container requests, "
         "else 1. (torchrun's own auto counts CPUs.)",
     )
     rendezvous: Rendezvous = section(Rendezvous, "How the workers find each other.")
