@@ -1,0 +1,33 @@
+"""Everstep's worker library: `Checkpointer` and what a training script needs beside it.
+
+Importing it costs milliseconds and no torch: each name is loaded on first use, because launchers, DataLoader workers
+and the operator import this package too.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.checkpointer import Checkpointer
+    from everstep.checkpoint.errors import Fenced
+    from everstep.checkpoint.rng import RngState
+    from everstep.storage.errors import StoreUnusable
+    from everstep.train.report import report
+
+__all__ = ["Checkpointer", "Fenced", "RngState", "StoreUnusable", "report"]
+
+_HOME = {
+    "Checkpointer": "checkpoint.checkpointer",
+    "Fenced": "checkpoint.errors",
+    "RngState": "checkpoint.rng",
+    "StoreUnusable": "storage.errors",
+    "report": "train.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,45 @@
+"""The checkpoint engine: a commit log that cannot fork, shards that cannot tear, and a state that comes back whole.
+
+Reaches bytes only through `everstep.storage`. The names below are loaded on first use, so that the pure modules (log,
+manifest, layout, retention) can be used without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.checkpointer import Checkpointer
+    from everstep.checkpoint.errors import (
+        CheckpointError,
+        Damaged,
+        Fenced,
+        FormatError,
+        SaveFailed,
+        StateMismatch,
+        UnsupportedVersion,
+    )
+    from everstep.checkpoint.rng import RngState
+    from everstep.checkpoint.writer import SaveHandle
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "Damaged",
+    "Fenced",
+    "FormatError",
+    "RngState",
+    "SaveFailed",
+    "SaveHandle",
+    "StateMismatch",
+    "UnsupportedVersion",
+]
+
+_HOME = {"Checkpointer": "checkpointer", "RngState": "rng", "SaveHandle": "writer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)

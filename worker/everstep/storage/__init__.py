@@ -1,0 +1,38 @@
+"""Bytes under names, with a true conditional create: all that the checkpoint engine knows of the outside world.
+
+Knows nothing of checkpoints, torch or jobs. Invariant: an object is either whole under its name, or not there.
+"""
+
+from everstep.storage.base import Data, ObjectInfo, ObjectStore, check_name
+from everstep.storage.errors import (
+    AlreadyExists,
+    InvalidName,
+    NotFound,
+    RetryableError,
+    StorageError,
+    StoreUnusable,
+    TerminalError,
+)
+from everstep.storage.memory import MemoryStore
+from everstep.storage.opening import open_store
+from everstep.storage.probe import probe
+from everstep.storage.retry import RetryingStore, RetryPolicy
+
+__all__ = [
+    "AlreadyExists",
+    "Data",
+    "InvalidName",
+    "MemoryStore",
+    "NotFound",
+    "ObjectInfo",
+    "ObjectStore",
+    "RetryPolicy",
+    "RetryableError",
+    "RetryingStore",
+    "StorageError",
+    "StoreUnusable",
+    "TerminalError",
+    "check_name",
+    "open_store",
+    "probe",
+]

@@ -1,0 +1,265 @@
+"""`everstep.Checkpointer`: what a training script sees of the engine.
+
+Ties together the log, the writer's thread and the ranks; decides nothing that a pure module could decide. Invariants:
+training is blocked only while the state is copied to host memory; a save that fails is reported and training goes on;
+a process that was fenced never writes again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from everstep.checkpoint import opening, reader
+from everstep.checkpoint.cleaner import Cleaner
+from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.errors import CheckpointError, Fenced
+from everstep.checkpoint.layout import save_id
+from everstep.checkpoint.log import Claim
+from everstep.checkpoint.manifest import CommitRecord, OpenRecord
+from everstep.checkpoint.opening import Settings
+from everstep.checkpoint.parts import Staged
+from everstep.checkpoint.policy import SavePolicy, Verdict
+from everstep.checkpoint.ranks import Ranks, join
+from everstep.checkpoint.restoring import newest_whole
+from everstep.checkpoint.rounds import known_round, remember_round
+from everstep.checkpoint.shard import Staging, assign, entries_of, plan_shard
+from everstep.checkpoint.state import Captured, apply, capture
+from everstep.checkpoint.writer import Events, Identity, SaveHandle, Skipped, Writer
+from everstep.contract import env
+from everstep.storage import ObjectStore
+
+logger = logging.getLogger("everstep.checkpoint")
+
+CLOSE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A commit in the log. Its shards were not looked at."""
+
+    step: int
+    n: int
+    save_id: str
+    at: str
+    world_size: int
+
+
+class Checkpointer:
+    """Saves training state so that it cannot tear, and finds the newest whole state again.
+
+        checkpointer = everstep.Checkpointer("s3://bucket/run")
+        state = {"model": model, "optimizer": optimizer, "epoch": 0}
+        start = checkpointer.restore(state) or 0
+        for step in range(start, steps):
+            ...
+            if checkpointer.should_save(step + 1):
+                checkpointer.save(step + 1, state)
+        checkpointer.close()
+
+    Every rank makes one and calls `restore`, `should_save` and `save` at the same steps. State may hold modules (DDP
+    and compiled ones are unwrapped), optimizers, schedulers, scalers, anything with `state_dict` and
+    `load_state_dict`, tensors, and JSON values (tuples, non-string keys, NaN and bytes included).
+
+    Arguments (defaults come from the `EVERSTEP_CHECKPOINT_*` variables that the operator sets):
+    - `url`: a folder, `file://`, `s3://`, `gs://`, `az://`.
+    - `keep`: how many commits to keep (3).
+    - `every_seconds` or `every_steps`: what `should_save` answers by (60 seconds if neither is given).
+    - `rank`, `world_size`: only checked against the process group. `process_group`: one that moves CPU tensors.
+    - `storage_options`: for the fsspec file system (keys, endpoint). `store`: an open store instead of a URL.
+    - `single_committer`: accept a store without conditional create (EVERSTEP_SINGLE_COMMITTER=1); a zombie of an
+      earlier round is then not kept out.
+    - `on_event(kind, **fields)`: told of "opened", "restored", "stepped-over", "committed", "save-failed",
+      "save-skipped" and "fenced", from the thread where it happened; its errors are logged. By default the events go
+      to the operator as progress reports.
+    - `peer_timeout`: seconds that rank 0 waits for the other ranks' parts before it abandons a save.
+
+    Raises `StoreUnusable` (exit code 85) at once or from `restore` if the store can never work, `Fenced` (exit code
+    84) from any later call once a newer writer owns the log, `StateMismatch` for a state that cannot be saved or does
+    not fit. A save that fails raises nothing: see `SaveHandle.wait` and "save-failed".
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        keep: int | None = None,
+        every_seconds: float | None = None,
+        every_steps: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        process_group: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
+        store: ObjectStore | None = None,
+        single_committer: bool | None = None,
+        on_event: Events | None = None,
+        peer_timeout: float = 300.0,
+    ) -> None:
+        settings = Settings.resolve(os.environ, url, keep, every_seconds, every_steps, single_committer)
+        self._settings = settings
+        self._store = store if store is not None else opening.connect(settings, storage_options)
+        self._probe = store is None
+        self._log = CommitLog(self._store)
+        self._policy = SavePolicy(settings.every_seconds, settings.every_steps, time.monotonic())
+        self._said = (process_group, rank, world_size)
+        self._peer_timeout = peer_timeout
+        self._events = opening.quiet(on_event or opening.default_events())
+        self._staging = Staging()
+        self._ranks: Ranks | None = None
+        self._own: OpenRecord | None = None
+        self._writer: Writer | None = None
+        self._damaged: set[int] = set()
+        self._sequence = 0
+        self._closed = threading.Event()
+
+    def restore(self, state: Mapping[str, Any]) -> int | None:
+        """Take the log, load the newest whole commit into `state` in place, and return its step; None if there is
+        none. Collective. Commits with damaged shards are stepped over, each with an event that names the file."""
+        started = time.monotonic()
+        own, ranks = self._open()
+        capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
+        found = newest_whole(self._log, self._store, own, ranks, self._stepped_over)
+        if found is not None:
+            record, tensors = found
+            assert isinstance(record.values, dict)
+            apply(state, record.values, tensors, ranks.rank)
+        step = found[0].step if found else None
+        self._start_writer()
+        self._policy.saved(time.monotonic())
+        n = found[0].n if found else None
+        self._events("restored", step=step, n=n, seconds=time.monotonic() - started)
+        return step
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save after `step`, the same on every rank. Collective at the steps where the answer may be yes.
+
+        Not while a save is in flight: a slow store makes saves rarer, never training slower.
+        """
+        now = time.monotonic()
+        if not self._policy.candidate(step):
+            return False
+        writer, ranks = self._ready()
+        verdict = Verdict.FENCED if writer.fenced else self._policy.decide(step, now, busy=writer.busy)
+        verdict = Verdict(ranks.from_first(bytes([verdict]))[0])
+        if verdict is Verdict.FENCED:
+            raise writer.fenced or Fenced(f"{self._store.url}: rank 0 was fenced by a newer writer")
+        if verdict is Verdict.BUSY:
+            self._events("save-skipped", step=step, error="the save before is still in flight")
+        return verdict is Verdict.SAVE
+
+    def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
+        """Copy `state` to host memory and make it durable in the background as the state after `step`.
+
+        Every rank calls it at the same step; the state may change as soon as it returns. If a save is still in flight
+        nothing is saved (`Skipped`): two saves never overlap.
+        """
+        writer, ranks = self._ready()
+        if writer.fenced:
+            raise writer.fenced
+        assert self._own is not None
+        self._sequence += 1  # on every rank alike, whatever becomes of the save
+        identifier = save_id(self._own.n, self._own.writer, self._sequence)
+        if writer.busy:
+            reason = "the save before is still in flight"
+            if ranks.rank != 0:
+                writer.give_up(identifier, ranks.rank, reason)
+            self._events("save-skipped", step=step, error=reason)
+            return SaveHandle(step, Skipped(step, reason))
+        self._policy.saved(time.monotonic())
+        return writer.submit(self._stage(step, identifier, capture(state, ranks.rank), ranks))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no save is in flight; False after `timeout` seconds. Raises nothing: see `SaveHandle.wait`."""
+        return self._writer is None or self._writer.idle(timeout)
+
+    def close(self) -> None:
+        """Finish the save in flight (at most `CLOSE_SECONDS`) and stop the thread. Raises `Fenced` if it was fenced."""
+        if not self._closed.is_set() and self._writer is not None:
+            self._closed.set()
+            self._writer.close(CLOSE_SECONDS)
+            if self._writer.fenced:
+                raise self._writer.fenced
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    def latest(self) -> Found | None:
+        """The newest commit in the log, of whatever writer. Looks at the log alone, and takes nothing."""
+        record = self._newest()
+        return Found(record.step, record.n, record.save_id, record.at, record.world_size) if record else None
+
+    def verify(self) -> tuple[str, ...]:
+        """What is wrong with the newest commit's shards, each text naming a file; empty if it is whole or absent."""
+        record = self._newest()
+        return reader.verify(self._store, record) if record else ()
+
+    def _newest(self) -> CommitRecord | None:
+        head = self._log.head()
+        return next((r for r in self._log.commits(head.last + 1) if isinstance(r, CommitRecord)), None)
+
+    def _stage(self, step: int, identifier: str, captured: Captured, ranks: Ranks) -> Staged:
+        shared = captured.tensors
+        sizes = {name: t.numel() * t.element_size() for name, t in shared.items()}
+        mine = {name: shared[name] for name in assign(sizes, ranks.world_size)[ranks.rank]} | captured.own_tensors
+        plan = plan_shard(mine)
+        data = self._staging.fill(plan, mine) if mine else None
+        return Staged(
+            step, identifier, ranks.rank, ranks.world_size, data, entries_of(plan, mine),
+            captured.own_values, captured.values,
+        )  # fmt: skip
+
+    def _ready(self) -> tuple[Writer, Ranks]:
+        """The writer; a script that never calls `restore` starts a new lineage on top of the log."""
+        if self._closed.is_set():
+            raise CheckpointError("the Checkpointer is closed")
+        if self._writer is None:
+            self._open()
+            self._start_writer()
+        assert self._writer is not None
+        assert self._ranks is not None
+        return self._writer, self._ranks
+
+    def _open(self) -> tuple[OpenRecord, Ranks]:
+        """Take the log once, by rank 0; its open record is every rank's."""
+        if self._ranks is None:
+            self._ranks = join(*self._said)
+        ranks = self._ranks
+        if self._own is None:
+            number = ranks.maximum(known_round())
+            claim = Claim(
+                uuid.uuid4().hex, number, os.environ.get(env.JOB_UID, ""), ranks.world_size, stamp(time.time())
+            )
+            self._own = opening.open_together(
+                self._log, self._store if self._probe else None, self._settings, claim, ranks
+            )
+            remember_round(number)
+            self._events("opened", n=self._own.n, round=number, writer=self._own.writer)
+        return self._own, ranks
+
+    def _start_writer(self) -> None:
+        if self._writer is None:
+            assert self._own is not None
+            cleaner = Cleaner(self._store, self._own, self._settings.keep, frozenset(self._damaged))
+            identity = Identity(self._own, self._peer_timeout)
+            self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
+
+    def _stepped_over(self, n: int, reason: str) -> None:
+        self._damaged.add(n)
+        logger.error("log record %d is stepped over: %s", n, reason)
+        self._events("stepped-over", n=n, error=reason)
+
+
+def stamp(seconds: float) -> str:
+    """RFC 3339 in UTC of a time in seconds since the epoch."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

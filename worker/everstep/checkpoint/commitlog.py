@@ -1,0 +1,134 @@
+"""Reads and appends the commit log on a store: the hands of the decisions in `log`.
+
+Knows records and names, not shards or torch. Invariant: it creates a record only where `log` said `Append`, and
+believes only what it read back. Every loop is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, assert_never
+
+from everstep.checkpoint import log
+from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, SaveFailed
+from everstep.checkpoint.layout import LOG, record_name, record_number
+from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
+from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Record, decode_record, encode_record
+from everstep.storage import AlreadyExists, NotFound, ObjectStore
+
+MAX_CONFLICTS: Final = 1000  # as many writers may race for one number
+MAX_WALK: Final = 10_000  # records read in search of one
+
+
+class CommitLog:
+    """The log below one store. Methods raise `StorageError` beside what they name."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def read(self, n: int) -> Record | Unreadable:
+        """Record `n`, or why it cannot be read. Raises `UnsupportedVersion` for a newer format."""
+        name = record_name(n)
+        try:
+            return decode_record(self._store.get(name), n, f"{self._store.url}/{name}")
+        except NotFound:
+            return Unreadable(n, f"{name} is missing")
+        except FormatError as e:
+            return Unreadable(n, str(e))
+
+    def head(self) -> Head:
+        """The end of the log. A listing may be stale, so the numbers after its greatest are tried one by one."""
+        numbers = (record_number(info.name) for info in self._store.list(LOG))
+        last = max((n for n in numbers if n is not None), default=NONE)
+        for _ in range(MAX_WALK):
+            if self._store.size(record_name(last + 1)) is None:
+                break
+            last += 1
+        unreadable = NONE
+        for n in range(last, max(NONE, last - MAX_WALK), -1):
+            match self.read(n):
+                case Unreadable():
+                    unreadable = max(unreadable, n)
+                case OpenRecord() as record:
+                    return replace(log.advance(Head(), record), last=last, unreadable=unreadable)
+                case CommitRecord() as record:
+                    return Head(last, self._open_at(record.open), record.n, unreadable)
+        return Head(last, unreadable=unreadable)
+
+    def open(self, claim: Claim) -> OpenRecord:
+        """Take the log. Raises `Fenced` if it belongs to a newer round or job."""
+        head = self.head()
+        for _ in range(MAX_CONFLICTS):
+            match log.decide_open(head, claim):
+                case Refuse(reason):
+                    raise Fenced(f"{self._store.url}: {reason}")
+                case Append(record):
+                    match self._create(head, record):
+                        case Done(done):
+                            assert isinstance(done, OpenRecord)
+                            return done
+                        case Refuse(reason):
+                            raise Fenced(f"{self._store.url}: {reason}")
+                        case Again(moved):
+                            head = moved
+        raise CheckpointError(f"{self._store.url}: {MAX_CONFLICTS} writers in a row were faster to open the log")
+
+    def commit(self, head: Head, own: OpenRecord, draft: CommitRecord) -> tuple[Head, CommitRecord]:
+        """Append `draft`, whose shards are written. `head` is what the writer knew last.
+
+        Raises `Fenced` if another writer has opened the log since, `SaveFailed` if that cannot be told.
+        """
+        for _ in range(MAX_CONFLICTS):
+            decision = log.decide_commit(head, own, draft)
+            match decision:
+                case Refuse(reason):
+                    raise Fenced(f"{self._store.url}: {reason}")
+                case Unknown(reason):
+                    raise SaveFailed(f"{self._store.url}: {reason}")
+                case Append(record):
+                    match self._create(head, record):
+                        case Done(done):
+                            assert isinstance(done, CommitRecord)
+                            return log.advance(head, done), done
+                        case Refuse(reason):
+                            raise Fenced(f"{self._store.url}: {reason}")
+                        case Again(moved):
+                            head = moved
+                case _:
+                    assert_never(decision)
+        raise SaveFailed(f"{self._store.url}: {MAX_CONFLICTS} conflicts in a row at the end of the log")
+
+    def commits(self, below: int) -> Iterator[CommitRecord | Unreadable]:
+        """The commits below record `below`, newest first, with the damaged records that were passed on the way."""
+        n = below - 1
+        for _ in range(MAX_WALK):
+            if n < 0:
+                return
+            record = self.read(n)
+            match record:
+                case CommitRecord():
+                    yield record
+                    n = record.commit
+                case OpenRecord():
+                    n = record.commit
+                case Unreadable():
+                    yield record
+                    n -= 1
+                case _:
+                    assert_never(record)
+
+    def _create(self, head: Head, record: Record) -> Done | Refuse | Again:
+        try:
+            self._store.create(record_name(record.n), encode_record(record))
+        except AlreadyExists:
+            return log.after_conflict(head, record, self.read(record.n))
+        return Done(record, "created")
+
+    def _open_at(self, n: int) -> OpenRecord | None:
+        """The open record `n`, or the nearest readable one below if it is damaged."""
+        for at in range(n, max(NONE, n - MAX_WALK), -1):
+            record = self.read(at)
+            if isinstance(record, OpenRecord):
+                return record
+        return None

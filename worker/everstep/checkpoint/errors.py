@@ -1,0 +1,38 @@
+"""Errors of the checkpoint package. Storage errors keep their own types: retryable and terminal are decided there."""
+
+from __future__ import annotations
+
+from everstep.contract import exit_codes
+
+
+class CheckpointError(Exception):
+    """Base of every error that the checkpoint engine raises itself."""
+
+
+class FormatError(CheckpointError):
+    """Bytes are not what the commit format says: damaged, forged or cut. The text names the object and the field."""
+
+
+class UnsupportedVersion(CheckpointError):
+    """A record of a newer format. Nobody may train past what they cannot read: use a newer everstep."""
+
+
+class Damaged(CheckpointError):
+    """A shard is missing, has the wrong size or fails its checksum. The text names the file."""
+
+
+class StateMismatch(CheckpointError):
+    """The state passed in does not fit the commit, or holds a value that no checkpoint can hold."""
+
+
+class SaveFailed(CheckpointError):
+    """A save came to nothing. Training goes on; the previous commit is still the latest."""
+
+
+class Fenced(CheckpointError):
+    """A newer open record owns the training state: this process must stop, and never write again.
+
+    A script that lets it propagate should exit with `exit_code`, which the operator does not charge to the budget.
+    """
+
+    exit_code = exit_codes.FENCED

@@ -1,0 +1,64 @@
+"""Where things are below a checkpoint URL, and the only code that builds or takes apart those names.
+
+Pure. Invariant: a name that `owner_of` understands was built here, and clean-up touches no other.
+"""
+
+from __future__ import annotations
+
+import re
+
+LOG = "log/"
+DATA = "data/"
+
+_RECORD = re.compile(r"log/(\d{12})\.json")
+_SHARD = re.compile(r"data/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+_SAVE_ID = re.compile(r"(\d{12})-[0-9a-f]{8}-(\d{8})")
+
+MAX_RECORD_NUMBER = 10**12 - 1
+
+
+def record_name(n: int) -> str:
+    """The object that holds log record `n`."""
+    return f"{LOG}{n:012d}.json"
+
+
+def record_number(name: str) -> int | None:
+    """The number of the log record with this name, or None for anything else."""
+    match = _RECORD.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def save_id(open_n: int, writer: str, sequence: int) -> str:
+    """The id of one attempt to save: no other attempt, of any writer, has the same.
+
+    The open record's number is unique to a writer, the sequence to a save of that writer; the writer's first eight
+    digits are for people. Every rank computes it without asking another.
+    """
+    return f"{open_n:012d}-{writer[:8]}-{sequence:08d}"
+
+
+def owner_of(identifier: str) -> tuple[int, int] | None:
+    """The open record's number and the sequence in a save id, or None if `save_id` did not make it."""
+    match = _SAVE_ID.fullmatch(identifier)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def save_folder(identifier: str) -> str:
+    """The folder of all objects of one save."""
+    return f"{DATA}{identifier}/"
+
+
+def shard_name(identifier: str, rank: int) -> str:
+    """The shard that `rank` writes."""
+    return f"{DATA}{identifier}/{rank:05d}.safetensors"
+
+
+def part_name(identifier: str, rank: int) -> str:
+    """The description of `rank`'s shard, from which the coordinator makes the manifest."""
+    return f"{DATA}{identifier}/{rank:05d}.json"
+
+
+def folder_of(shard: str) -> str | None:
+    """The save id in a shard's name, or None if the name is not one that a manifest may hold."""
+    match = _SHARD.fullmatch(shard)
+    return match[1] if match else None

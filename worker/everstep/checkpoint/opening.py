@@ -1,0 +1,131 @@
+"""How a Checkpointer begins: settings, the store behind its retries, the hook, and rank 0 taking the log for all.
+
+Invariant: what makes rank 0 fail here makes every rank fail with the same error; nobody waits in a collective for a
+rank that has gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.errors import CheckpointError, Fenced, UnsupportedVersion
+from everstep.checkpoint.log import Claim
+from everstep.checkpoint.manifest import OpenRecord, decode_record, encode_record
+from everstep.checkpoint.ranks import Ranks
+from everstep.checkpoint.writer import Events
+from everstep.contract import env
+from everstep.storage import ObjectStore, RetryableError, RetryingStore, StoreUnusable, open_store, probe
+
+log = logging.getLogger("everstep.checkpoint")
+
+SINGLE_COMMITTER = "EVERSTEP_SINGLE_COMMITTER"
+DEFAULT_KEEP = 3
+DEFAULT_SECONDS = 60.0
+
+_ERRORS: dict[str, type[Exception]] = {
+    e.__name__: e for e in (Fenced, StoreUnusable, RetryableError, UnsupportedVersion, CheckpointError)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was asked for: arguments first, then the environment, then defaults."""
+
+    url: str
+    keep: int
+    every_seconds: float | None
+    every_steps: int | None
+    single_committer: bool
+
+    @classmethod
+    def resolve(
+        cls,
+        environ: Mapping[str, str],
+        url: str | None,
+        keep: int | None,
+        every_seconds: float | None,
+        every_steps: int | None,
+        single_committer: bool | None,
+    ) -> Settings:
+        """Raises `CheckpointError` naming the argument or variable that is wrong."""
+        if every_seconds is None and every_steps is None:
+            every_seconds = _number(environ, env.CHECKPOINT_EVERY_SECONDS)
+            steps = _number(environ, env.CHECKPOINT_EVERY_STEPS)
+            every_steps = int(steps) if steps is not None else None
+        if every_seconds is None and every_steps is None:
+            every_seconds = DEFAULT_SECONDS
+        if keep is None:
+            keep = int(_number(environ, env.CHECKPOINT_KEEP) or DEFAULT_KEEP)
+        for name, value in (("keep", keep), ("every_steps", every_steps), ("every_seconds", every_seconds)):
+            if value is not None and not 0 < value < 1e9:
+                raise CheckpointError(f"{name}={value}: a positive number is expected")
+        if single_committer is None:
+            single_committer = environ.get(SINGLE_COMMITTER, "") in ("1", "true")
+        return cls(url or environ.get(env.CHECKPOINT_URL, ""), keep, every_seconds, every_steps, single_committer)
+
+
+def connect(settings: Settings, options: Mapping[str, Any] | None) -> ObjectStore:
+    """The store of the settings' URL, with retries. Raises `StoreUnusable`."""
+    return RetryingStore(open_store(settings.url, options, single_committer=settings.single_committer))
+
+
+def open_together(
+    log_: CommitLog, probed: ObjectStore | None, settings: Settings, claim: Claim, ranks: Ranks
+) -> OpenRecord:
+    """Rank 0 probes the store and opens the log; every rank gets its record, or its error."""
+    answer = b""
+    cause: Exception | None = None
+    if ranks.rank == 0:
+        try:
+            if probed is not None and not settings.single_committer:
+                probe(probed)
+            record = log_.open(claim)
+            answer = json.dumps({"n": record.n}).encode() + b"\n" + encode_record(record)
+        except Exception as e:  # told to all ranks, then raised on all of them
+            cause = e
+            answer = json.dumps({"error": _name(e), "text": str(e)}).encode() + b"\n"
+    head, _, body = ranks.from_first(answer).partition(b"\n")
+    told = json.loads(head)
+    if "error" in told:
+        raise cause or _ERRORS[told["error"]](told["text"])
+    found = decode_record(body, told["n"], "rank 0's open record")
+    assert isinstance(found, OpenRecord)
+    return found
+
+
+def quiet(hook: Events) -> Events:
+    """The hook, with its errors logged: what listens must not be able to fail a save."""
+
+    def call(kind: str, **fields: Any) -> None:
+        try:
+            hook(kind, **fields)
+        except Exception:
+            log.exception("on_event(%r) failed", kind)
+
+    return call
+
+
+def default_events() -> Events:
+    """Progress reports to the operator; nothing outside a TrainingJob."""
+    from everstep.train.report import default_reporter  # noqa: PLC0415  the engine works without the session layer
+
+    return default_reporter().on_event
+
+
+def _name(e: Exception) -> str:
+    return next((name for name, kind in _ERRORS.items() if isinstance(e, kind)), "CheckpointError")
+
+
+def _number(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError as e:
+        raise CheckpointError(f"{name}={text!r} is not a number") from e

@@ -1,0 +1,93 @@
+"""What the ranks of one world agree on before and between saves, over torch.distributed or alone.
+
+Called from the training thread only, at points that every rank reaches in the same order; the thread that writes never
+uses a process group, because a save must survive the death of a peer. Bytes travel as tensors: no pickle here either.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from everstep.checkpoint.errors import CheckpointError
+
+
+class Ranks(Protocol):
+    """This rank's view of its world."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def from_first(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        ...
+
+    def maximum(self, value: int) -> int:
+        """The greatest of all ranks' values."""
+        ...
+
+
+class Alone:
+    """A world of one."""
+
+    rank = 0
+    world_size = 1
+
+    def from_first(self, data: bytes) -> bytes:
+        return data
+
+    def maximum(self, value: int) -> int:
+        return value
+
+
+class Group:
+    """A world over a process group that moves CPU tensors. None is the default group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._first = dist.get_global_rank(group, 0) if group is not None else 0
+
+    def from_first(self, data: bytes) -> bytes:
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        dist.broadcast(length, self._first, group=self._group)
+        buffer = bytearray(data) if self.rank == 0 else bytearray(int(length.item()))
+        if buffer:
+            dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), self._first, group=self._group)
+        return bytes(buffer)
+
+    def maximum(self, value: int) -> int:
+        tensor = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return int(tensor.item())
+
+
+def join(process_group: Any, rank: int | None, world_size: int | None) -> Ranks:
+    """The world this process is in. Collective where there is a process group.
+
+    Raises `CheckpointError` if it is said to have several ranks, and no process group connects them.
+    """
+    if dist.is_available() and dist.is_initialized():
+        group = process_group
+        if group is None and "gloo" not in str(dist.get_backend_config()):
+            group = dist.new_group(backend="gloo")  # NCCL moves no CPU tensors
+        ranks: Ranks = Group(group)
+    else:
+        size = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
+        if size > 1:
+            raise CheckpointError(
+                f"WORLD_SIZE is {size} but torch.distributed is not initialised: call "
+                "torch.distributed.init_process_group() before restore() or save()"
+            )
+        ranks = Alone()
+    for name, said, found in (("rank", rank, ranks.rank), ("world_size", world_size, ranks.world_size)):
+        if said is not None and said != found:
+            raise CheckpointError(f"{name}={said} was passed, but the process group says {found}")
+    return ranks

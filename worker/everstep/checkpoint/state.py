@@ -1,0 +1,143 @@
+"""From the mapping that a script passes to what a commit holds, and back into the same objects.
+
+Knows torch's protocols (`state_dict`, `load_state_dict`) and nothing of files. Invariant: `apply` checks that every
+key fits before it changes the first object.
+
+What is saved is replicated: each rank holds the same, and the commit holds it once. An object whose class sets
+`everstep_per_rank = True` (`RngState`) is the exception: the commit holds each rank's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.errors import StateMismatch
+from everstep.checkpoint.tree import Flattener, unflatten
+from everstep.checkpoint.wire import Json
+
+log = logging.getLogger("everstep.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A state taken apart. The tensors are views of the live ones: stage them before training goes on."""
+
+    values: dict[str, Json]
+    tensors: dict[str, torch.Tensor]
+    own_values: dict[str, Json]
+    own_tensors: dict[str, torch.Tensor]
+
+
+def capture(state: Mapping[str, Any], rank: int) -> Captured:
+    """Take a state apart. Raises `StateMismatch` naming the first value that no checkpoint can hold."""
+    shared, own = Flattener(), Flattener()
+    values: dict[str, Json] = {}
+    own_values: dict[str, Json] = {}
+    for key, target in state.items():
+        if not isinstance(key, str) or not key or key.startswith(("@", "$")):
+            raise StateMismatch(f"state key {key!r}: a text that does not start with '@' or '$' is expected")
+        if getattr(target, "everstep_per_rank", False):
+            own_values[key] = _encode(own, target, f"@{rank}/{key}")
+        else:
+            values[key] = _encode(shared, target, key)
+    return Captured(values, shared.tensors, own_values, own.tensors)
+
+
+def apply(state: Mapping[str, Any], saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Put a commit's values back into `state`, in place.
+
+    Modules, optimizers and other objects get `load_state_dict`; tensors are copied into; mappings and lists are
+    refilled; plain values are set in `state` itself, which must then be mutable. A rank that the commit did not have
+    keeps its own per-rank state. Raises `StateMismatch`.
+    """
+    values, ranks = saved.get("state", {}), saved.get("ranks", [])
+    bodies: dict[str, Mapping[str, Any]] = {}
+    for key, target in state.items():
+        if getattr(target, "everstep_per_rank", False):
+            if rank < len(ranks) and key in ranks[rank]:
+                bodies[key] = ranks[rank][key]
+            continue
+        if key not in values:
+            raise StateMismatch(f"the commit has no {key!r}; it has {', '.join(sorted(values)) or 'nothing'}")
+        bodies[key] = values[key]
+    for key, body in bodies.items():
+        if body["kind"] != _kind(state[key]):
+            raise StateMismatch(f"{key}: the commit holds a {body['kind']}, the state passed in a {_kind(state[key])}")
+    for key in sorted(set(values) - set(state)):
+        log.warning("the commit holds %r, which the state passed in does not ask for", key)
+    for key, body in bodies.items():
+        tree = unflatten(body["tree"], tensors, key)
+        try:
+            _decode(state, key, tree, body.get("metadata"))
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise StateMismatch(f"{key}: the commit does not fit the object passed in: {e}") from e
+
+
+def _encode(flattener: Flattener, target: Any, key: str) -> Json:
+    kind = _kind(target)
+    if kind == "value":
+        return {"kind": kind, "tree": flattener.flatten(target, key)}
+    tree = _bare(target).state_dict()
+    body: dict[str, Json] = {"kind": kind, "tree": flattener.flatten(tree, key)}
+    metadata = getattr(tree, "_metadata", None)
+    if kind == "module" and metadata:
+        # Versions of the modules' own formats: load_state_dict migrates old ones by them.
+        body["metadata"] = Flattener().flatten(dict(metadata), f"{key} (metadata)")
+    return body
+
+
+def _decode(state: Mapping[str, Any], key: str, tree: Any, metadata: Json) -> None:
+    target = state[key]
+    kind = _kind(target)
+    if kind == "module":
+        if metadata:
+            tree = _WithMetadata(tree)
+            tree._metadata = unflatten(metadata, {}, key)
+        _bare(target).load_state_dict(tree)
+    elif kind == "stateful":
+        target.load_state_dict(tree)
+    elif isinstance(target, torch.Tensor):
+        if target.shape != tree.shape or target.dtype != tree.dtype:
+            raise ValueError(f"{tree.dtype} {tuple(tree.shape)} in the commit, {target.dtype} {tuple(target.shape)}")
+        with torch.no_grad():
+            target.copy_(tree)
+    elif isinstance(target, dict) and isinstance(tree, dict):
+        target.clear()
+        target.update(tree)
+    elif isinstance(target, list) and isinstance(tree, list):
+        target[:] = tree
+    elif isinstance(state, MutableMapping):
+        state[key] = tree
+    else:
+        raise TypeError("a plain value can be restored only into a mutable mapping (a dict)")
+
+
+class _WithMetadata(dict[str, Any]):
+    """A state dict that carries `_metadata`, as torch's own does."""
+
+    _metadata: Any
+
+
+def _kind(target: Any) -> str:
+    if isinstance(target, torch.nn.Module):
+        return "module"
+    if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
+        return "stateful"
+    return "value"
+
+
+def _bare(target: Any) -> Any:
+    """The module without the wrappers that rename its parameters: DDP, DataParallel, torch.compile."""
+    while isinstance(target, torch.nn.Module):
+        if isinstance(target, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            target = target.module
+        elif hasattr(target, "_orig_mod"):
+            target = target._orig_mod
+        else:
+            break
+    return target

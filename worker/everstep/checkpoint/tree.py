@@ -1,0 +1,140 @@
+"""A state's tree of values as JSON plus named tensors, and back, with nothing lost and nothing executed.
+
+Types that JSON lacks are tagged objects (`{"$tuple": […]}`), so tuples, non-string keys, NaN and bytes come back as
+they were. Whatever has no tag here is refused by name: there is no fallback to pickle.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from everstep.checkpoint.errors import StateMismatch
+from everstep.checkpoint.wire import Json
+
+DTYPES: Final[dict[torch.dtype, str]] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.int64: "I64",
+    torch.uint64: "U64", torch.float64: "F64", torch.complex64: "C64",
+}  # fmt: skip
+TORCH: Final = {name: dtype for dtype, name in DTYPES.items()}
+
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MAX_DEPTH = 24  # each level here is up to two in the record, whose own bound is 64
+
+
+class Flattener:
+    """Collects the tensors of one or more trees under unique names; `tensors` is filled by `flatten`.
+
+    A tensor that appears twice (tied weights) is held once: both places refer to the same name.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[tuple[object, ...], str] = {}
+
+    def flatten(self, value: object, path: str, depth: int = 0) -> Json:
+        """The JSON of `value`; `path` names it in errors and its tensors. Raises `StateMismatch`."""
+        if depth > _MAX_DEPTH:
+            raise StateMismatch(f"{path}: the state is nested deeper than {_MAX_DEPTH} levels")
+        match value:
+            case None | bool() | str():
+                return value
+            case int():
+                return int(value)
+            case float():
+                return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+            case torch.Tensor():
+                return {"$tensor": self._add(value, path)}
+            case bytes() | bytearray():
+                return {"$bytes": base64.b64encode(value).decode()}
+            case list():
+                return [self.flatten(v, _join(path, i), depth + 1) for i, v in enumerate(value)]
+            case tuple():
+                return {"$tuple": [self.flatten(v, _join(path, i), depth + 1) for i, v in enumerate(value)]}
+            case Mapping():
+                return self._mapping(value, path, depth)
+        return self._numpy(value, path)
+
+    def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Json:
+        if all(isinstance(k, str) and not k.startswith("$") for k in value):
+            return {k: self.flatten(v, _join(path, k), depth + 1) for k, v in value.items()}
+        for key in value:
+            if not isinstance(key, str | int | float | tuple) and key is not None:
+                raise StateMismatch(f"{path}: key {key!r} of type {type(key).__name__} cannot be in a checkpoint")
+        pairs: list[Json] = [
+            [self.flatten(k, f"{path} (key)", depth + 1), self.flatten(v, _join(path, k), depth + 1)]
+            for k, v in value.items()
+        ]
+        return {"$dict": pairs}
+
+    def _numpy(self, value: object, path: str) -> Json:
+        if type(value).__module__ == "numpy":
+            import numpy as np  # noqa: PLC0415  only states that hold numpy values need it
+
+            if isinstance(value, np.generic):
+                return self.flatten(value.item(), path)
+            if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+                return {"$ndarray": self._add(torch.from_numpy(np.array(value, order="C")), path)}
+        raise StateMismatch(
+            f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be in a checkpoint. Give tensors, "
+            "numbers, texts, lists, tuples, mappings, or an object with state_dict() and load_state_dict()"
+        )
+
+    def _add(self, tensor: torch.Tensor, path: str) -> str:
+        if hasattr(tensor, "device_mesh") or hasattr(tensor, "sharding_spec"):
+            raise StateMismatch(f"{path}: sharded tensors (DTensor, FSDP) are not supported in this version")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in DTYPES:
+            raise StateMismatch(f"{path}: a {tensor.dtype} tensor ({tensor.layout}, {tensor.device}) is not supported")
+        tensor = tensor.detach()
+        same = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
+        if tensor.numel() and same in self._names:
+            return self._names[same]
+        name, copy = path, 1
+        while name in self.tensors:  # the keys 1 and "1" of one mapping
+            copy += 1
+            name = f"{path}~~{copy}"
+        self.tensors[name] = tensor
+        self._names[same] = name
+        return name
+
+
+def unflatten(value: Json, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
+    """The tree that `Flattener.flatten` encoded. Raises `StateMismatch` for a tag or tensor that is not known."""
+    if isinstance(value, list):
+        return [unflatten(v, tensors, where) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((tag, body),) = value.items()
+        if tag.startswith("$"):
+            return _tagged(tag, body, tensors, where)
+    return {k: unflatten(v, tensors, where) for k, v in value.items()}
+
+
+def _tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
+    match tag, body:
+        case "$float", str() if body in _FLOATS:
+            return _FLOATS[body]
+        case "$tensor", str() if body in tensors:
+            return tensors[body]
+        case "$ndarray", str() if body in tensors:
+            return tensors[body].numpy()
+        case "$bytes", str():
+            return base64.b64decode(body, validate=True)
+        case "$tuple", list():
+            return tuple(unflatten(v, tensors, where) for v in body)
+        case "$dict", list():
+            pairs = (v for v in body if isinstance(v, list) and len(v) == 2)
+            return {unflatten(k, tensors, where): unflatten(v, tensors, where) for k, v in pairs}
+    raise StateMismatch(f"{where}: {tag} {str(body)[:80]!r} cannot be decoded")
+
+
+def _join(path: str, key: object) -> str:
+    """Path components as in JSON pointers (RFC 6901): `~` is `~0` and `/` is `~1`."""
+    return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"

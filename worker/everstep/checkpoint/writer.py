@@ -1,0 +1,237 @@
+"""The thread that makes saves durable, one at a time, while training goes on.
+
+It gets staged bytes and never touches live tensors or the process group. Invariants: at most one save is in flight
+and its bytes are held once; nothing it meets stops training, except that another writer owns the log (`fenced`).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from everstep.checkpoint.cleaner import Cleaner
+from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.errors import CheckpointError, Fenced, SaveFailed
+from everstep.checkpoint.log import Head
+from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, merge_parts
+from everstep.checkpoint.parts import Staged, gather_parts, give_up_part, write_part
+from everstep.checkpoint.wire import Json
+from everstep.storage import ObjectStore, StorageError
+
+logger = logging.getLogger("everstep.checkpoint")
+
+_QUEUE: Final = 4
+
+
+class Events(Protocol):
+    """The hook that is told what happens; see `Checkpointer`."""
+
+    def __call__(self, kind: str, **fields: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The checkpoint exists, since `at` (seconds since the epoch), as record `n`."""
+
+    step: int
+    n: int
+    at: float
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """This rank's part is durable; whether it becomes a commit is the coordinator's to say."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Nothing was written: the save before is still in flight."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The save came to nothing."""
+
+    step: int
+    error: Exception
+
+
+Outcome = Committed | Written | Skipped | Failed
+
+
+class SaveHandle:
+    """One save. `outcome` is None while it is in flight."""
+
+    def __init__(self, step: int, outcome: Outcome | None = None) -> None:
+        self.step = step
+        self._outcome = outcome
+        self._done = threading.Event()
+        if outcome is not None:
+            self._done.set()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._outcome
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Block until the save is over. Raises what it failed with (`SaveFailed`, `Fenced`), `SaveFailed` if it was
+        skipped, and `TimeoutError` after `timeout` seconds."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the save of step {self.step} is still in flight after {timeout} s")
+        assert self._outcome is not None
+        match self._outcome:
+            case Failed(_, error):
+                raise error
+            case Skipped(step, reason):
+                raise SaveFailed(f"step {step} was not saved: {reason}")
+            case outcome:
+                return outcome
+
+    def finish(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What every commit of this writer says of itself."""
+
+    own: OpenRecord
+    peer_timeout: float
+
+
+class Writer:
+    """Writes the saves of one rank. `stamp` gives RFC 3339 text of a time in seconds since the epoch."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        identity: Identity,
+        cleaner: Cleaner,
+        events: Events,
+        *,
+        stamp: Callable[[float], str],
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._log = CommitLog(store)
+        self._identity = identity
+        self._cleaner = cleaner
+        self._events = events
+        self._stamp, self._now, self._clock = stamp, now, clock
+        own = identity.own
+        self._head = Head(own.n, own, own.commit)
+        self._stop = threading.Event()
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(_QUEUE)
+        self._current: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+        self.fenced: Fenced | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._current is not None and not self._current.done()
+
+    def idle(self, timeout: float | None = None) -> bool:
+        """Wait until no save is in flight; False after `timeout` seconds."""
+        current = self._current
+        return True if current is None else current._done.wait(timeout)
+
+    def submit(self, staged: Staged) -> SaveHandle:
+        """Start to write. The caller has made sure that the writer is not busy."""
+        assert not self.busy
+        handle = SaveHandle(staged.step)
+        self._current = handle
+        self._put(lambda: self._save(staged, handle))
+        return handle
+
+    def give_up(self, save_id: str, rank: int, reason: str) -> None:
+        """Tell the coordinator, after what is in flight, that this rank takes no part in a save."""
+
+        def note() -> None:
+            try:
+                give_up_part(self._store, save_id, rank, reason)
+            except StorageError as e:
+                logger.warning("cannot tell the coordinator that rank %d gave up %s: %s", rank, save_id, e)
+
+        self._put(note)
+
+    def close(self, timeout: float) -> None:
+        """Finish what is in flight, for at most `timeout` seconds, then stop."""
+        self.idle(timeout)
+        self._stop.set()
+        if self._thread is not None:
+            self._put(None)
+            self._thread.join(1.0 if self.busy else timeout)
+            self._thread = None
+
+    def _put(self, task: Callable[[], None] | None) -> None:
+        if self._thread is None and task is not None:
+            self._thread = threading.Thread(target=self._run, name="everstep-save", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(task)
+        except queue.Full:
+            logger.warning("the store is too slow even for notes to the coordinator; one is dropped")
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task()
+
+    def _save(self, staged: Staged, handle: SaveHandle) -> None:
+        started = self._clock()
+        try:
+            outcome = self._write(staged, started)
+        except Exception as e:  # whatever it is, training goes on and the caller is told
+            error = e if isinstance(e, CheckpointError) else SaveFailed(f"step {staged.step}: {e}")
+            outcome = Failed(staged.step, error)
+            if error is not e:
+                error.__cause__ = e
+            self._failed(staged, error)
+        handle.finish(outcome)
+        if isinstance(outcome, Committed):
+            self._cleaner.clean()
+
+    def _write(self, staged: Staged, started: float) -> Outcome:
+        part = write_part(self._store, staged)
+        if staged.rank != 0:
+            return Written(staged.step)
+        parts = gather_parts(self._store, staged, part, self._identity.peer_timeout, self._stop, self._clock)
+        shards, entries = merge_parts(parts)
+        own, now = self._identity.own, self._now()
+        values: dict[str, Json] = {"state": dict(staged.values)}
+        if any(p.values for p in parts):
+            values["ranks"] = [p.values for p in parts]
+        draft = CommitRecord(
+            NONE, own.writer, own.round, own.job_uid, staged.step, staged.save_id, staged.world_size,
+            self._stamp(now), own.n, NONE, shards, entries, values,
+        )  # fmt: skip
+        self._head, record = self._log.commit(self._head, own, draft)
+        self._cleaner.committed(record)
+        size, seconds = sum(s.bytes for s in shards), self._clock() - started
+        self._events("committed", step=record.step, n=record.n, at=now, bytes=size, seconds=seconds)
+        return Committed(record.step, record.n, now, size, seconds)
+
+    def _failed(self, staged: Staged, error: CheckpointError) -> None:
+        if isinstance(error, Fenced):
+            self.fenced = error
+            self._events("fenced", step=staged.step, error=str(error))
+            return
+        self._events("save-failed", step=staged.step, error=str(error))
+        if staged.rank != 0:
+            self.give_up(staged.save_id, staged.rank, str(error))

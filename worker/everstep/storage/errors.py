@@ -1,0 +1,42 @@
+"""Errors of the storage package, split by the only question a caller has: may trying again help?
+
+Every backend translates its own exceptions into these at its boundary; nothing above `storage` sees a botocore or
+fsspec error.
+"""
+
+from __future__ import annotations
+
+from everstep.contract import exit_codes
+
+
+class StorageError(Exception):
+    """Base of every error that a store raises."""
+
+
+class RetryableError(StorageError):
+    """The store did not answer, or asked to come back later. The operation may or may not have happened."""
+
+
+class TerminalError(StorageError):
+    """Trying the same again cannot help."""
+
+
+class AlreadyExists(TerminalError):
+    """A conditional create met an existing object. After a lost response that object may be the caller's own."""
+
+
+class NotFound(TerminalError):
+    """No object has this name."""
+
+
+class InvalidName(TerminalError):
+    """The object name leaves the store's prefix or is not one that every backend accepts."""
+
+
+class StoreUnusable(TerminalError):
+    """The store as a whole cannot be used: no permission, no bucket, no such scheme, no conditional create.
+
+    A script that lets it propagate should exit with `exit_code`: starting again cannot help.
+    """
+
+    exit_code = exit_codes.STORE_UNUSABLE

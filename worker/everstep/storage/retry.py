@@ -1,0 +1,91 @@
+"""Bounded retries with jittered back-off around any store.
+
+One place retries, so that the bound is one number: backends try once, callers see either the result or an error that
+outlived the outage the policy was made for. Nothing is retried but `RetryableError`.
+
+A create whose response was lost has happened: its retry raises `AlreadyExists`. Only the caller knows whether the
+object is its own, and compares.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from everstep.storage.base import Data, ObjectInfo, ObjectStore
+from everstep.storage.errors import RetryableError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Back-off between attempts, in seconds: exponential from `first` to `most`, each scaled by 0.5 to 1 at random.
+
+    `outage` is how long the store may stay away before the operation fails; 75 covers the restart of an S3 server.
+    """
+
+    first: float = 0.2
+    most: float = 5.0
+    outage: float = 75.0
+
+    def delay(self, attempt: int, jitter: float) -> float:
+        """Seconds to wait after failed attempt number `attempt` (from 0); `jitter` is in [0, 1)."""
+        return float(min(self.most, self.first * 2 ** min(attempt, 30)) * (0.5 + jitter / 2))
+
+
+class RetryingStore:
+    """A store whose operations are repeated while the error is retryable and the policy's time lasts."""
+
+    def __init__(
+        self,
+        inner: ObjectStore,
+        policy: RetryPolicy | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._inner = inner
+        self._policy = policy or RetryPolicy()
+        self._clock = clock
+        self._sleep = sleep
+        self._jitter = jitter
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    def create(self, name: str, data: Data) -> None:
+        self._repeat(lambda: self._inner.create(name, data))
+
+    def put(self, name: str, data: Data) -> None:
+        self._repeat(lambda: self._inner.put(name, data))
+
+    def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        return self._repeat(lambda: self._inner.get(name, start, end))
+
+    def size(self, name: str) -> int | None:
+        return self._repeat(lambda: self._inner.size(name))
+
+    def list(self, folder: str = "") -> list[ObjectInfo]:
+        return self._repeat(lambda: self._inner.list(folder))
+
+    def delete(self, name: str) -> None:
+        self._repeat(lambda: self._inner.delete(name))
+
+    def _repeat(self, operation: Callable[[], T]) -> T:
+        deadline = self._clock() + self._policy.outage
+        attempt = 0
+        while True:
+            try:
+                return operation()
+            except RetryableError as e:
+                delay = self._policy.delay(attempt, self._jitter())
+                if self._clock() + delay > deadline:
+                    raise RetryableError(f"{e} (gave up after {attempt + 1} attempts)") from e
+            self._sleep(delay)
+            attempt += 1
