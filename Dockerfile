@@ -8,26 +8,33 @@ ARG BASE=python:3.11-slim
 ARG OPERATOR_BASE=${BASE}
 ARG WORKER_BASE=${BASE}
 
+FROM ${OPERATOR_BASE} AS wheel
+ARG PIP_OPTIONS=""
+COPY pyproject.toml README.md /src/
+COPY operator /src/operator
+COPY worker /src/worker
+RUN pip wheel --no-deps ${PIP_OPTIONS} -w /wheels /src
+
 FROM ${OPERATOR_BASE} AS operator
 ARG PIP_OPTIONS=""
-ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-COPY . /src
-RUN pip install ${PIP_OPTIONS} '/src[operator]' && everstep-operator --help >/dev/null
+ENV PYTHONUNBUFFERED=1
+COPY --from=wheel /wheels /wheels
+RUN pip install --no-cache-dir ${PIP_OPTIONS} "$(ls /wheels/everstep-*.whl)[operator]" && python -c 'import everstep_operator'
 USER 65532:65532
 ENTRYPOINT ["everstep-operator"]
 
 FROM ${WORKER_BASE} AS worker
 ARG PIP_OPTIONS=""
-# HOME must be writable for a user that has none: torch and fsspec keep caches there.
-ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore HOME=/tmp
-COPY . /src
-RUN pip install ${PIP_OPTIONS} '/src[worker,s3]' && torchrun --help >/dev/null && python -c 'import everstep'
+# A user without a home: libraries that keep caches under HOME need one that is writable.
+ENV PYTHONUNBUFFERED=1 HOME=/tmp
+COPY --from=wheel /wheels /wheels
+RUN pip install --no-cache-dir ${PIP_OPTIONS} "$(ls /wheels/everstep-*.whl)[worker,s3]" && torchrun --help >/dev/null && python -c 'import everstep'
 WORKDIR /workspace
 USER 65532:65532
 
 FROM worker AS example
-USER 0
 ARG PIP_OPTIONS=""
-RUN pip install ${PIP_OPTIONS} 'scikit-learn>=1.7'
+USER 0
+RUN pip install --no-cache-dir ${PIP_OPTIONS} 'scikit-learn>=1.7'
 COPY examples/digits/ /workspace/
 USER 65532:65532
