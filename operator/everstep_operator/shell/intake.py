@@ -90,6 +90,7 @@ class ReportIntake:
         self._ready, self._alive = dict(ready or {}), dict(alive or {})
         self._settings = settings or IntakeSettings()
         self._in_flight = 0
+        self._unchecked: str | None = None  # why tokens cannot be checked at the moment
         self._runner: web.AppRunner | None = None
         self.port = self._settings.port
 
@@ -168,8 +169,12 @@ class ReportIntake:
             async with asyncio.timeout(self._settings.check_seconds):
                 identity = await self._identities.identify(token.strip())
         except Exception as e:
-            log.warning("cannot check a worker's token", extra={"reason": f"{type(e).__name__}: {e}"})
+            reason = f"{type(e).__name__}: {e}"
+            if reason != self._unchecked:  # every worker of every job runs into it: said when it changes
+                self._unchecked = reason
+                log.warning("cannot check the tokens of workers", extra={"reason": reason})
             return _later("the token cannot be checked at the moment", ReportResult.UNAVAILABLE)
+        self._unchecked = None
         if identity is None:
             return _unauthorized("the token is not valid for this operator, or its pod is gone")
         return await self._take(request, identity)
@@ -189,7 +194,7 @@ class ReportIntake:
         try:
             self._accept(identity, report)
         except ReportRefused as e:
-            log.info("report refused", extra={**who, "reason": str(e)})
+            log.debug("report refused", extra={**who, "reason": str(e)})
             return _Answer(403, str(e), ReportResult.FORBIDDEN)
         except Exception:
             log.exception("report failed in the operator", extra={**who, "round": report.round})

@@ -1,0 +1,94 @@
+"""What a progress report costs: the training loop that makes it, and the operator that takes it.
+
+    python benchmarks/reporting.py [--quick] [--json PATH]
+
+The reporter's call is timed in the caller's thread, with the operator there, away, and with no operator configured; the
+intake is loaded over loopback by as many connections as a large job has workers, with one token each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).parent))
+from figures import Better, Figure, finish, parser, quantile
+
+from everstep.contract.messages import REPORT_PATH, Phase, Report
+from everstep.train.report import Reporter
+from everstep_operator.shell.identity import IdentityCache, PodIdentity
+from everstep_operator.shell.intake import IntakeSettings, Leading, ReportIntake
+from everstep_operator.telemetry.metrics import Metrics
+
+WORKERS = 200
+
+
+def call_microseconds(url: str | None, calls: int) -> list[float]:
+    reporter = Reporter(url, __file__)  # any text does as a token here; reading it is part of the cost
+    reporter.restored(None)
+    took = []
+    for step in range(1, calls + 1):
+        began = time.perf_counter_ns()
+        reporter.step(step, total_steps=calls, metrics={"loss": 0.5, "lr": 1e-3})
+        took.append((time.perf_counter_ns() - began) / 1000)
+    return took
+
+
+def closed_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+async def measure(calls: int, reports: int) -> list[Figure]:
+    async def authenticate(token: str) -> PodIdentity:
+        return PodIdentity("bench", token, token)
+
+    intake = ReportIntake(
+        identities=IdentityCache(authenticate, monotonic=time.monotonic),
+        accept=lambda _identity, _report: None,
+        leadership=Leading,
+        metrics=Metrics(process=False),
+        settings=IntakeSettings(host="127.0.0.1", port=0),
+    )
+    async with intake:
+        url = f"http://127.0.0.1:{intake.port}{REPORT_PATH}"
+        there = await asyncio.to_thread(call_microseconds, url, calls)
+        rate = await load(url, reports)
+    away = call_microseconds(f"http://127.0.0.1:{closed_port()}{REPORT_PATH}", calls)
+    none = call_microseconds(None, calls)
+    lower, higher = Better.LOWER, Better.HIGHER
+    return [
+        Figure("report_call.operator_there.p50", quantile(there, 0.5), "us", lower, calls, goal=50),
+        Figure("report_call.operator_there.p99", quantile(there, 0.99), "us", lower, calls),
+        Figure("report_call.operator_away.p50", quantile(away, 0.5), "us", lower, calls, goal=50),
+        Figure("report_call.no_operator.p50", quantile(none, 0.5), "us", lower, calls, goal=5),
+        # Client and server share the machine's cores: the server alone takes more.
+        Figure("intake.reports_per_second", rate, "1/s", higher, reports, goal=1000),
+    ]
+
+
+async def load(url: str, reports: int) -> float:
+    body = Report(Phase.TRAIN, rank=0, world_size=WORKERS, at=1.0, step=1, metrics={"loss": 0.5}).encode()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=WORKERS)) as session:
+
+        async def worker(index: int) -> None:
+            headers = {"Authorization": f"Bearer token-{index}"}
+            for _ in range(reports // WORKERS):
+                async with session.post(url, data=body, headers=headers) as r:
+                    if r.status != 204:
+                        raise RuntimeError(f"the intake answered {r.status}: {await r.text()}")
+
+        began = time.perf_counter()
+        await asyncio.gather(*(worker(i) for i in range(WORKERS)))
+        return reports // WORKERS * WORKERS / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    args = parser(__doc__).parse_args()
+    sys.exit(finish(asyncio.run(measure(*((500, 1000) if args.quick else (20_000, 20_000)))), args))
