@@ -102,8 +102,11 @@ class KeyQueue(Generic[K]):
         return self._heap[0][0] if self._heap else None
 
     def _check_room(self, key: K) -> None:
-        known = key in self._due or key in self._working
-        if not known and len(self._queued) + len(self._due) + len(self._working) >= self._limit:
+        if key in self._due or key in self._working:
+            return
+        held = len(self._queued) + len(self._working) + len(self._due)
+        # A key in work may also have a delay: only the distinct ones count, and they are counted only near the limit.
+        if held >= self._limit and held - len(self._working & self._due.keys()) >= self._limit:
             raise QueueFull(
                 f"work queue holds {self._limit} keys, cannot add {key!r}; raise its limit or shard the keys"
             )
