@@ -1,0 +1,358 @@
+"""Leader election: never two, whatever stops, lags or jumps; always one again soon."""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep_operator.kube.errors import AlreadyExists, Conflict, ConnectionFailed, NotFound
+from everstep_operator.kube.wire import Lease, LeaseSpec, ObjectMeta
+from everstep_operator.runtime.clock import ManualClock
+from everstep_operator.runtime.errors import NotLeading
+from everstep_operator.runtime.leader import Following, LeaderElector, Leadership, LeaseTiming, address_of
+
+
+class Leases:
+    """One Lease with compare-and-swap."""
+
+    def __init__(self) -> None:
+        self.lease: Lease | None = None
+        self.version = 0
+
+    def get(self) -> Lease:
+        if self.lease is None:
+            raise NotFound("no lease")
+        return self.lease
+
+    def store(self, body: dict[str, Any]) -> Lease:
+        self.version += 1
+        spec = body["spec"]
+        self.lease = Lease(
+            metadata=ObjectMeta(name="lease", resource_version=str(self.version)),
+            spec=LeaseSpec(
+                holder_identity=spec["holderIdentity"],
+                lease_duration_seconds=spec["leaseDurationSeconds"],
+                lease_transitions=spec["leaseTransitions"],
+            ),
+        )
+        return self.lease
+
+
+@dataclass
+class Link:
+    """One replica's way to the server; `latency` each way, in seconds."""
+
+    leases: Leases
+    clock: "Stoppable"
+    latency: float = 0.01
+    down: bool = False
+    lose_responses: bool = False
+
+    async def _there(self) -> None:
+        await self.clock.inner.sleep(self.latency)
+        if self.down:
+            raise ConnectionFailed("down")
+
+    async def _back(self) -> None:
+        if self.lose_responses or self.down:
+            raise ConnectionFailed("response lost")
+        await self.clock.sleep(self.latency)
+
+    async def get(self, *_: Any) -> Lease:
+        await self._there()
+        lease = self.leases.get()
+        await self._back()
+        return lease
+
+    async def create(self, _r: Any, _n: Any, body: dict[str, Any]) -> Lease:
+        await self._there()
+        if self.leases.lease is not None:
+            raise AlreadyExists("taken")
+        lease = self.leases.store(body)
+        await self._back()
+        return lease
+
+    async def replace(self, _r: Any, _n: Any, _name: str, body: dict[str, Any]) -> Lease:
+        await self._there()
+        if body["metadata"]["resourceVersion"] != self.leases.get().metadata.resource_version:
+            raise Conflict("moved on")
+        lease = self.leases.store(body)
+        await self._back()
+        return lease
+
+
+class Stoppable:
+    """A replica's view of the common clock; while it is stopped, as by SIGSTOP, nothing of it runs but time passes."""
+
+    def __init__(self, inner: ManualClock) -> None:
+        self.inner = inner
+        self._running = asyncio.Event()
+        self._running.set()
+
+    def monotonic(self) -> float:
+        return self.inner.monotonic()
+
+    def now(self) -> Any:
+        return self.inner.now()
+
+    async def sleep(self, seconds: float) -> None:
+        await self.inner.sleep(seconds)
+        await self._running.wait()
+
+    def stop(self) -> None:
+        self._running.clear()
+
+    def go_on(self) -> None:
+        self._running.set()
+
+
+@dataclass
+class Replica:
+    clock: Stoppable
+    link: Link
+    elector: LeaderElector
+    changes: list[Leadership]
+    task: "asyncio.Task[None] | None" = None
+
+    def start(self) -> None:
+        self.task = asyncio.create_task(self.elector.run())
+
+    async def shut_down(self) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+@dataclass
+class World:
+    clock: ManualClock = field(default_factory=ManualClock)
+    leases: Leases = field(default_factory=Leases)
+    replicas: list[Replica] = field(default_factory=list)
+
+    def replica(self, identity: str) -> Replica:
+        clock = Stoppable(self.clock)
+        link = Link(self.leases, clock)
+        changes: list[Leadership] = []
+        elector = LeaderElector(
+            link,
+            namespace="everstep",
+            name="lease",
+            identity=identity,
+            clock=clock,
+            rng=lambda: 0.5,
+            on_change=changes.append,
+        )
+        made = Replica(clock, link, elector, changes)
+        self.replicas.append(made)
+        return made
+
+    async def advance(self, seconds: float, step: float = 0.1) -> None:
+        """Let time pass, watching that there are never two leaders."""
+        for _ in range(round(seconds / step)):
+            await self.clock.advance(step)
+            assert sum(replica.elector.is_leader() for replica in self.replicas) <= 1
+
+    async def end(self) -> None:
+        tasks = [replica.task for replica in self.replicas if replica.task is not None]
+        for replica in self.replicas:
+            replica.clock.go_on()
+            if replica.task is not None:
+                replica.task.cancel()
+        closing = asyncio.gather(*tasks, return_exceptions=True)
+        while not closing.done():
+            await self.clock.advance(1)
+
+
+@pytest.fixture
+async def world() -> Any:
+    made = World()
+    yield made
+    await made.end()
+
+
+async def pair(world: World) -> tuple[Replica, Replica]:
+    a, b = world.replica("a_10.0.0.1:8080"), world.replica("b_10.0.0.2:8080")
+    a.start()
+    await world.advance(1)
+    b.start()
+    await world.advance(2)
+    assert a.elector.is_leader()
+    return a, b
+
+
+async def test_first_replica_leads_at_once_and_the_other_knows_where(world: World) -> None:
+    a, b = await pair(world)
+    assert await a.elector.wait_leading() == a.elector.epoch == 1
+    assert a.elector.holder_address() == b.elector.holder_address() == "10.0.0.1:8080"
+    with pytest.raises(NotLeading, match=r"b_.* may not write: held by a_"):
+        b.elector.require()
+
+
+async def test_released_lease_is_taken_over_within_a_retry_under_a_new_epoch(world: World) -> None:
+    a, b = await pair(world)
+    await_shutdown = asyncio.create_task(a.shut_down())
+    await world.advance(1.5)
+    assert await_shutdown.done()
+    assert b.elector.require() == 2
+    assert not a.elector.is_leader()
+
+
+async def test_dead_leader_is_replaced_after_the_lease_duration(world: World) -> None:
+    a, b = await pair(world)
+    a.clock.stop()
+    a.link.down = True
+    await world.advance(5)
+    assert not b.elector.is_leader()
+    await world.advance(3.5)
+    assert b.elector.require() == 2
+
+
+async def test_leader_stopped_for_a_minute_may_not_write_when_it_wakes(world: World) -> None:
+    a, b = await pair(world)
+    a.clock.stop()
+    await world.advance(60)
+    assert b.elector.is_leader()
+    a.clock.go_on()
+    # Before anything of it runs: the very next write must be refused.
+    with pytest.raises(NotLeading, match="renew deadline"):
+        a.elector.require()
+    await world.advance(5)
+    assert b.elector.require() == 2
+    assert isinstance(a.elector.state(), Following)
+
+
+async def test_leader_without_lease_api_stops_by_the_renew_deadline_and_its_term_ends(world: World) -> None:
+    a, _ = await pair(world)
+    lost = asyncio.create_task(a.elector.wait_lost(1))
+    for replica in world.replicas:
+        replica.link.down = True
+    await world.advance(4.2)
+    assert not a.elector.is_leader()
+    assert lost.done()
+    for replica in world.replicas:
+        replica.link.down = False
+    await world.advance(9)
+    assert sum(replica.elector.is_leader() for replica in world.replicas) == 1
+
+
+async def test_one_lost_renewal_does_not_cost_the_leadership(world: World) -> None:
+    a, _ = await pair(world)
+    a.link.lose_responses = True
+    await world.advance(1.5)
+    a.link.lose_responses = False
+    await world.advance(10)
+    assert a.elector.require() == 1
+
+
+async def test_wall_clock_jumps_change_nothing(world: World) -> None:
+    a, _ = await pair(world)
+    for jump in (3600, -7200, 3600):
+        world.clock.jump_wall(jump)
+        await world.advance(10)
+        assert a.elector.require() == 1
+
+
+async def test_deleted_lease_is_made_again_by_its_leader_in_the_same_epoch(world: World) -> None:
+    a, _ = await pair(world)
+    world.leases.lease = None
+    await world.advance(10)
+    assert a.elector.require() == 1
+
+
+async def test_deleted_lease_is_not_taken_while_its_holder_may_believe_in_it(world: World) -> None:
+    a, b = await pair(world)
+    a.clock.stop()
+    world.leases.lease = None
+    await world.advance(3)
+    assert not b.elector.is_leader()
+    await world.advance(5)
+    assert b.elector.require() == 2
+
+
+async def test_restarted_process_of_the_holder_leads_at_once_in_a_later_epoch(world: World) -> None:
+    a, _ = await pair(world)
+    a.clock.stop()
+    again = world.replica("a_10.0.0.1:8080")
+    world.replicas.remove(a)
+    again.start()
+    await world.advance(1)
+    assert again.elector.require() == 2
+    a.clock.go_on()
+    assert a.task is not None
+    a.task.cancel()
+
+
+async def test_replica_whose_own_time_ran_out_does_not_redirect_to_itself(world: World) -> None:
+    a, b = await pair(world)
+    a.link.down = b.link.down = True
+    await world.advance(5)
+    assert a.elector.holder_address() is None
+
+
+async def test_changes_are_announced_once_each(world: World) -> None:
+    a, b = await pair(world)
+    a.clock.stop()
+    await world.advance(20)
+    a.clock.go_on()
+    await world.advance(5)
+    assert [type(change).__name__ for change in a.changes] == ["Leading", "Following"]
+    assert [type(change).__name__ for change in b.changes] == ["Leading"]
+
+
+def test_address_is_what_follows_the_first_underscore() -> None:
+    assert address_of("everstep-operator-7d9f-x2x_10.0.0.5:8080") == "10.0.0.5:8080"
+    assert address_of("no-address") is None
+
+
+def test_timing_that_could_have_two_leaders_is_refused() -> None:
+    with pytest.raises(ValueError, match="renew_deadline < duration"):
+        LeaseTiming(duration=4, renew_deadline=4.0)
+
+
+FAULTS = st.sampled_from(["stop", "go on", "cut", "heal", "lose", "slow", "quick", "jump", "delete"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(script=st.lists(st.tuples(st.integers(0, 2), FAULTS, st.floats(0.2, 7.0)), max_size=10))
+def test_there_are_never_two_leaders_and_one_again_once_faults_end(script: list[tuple[int, str, float]]) -> None:
+    async def play() -> None:
+        world = World()
+        for name in "abc":
+            world.replica(f"{name}_10.0.0.1:1").start()
+        await world.advance(2, step=0.2)
+        epochs: list[int] = []
+        for index, fault, seconds in script:
+            replica = world.replicas[index]
+            match fault:
+                case "stop":
+                    replica.clock.stop()
+                case "go on":
+                    replica.clock.go_on()
+                case "cut" | "heal":
+                    replica.link.down = fault == "cut"
+                    replica.link.lose_responses = False
+                case "lose":
+                    replica.link.lose_responses = True
+                case "slow" | "quick":
+                    replica.link.latency = 0.9 if fault == "slow" else 0.01
+                case "jump":
+                    world.clock.jump_wall(3600)
+                case "delete":
+                    world.leases.lease = None
+            await world.advance(seconds, step=0.2)
+            epochs += [r.elector.epoch for r in world.replicas if r.elector.is_leader()]
+        for replica in world.replicas:
+            replica.clock.go_on()
+            replica.link.down = replica.link.lose_responses = False
+            replica.link.latency = 0.01
+        await world.advance(14, step=0.2)
+        assert sum(replica.elector.is_leader() for replica in world.replicas) == 1
+        assert epochs == sorted(epochs)
+        await world.end()
+
+    asyncio.run(play())
