@@ -1,0 +1,218 @@
+"""The TrainingJob's types: defaults, bounds, errors that name the field, and what is derived."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from everstep_operator.api import (
+    Cause,
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    EventReason,
+    EventType,
+    HangMode,
+    PodCleanup,
+    RendezvousBackend,
+    Restarts,
+    SpecError,
+    Status,
+    event_type,
+    parse_spec,
+    parse_status,
+)
+from everstep_operator.api.allowlist import checkpoint_url_refusal
+from everstep_operator.api.pending import PENDING
+
+
+def spec(**fields: Any) -> dict[str, Any]:
+    container = {"name": "worker", "image": "train:1", **fields.pop("worker", {})}
+    return {"replicas": 2, "template": {"spec": {"containers": [container]}}, **fields}
+
+
+def test_minimal_spec_has_the_documented_defaults() -> None:
+    parsed = parse_spec(spec())
+    assert parsed.rendezvous.backend == RendezvousBackend.C10D
+    assert parsed.rendezvous.join_timeout_seconds == 600
+    assert parsed.recovery.max_restarts == 10
+    assert parsed.recovery.restart_window_seconds == 3600
+    assert (parsed.recovery.backoff_seconds.initial, parsed.recovery.backoff_seconds.max) == (1, 300)
+    assert parsed.recovery.no_progress_limit == 3
+    assert parsed.recovery.hang.mode == HangMode.OFF
+    assert parsed.pod_cleanup == PodCleanup.RUNNING
+    assert parsed.pod_disruption_budget
+    assert parsed.checkpoint is None
+    assert parsed.processes() == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [({}, 600), ({"everySeconds": 30}, 30), ({"everySteps": 100}, None)],
+    ids=["neither", "seconds", "steps"],
+)
+def test_checkpoint_interval_is_600_seconds_unless_one_is_given(given: dict[str, int], seconds: int | None) -> None:
+    checkpoint = parse_spec(spec(checkpoint={"url": "s3://bucket/job", **given})).checkpoint
+    assert checkpoint is not None
+    assert checkpoint.interval_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("resources", "count"),
+    [
+        ({}, 1),
+        ({"limits": {"cpu": "8"}}, 1),
+        ({"limits": {"nvidia.com/gpu": "4"}}, 4),
+        ({"requests": {"amd.com/gpu": 2}}, 2),
+        ({"limits": {"nvidia.com/gpu": "8"}, "requests": {"nvidia.com/gpu": "8"}}, 8),
+        ({"limits": {"nvidia.com/gpu": "0"}}, 1),
+    ],
+)
+def test_auto_processes_are_the_gpus_asked_for_else_one(resources: dict[str, Any], count: int) -> None:
+    assert parse_spec(spec(processesPerReplica="auto", worker={"resources": resources})).processes() == count
+
+
+def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:
+    raw = spec(activeDeadlineSeconds=None, recovery={"hang": {"timeoutSeconds": None}})
+    raw["template"]["metadata"] = None
+    parsed = parse_spec(raw)
+    assert parsed.active_deadline_seconds is None
+    assert parsed.template["metadata"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"replicas": 0}, "spec.replicas"),
+        ({"replicas": True}, "spec.replicas"),
+        ({"replicas": "3"}, "spec.replicas"),
+        ({"epochs": 3}, "spec.epochs"),
+        ({"processesPerReplica": "cpu"}, "spec.processesPerReplica"),
+        ({"processesPerReplica": 65}, "spec.processesPerReplica"),
+        (
+            {"recovery": {"rules": [{"action": "Fail", "onExitCodes": [1, 256]}]}},
+            "spec.recovery.rules[0].onExitCodes[1]",
+        ),
+        ({"recovery": {"rules": [{"action": "Fail"}]}}, "spec.recovery.rules[0]"),
+        ({"recovery": {"backoffSeconds": {"initial": 9, "max": 3}}}, "spec.recovery.backoffSeconds.initial"),
+        ({"checkpoint": {"url": "s3://b/../c"}}, "spec.checkpoint.url"),
+        ({"elastic": {"minReplicas": 4, "maxReplicas": 2}}, "spec.elastic.minReplicas"),
+        ({"template": {"spec": {"containers": [{"name": "main"}]}}}, "spec.template"),
+        ({"template": "x"}, "spec.template"),
+    ],
+)
+def test_wrong_field_is_refused_by_its_path(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(spec(**fields))
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize("check", PENDING, ids=lambda c: c.field)
+def test_default_spec_asks_for_nothing_that_is_pending(check: Any) -> None:
+    assert check.holds(parse_spec(spec(checkpoint={"url": "s3://b/c"})))
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"elastic": {"minReplicas": 1, "maxReplicas": 4}}, "spec.elastic"),
+        ({"rendezvous": {"backend": "everstep"}}, "spec.rendezvous.backend"),
+        ({"rendezvous": {"backend": "etcd", "etcd": {"endpoints": ["http://e:2379"]}}}, "spec.rendezvous.backend"),
+        ({"rendezvous": {"etcd": {}}}, "spec.rendezvous.etcd"),
+        ({"checkpoint": {"url": "s3://b/c", "onPreemption": True}}, "spec.checkpoint.onPreemption"),
+        ({"recovery": {"hang": {"mode": "Auto"}}}, "spec.recovery.hang.mode"),
+        ({"suspend": True}, "spec.suspend"),
+    ],
+)
+def test_field_of_a_later_version_is_refused_not_ignored(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(SpecError, match="not implemented in this version") as caught:
+        parse_spec(spec(**fields))
+    assert caught.value.path == path
+
+
+def test_spec_written_and_read_again_is_the_same() -> None:
+    first = parse_spec(spec(processesPerReplica="auto", checkpoint={"url": "gs://b/c", "everySteps": 5}))
+    assert parse_spec(first.to_wire()) == first
+
+
+def test_edited_totals_in_a_status_are_computed_anew() -> None:
+    status = parse_status(
+        {"restarts": {"userCode": 1, "preemption": 2, "total": 99}, "goodputPercent": 97, "goodput": "1%"}
+    )
+    assert status.restarts.total == 3
+    assert status.goodput == "97%"
+    assert Restarts(user_code=2, infrastructure=3).total == 5
+
+
+def test_status_of_a_newer_operator_is_read_without_its_new_fields() -> None:
+    assert (
+        parse_status({"readyReplicas": 3, "moonPhase": "full", "world": {"round": 7, "colour": "red"}}).world.round == 7
+    )
+
+
+def test_status_with_a_field_of_the_wrong_type_is_refused_by_its_path() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_status({"world": {"round": "seven"}})
+    assert caught.value.path == "status.world.round"
+
+
+def test_times_are_written_in_utc_and_whole_seconds() -> None:
+    berlin = timezone(timedelta(hours=1))
+    condition = Condition(
+        type=ConditionType.READY,
+        status=ConditionStatus.TRUE,
+        reason="Running",
+        last_transition_time=datetime(2026, 11, 21, 13, 0, 0, 999, tzinfo=berlin),
+    )
+    assert condition.to_wire()["lastTransitionTime"] == "2026-11-21T12:00:00Z"
+    assert parse_status(Status(conditions=(condition,)).to_wire()).condition(ConditionType.READY) is not None
+
+
+def test_time_without_a_zone_is_refused() -> None:
+    with pytest.raises(ValueError, match="timezone"):
+        Status(start_time=datetime(2026, 11, 21))
+
+
+def test_every_event_reason_has_a_type_and_losses_are_warnings() -> None:
+    assert {event_type(reason) for reason in EventReason} == set(EventType)
+    assert event_type(EventReason.WORKER_LOST) == EventType.WARNING
+    assert event_type(EventReason.WORLD_FORMED) == EventType.NORMAL
+
+
+def test_causes_fit_the_rules_that_match_them() -> None:
+    rules = [{"onReasons": [cause.value for cause in Cause], "action": "Restart"}]
+    assert parse_spec(spec(recovery={"rules": rules})).recovery.rules[0].on_reasons == tuple(Cause)
+
+
+@pytest.mark.parametrize(
+    ("url", "prefixes"),
+    [
+        ("s3://bucket/a", ("s3://",)),
+        ("s3://ckpt/team-a/run", ("s3://ckpt/{namespace}/",)),
+        ("abfs://box@account/run", ("abfs://box@account/",)),
+        ("gs://b/c", ("s3://", "gs://")),
+    ],
+)
+def test_url_inside_the_allow_list_is_accepted(url: str, prefixes: tuple[str, ...]) -> None:
+    assert checkpoint_url_refusal(url, "team-a", prefixes) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "prefixes"),
+    [
+        ("file:///etc", ("s3://",)),
+        ("s3://ckpt/team-b/run", ("s3://ckpt/{namespace}/",)),
+        ("s3://ckpt/team-a/../team-b", ("s3://ckpt/{namespace}/",)),
+        ("s3://ckpt/team-a/%2e%2e/team-b", ("s3://ckpt/{namespace}/",)),
+        ("s3://key:secret@bucket/a", ("s3://",)),
+        ("http://169.254.169.254/latest", ("http://",)),
+        ("http://169.254.169.254:80/latest", ("http://",)),
+        ("http://[fe80::1]/latest", ("http://",)),
+        ("s3://bucket/a?endpoint=x", ("s3://",)),
+        ("s3://bucket/a", ()),
+    ],
+)
+def test_url_outside_the_allow_list_is_refused_by_its_field(url: str, prefixes: tuple[str, ...]) -> None:
+    assert "spec.checkpoint.url" in (checkpoint_url_refusal(url, "team-a", prefixes) or "")
