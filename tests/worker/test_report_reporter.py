@@ -170,12 +170,28 @@ def test_checkpointer_events_become_reports(operator: Operator) -> None:
     reporter.on_event("restored", step=3, seconds=0.5)
     reporter.on_event("committed", step=9, at=123.0)
     reporter.on_event("save-failed", step=12, error=OSError("disk full"))
+    reporter.on_event("save-skipped", step=13, error="the save before is still in flight")
     reporter.on_event("fenced", reason="round 4 owns the state")
     reporter.on_event("committed")  # a field is missing: training must not notice
     reporter.flush()
-    assert operator.phases == ["start", "restore", "save", "save-failed"]
-    assert operator.reports[-1].checkpoint_error == "step 12: disk full"
+    assert operator.phases == ["start", "restore", "save", "save-failed", "save-failed"]
+    errors = [r.checkpoint_error for r in operator.reports]
+    assert errors == [None, None, None, "step 12: disk full", "step 13: the save before is still in flight"]
     assert operator.reports[-1].committed_step == 9
+
+
+def test_damaged_commit_is_told_with_the_restore_that_passed_it_over(operator: Operator) -> None:
+    reporter = Reporter(operator.url)
+    reporter.on_event("stepped-over", n=7, error="data/x/00000.safetensors: checksum differs")
+    reporter.on_event("restored", step=3, n=5, seconds=0.5)
+    reporter.step(4)
+    reporter.flush()
+    told = "log record 7 is stepped over: data/x/00000.safetensors: checksum differs"
+    assert [(r.phase.value, r.checkpoint_error) for r in operator.reports] == [
+        ("start", None),
+        ("restore", told),
+        ("train", None),
+    ]
 
 
 def test_tensors_are_read_off_thread_and_release_the_graph(operator: Operator) -> None:

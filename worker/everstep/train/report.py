@@ -141,11 +141,20 @@ class Reporter:
                     self.restored(fields.get("step"), fields.get("seconds"))
                 case "committed":
                     self.committed(fields["step"], fields.get("at"))
-                case "save-failed":
+                case "save-failed" | "save-skipped":
                     self.save_failed(fields.get("step"), fields.get("error", "unknown error"))
+                case "stepped-over":
+                    self._damaged(fields["n"], fields.get("error", ""))
                 case _:
                     # "fenced" ends the process with its own exit code, which the operator sees on the pod.
                     log.debug("no report for checkpoint event %r", kind)
+
+    def _damaged(self, n: int, error: object) -> None:
+        """A commit was passed over for an older one: told together with the restore that this is part of."""
+        self.started()
+        with self._wake:
+            text = f"log record {n} is stepped over: {error}"
+            self._known = replace(self._known, checkpoint_error=text[:MAX_ERROR])
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Wait until nothing is pending, at most `timeout` seconds; whether that was reached."""
