@@ -1,10 +1,11 @@
 """The informer's cache: whatever events arrive, readers and handlers see the truth and every difference."""
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from everstep_operator.kube.client import Bookmark, Changed, EventType, ListResult
 from everstep_operator.kube.wire import ObjectMeta, Pod
 from everstep_operator.runtime.cache import Added, Cache, Deleted, Delta, Updated
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def pod(name: str, version: int | str, uid: str = "u1", **labels: str) -> Pod:

@@ -4,13 +4,14 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.runtime.errors import QueueFull, QueueShutDown
 from everstep_operator.runtime.queue import KeyQueue, WorkQueue
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 KEYS = st.sampled_from("abcde")
 
