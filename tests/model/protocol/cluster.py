@@ -12,19 +12,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import NamedTuple
 
+from protocol.rules import ClusterRule as Rule
+
 # NamedTuples rather than dataclasses: hashing and comparing states is nearly all that exploration does.
-
-
-class Rule(StrEnum):
-    CAS_ON_PUBLISH = "the round is published by compare-and-swap on the job's resourceVersion"
-    PUBLISH_FIRST = "a round is published before its pods are created"
-    NAME_FROM_ROUND = "a pod's name follows from the published round, not from the pods that happen to be seen"
-    OWNER_CHECK = "AlreadyExists is followed by a check of the owner's UID"
-    UID_PRECONDITION = "a delete carries the UID of the pod that was judged"
-    DELETE_ONLY_OLDER = "only pods of rounds below the known published one are left-overs"
 
 
 class Job(NamedTuple):
@@ -34,7 +26,7 @@ class Job(NamedTuple):
 
 
 class Pod(NamedTuple):
-    index: int
+    worker: int
     incarnation: int
     owner: int  # UID of the job
     uid: int
@@ -43,7 +35,7 @@ class Pod(NamedTuple):
 
     @property
     def name(self) -> tuple[int, int]:
-        return (self.index, self.incarnation)
+        return (self.worker, self.incarnation)
 
 
 class Operator(NamedTuple):
@@ -67,7 +59,13 @@ class ClusterModel:
     """`off` names the rules that are not followed; `rounds` bounds how often any operator publishes."""
 
     def __init__(
-        self, off: frozenset[Rule] = frozenset(), *, operators: int = 2, indices: int = 2, rounds: int = 2, faults: int = 2
+        self,
+        off: frozenset[Rule] = frozenset(),
+        *,
+        operators: int = 2,
+        indices: int = 2,
+        rounds: int = 2,
+        faults: int = 2,
     ) -> None:
         self.off = off
         self.operators = operators
@@ -96,7 +94,7 @@ class ClusterModel:
             return s.wrong
         if len(set(s.publications)) < len(s.publications):
             return f"two operators own one round: {sorted(s.publications)}"
-        workers = [(p.owner, p.index, p.round) for p in s.pods]
+        workers = [(p.owner, p.worker, p.round) for p in s.pods]
         if len(set(workers)) < len(workers):
             return f"two pods are the same worker of the same round: {sorted(workers)}"
         for pod in s.pods:
@@ -116,12 +114,12 @@ class ClusterModel:
         if me.pods != s.pods:
             yield f"{who} sees the pods", _believe(s, o, me._replace(pods=s.pods))
         mine = [p for p in me.pods if p.owner == me.job.uid]
-        current = {p.index for p in mine if p.round == me.job.round and p.running}
+        current = {p.worker for p in mine if p.round == me.job.round and p.running}
         # It may publish whenever somebody seems lost: whether the world had formed is more than this model needs.
         if len(current) < self.indices and me.job.round < self.rounds:
             yield from self._publish(s, o, me.job)
         for index in range(self.indices):
-            if index not in {p.index for p in mine if p.round == me.job.round}:
+            if index not in {p.worker for p in mine if p.round == me.job.round}:
                 if me.job.round > 0:
                     yield from self._create(s, o, me, index, me.job.round)
                 if Rule.PUBLISH_FIRST in self.off and me.job.round < self.rounds:
@@ -150,7 +148,7 @@ class ClusterModel:
         assert me.job is not None
         incarnation = round_
         if Rule.NAME_FROM_ROUND in self.off:
-            incarnation = 1 + max((p.incarnation for p in me.pods if p.index == index), default=0)
+            incarnation = 1 + max((p.incarnation for p in me.pods if p.worker == index), default=0)
         label = f"operator {o} creates pod w{index}-{incarnation} for round {round_}"
         there = next((p for p in s.pods if p.name == (index, incarnation)), None)
         if there is None:
@@ -169,7 +167,7 @@ class ClusterModel:
         # Another owner's: nothing to do but wait until the garbage collector has removed it.
 
     def _delete(self, s: Cluster, o: int, judged: Pod) -> Iterator[tuple[str, Cluster]]:
-        label = f"operator {o} deletes pod w{judged.index}-{judged.incarnation} (uid {judged.uid})"
+        label = f"operator {o} deletes pod w{judged.worker}-{judged.incarnation} (uid {judged.uid})"
         me = s.operators[o]
         forgotten = me._replace(pods=tuple(p for p in me.pods if p.uid != judged.uid))
         hit = next((p for p in s.pods if p.name == judged.name), None)
@@ -189,21 +187,26 @@ class ClusterModel:
     def _environment(self, s: Cluster) -> Iterator[tuple[str, Cluster]]:
         orphans = [p for p in s.pods if p.owner != s.job.uid]
         if orphans:
-            yield "the garbage collector removes pods of a deleted job", s._replace(
-                pods=tuple(p for p in s.pods if p not in orphans)
+            yield (
+                "the garbage collector removes pods of a deleted job",
+                s._replace(pods=tuple(p for p in s.pods if p not in orphans)),
             )
 
     def _faults(self, s: Cluster) -> Iterator[tuple[str, Cluster]]:
         for pod in s.pods:
-            name = f"w{pod.index}-{pod.incarnation}"
+            name = f"w{pod.worker}-{pod.incarnation}"
             rest = tuple(p for p in s.pods if p != pod)
             yield f"pod {name} is deleted by force", s._replace(pods=rest)
             if pod.running:
                 yield f"pod {name} fails", s._replace(pods=tuple(sorted((*rest, pod._replace(running=False)))))
         if s.job.uid == 1:
             yield "the job is deleted and created again", s._replace(job=Job(2, s.job.version + 1, 0))
-        yield "total restart: every pod fails, every operator forgets", s._replace(
-            pods=tuple(sorted(p._replace(running=False) for p in s.pods)), operators=(Operator(),) * len(s.operators)
+        yield (
+            "total restart: every pod fails, every operator forgets",
+            s._replace(
+                pods=tuple(sorted(p._replace(running=False) for p in s.pods)),
+                operators=(Operator(),) * len(s.operators),
+            ),
         )
 
 
@@ -231,25 +234,23 @@ def _believe(s: Cluster, o: int, belief: Operator) -> Cluster:
     return s._replace(operators=(*s.operators[:o], belief, *s.operators[o + 1 :]))
 
 
-def settle(model: ClusterModel, s: Cluster) -> str | None:
-    """Whether one operator, alone and without further faults, brings up a whole round; the reason if it does not.
+def settle(model: ClusterModel, s: Cluster) -> Cluster | str:
+    """The state in which one operator alone, without further faults, has brought up a whole round; or why it has not.
 
-    The schedule: read, publish if somebody is lost, create, delete left-overs, let garbage be collected; bounded.
+    The schedule: garbage is collected; operator 0 reads, publishes if somebody of the round is lost, removes
+    left-overs, creates. The other operator never wakes up again. Bounded.
     """
     free = ClusterModel(model.off, operators=model.operators, indices=model.indices, rounds=s.job.round + 2, faults=0)
     s = s._replace(faults=0)
     for _ in range(12 * model.indices + 12):
-        whole = [p for p in s.pods if (p.owner, p.round) == (s.job.uid, s.job.round) and p.running]
-        if s.job.round > 0 and len(whole) == len(s.pods) == model.indices:
-            return None
-        wanted = ("sees", "creates", "deletes", "publishes")
-        steps = [x for x in free.actions(s) if x[0].startswith("operator 0")]
-        for garbage in free._environment(s):
-            steps.insert(0, garbage)
-        lost = any(p.owner == s.job.uid and p.round == s.job.round and not p.running for p in s.pods)
-        order = ("garbage", "sees", *(("publishes",) if lost or s.job.round == 0 else ()), *wanted[1:3])
-        step = next((x for verb in order for x in steps if verb in x[0]), None)
+        current = [p for p in s.pods if (p.owner, p.round) == (s.job.uid, s.job.round)]
+        if s.job.round > 0 and len(s.pods) == sum(p.running for p in current) == model.indices:
+            return s
+        lost = s.job.round == 0 or any(not p.running for p in current)
+        verbs = ("garbage", "operator 0 sees", *(("operator 0 publishes",) if lost else ()), "0 deletes", "0 creates")
+        steps = list(free.actions(s))
+        step = next((x for verb in verbs for x in steps if verb in x[0]), None)
         if step is None:
-            return f"operator 0 is stuck at {s}"
+            return f"operator 0 is stuck at round {s.job.round} with the pods {s.pods}"
         s = step[1]
-    return f"no whole round within the bound, at {s}"
+    return f"no whole round within the bound: round {s.job.round}, pods {s.pods}"

@@ -1,0 +1,73 @@
+"""The worker's own pure functions, as the model calls them, each of their rules with a switch.
+
+With no rule off this module adds nothing: what is explored is `everstep.checkpoint.log`, `.layout` and `.retention`.
+A rule that is off is a change to what those functions answer, as small as it can be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from everstep.checkpoint import layout, log, retention
+from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown
+from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Owner, Record
+from protocol.rules import LogRule
+
+
+@dataclass(frozen=True, slots=True)
+class WriterCode:
+    off: frozenset[LogRule] = frozenset()
+
+    def head_of(self, records: tuple[Record | None, ...]) -> Head:
+        """What one walk over these records shows; a walk ends at the first gap."""
+        head = Head()
+        for record in records:
+            if record is None:
+                break
+            head = log.advance(head, record)
+        return head
+
+    def open(self, head: Head, claim: Claim) -> Append | Refuse:
+        decision = log.decide_open(head, claim)
+        if isinstance(decision, Append):
+            return decision
+        owners = head.open.owners if head.open else ()
+        superseded = claim.job_uid in [o.job_uid for o in owners[:-1]]
+        if (LogRule.JOB_ORDER if superseded else LogRule.ROUND_ORDER) not in self.off:
+            return decision
+        rest = tuple(o for o in owners if o.job_uid != claim.job_uid)
+        record = OpenRecord(
+            head.last + 1, claim.writer, claim.round, claim.job_uid, claim.world_size, claim.at,
+            (*rest, Owner(claim.job_uid, claim.round)), head.open.n if head.open else NONE, head.commit,
+        )  # fmt: skip
+        return Append(record, "the rule is off")
+
+    def commit(self, head: Head, own: OpenRecord, draft: CommitRecord) -> Append | Refuse | Unknown:
+        decision = log.decide_commit(head, own, draft)
+        if isinstance(decision, Refuse) and LogRule.NEWER_OPEN_FENCES in self.off:
+            return Append(replace(draft, n=head.last + 1, open=own.n, commit=head.commit), "the rule is off")
+        return decision
+
+    def conflict(self, head: Head, attempted: Record, found: Record) -> Done | Refuse | Again:
+        if found == attempted and LogRule.RECOGNISE_OWN in self.off:
+            return Again(log.advance(head, found), "the rule is off")
+        if LogRule.READ_WHAT_WON in self.off and found != attempted:
+            return Again(replace(head, last=found.n), "the rule is off")
+        decision = log.after_conflict(head, attempted, found)
+        if isinstance(decision, Refuse) and LogRule.NEWER_OPEN_FENCES in self.off:
+            return Again(log.advance(head, found), "the rule is off")
+        return decision
+
+    def save_id(self, own: OpenRecord, sequence: int) -> str:
+        if LogRule.UNIQUE_SAVES in self.off:
+            return f"step-{sequence}"
+        return layout.save_id(own.n, own.writer, sequence)
+
+    def left_over(
+        self, save_ids: set[str], commits: list[CommitRecord], keep: int, damaged: frozenset[int], own: int, newest: int
+    ) -> set[str]:
+        """The saves to delete, as retention plans it from what this writer knows."""
+        if LogRule.CLEAN_ONLY_OLDER in self.off:
+            own, newest = layout.MAX_RECORD_NUMBER, 0
+        plan = retention.plan_retention(save_ids, commits, keep=keep, damaged=damaged, open_n=own, sequence=newest)
+        return {d.save_id for d in plan}

@@ -1,0 +1,31 @@
+"""The rules of the protocol, by the names that the tests, the traces and docs/adr/0001 use."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ClusterRule(StrEnum):
+    CAS_ON_PUBLISH = "the round is published by compare-and-swap on the job's resourceVersion"
+    PUBLISH_FIRST = "a round is published before its pods are created"
+    NAME_FROM_ROUND = "a pod's name follows from the published round, not from the pods that happen to be seen"
+    OWNER_CHECK = "AlreadyExists is followed by a check of the owner's UID"
+    UID_PRECONDITION = "a delete carries the UID of the pod that was judged"
+    DELETE_ONLY_OLDER = "only pods of rounds below the known published one are left-overs"
+
+
+class LogRule(StrEnum):
+    CONDITIONAL_CREATE = "a record is created only where there is none"
+    OPEN_BEFORE_RESTORE = "a writer opens before it chooses the commit to restore"
+    ROUND_ORDER = "an open of a round below the one that its job opened with is refused"
+    JOB_ORDER = "a job that another job took the log from never opens it again"
+    NEWER_OPEN_FENCES = "whoever meets another's newer open stops for ever"
+    READ_WHAT_WON = "after a conflict the record that won is read before another number is tried"
+    RECOGNISE_OWN = "an identical record of one's own is the answer to a lost response"
+    SHARDS_FIRST = "a commit is sent when its shards are durable"
+    UNIQUE_SAVES = "every save has an id of its own; shards are immutable"
+    PROBE_PAST_LISTING = "the tail is the greatest listed number, then probed until absent"
+    VERIFY_SHARDS = "a commit whose shards do not verify is stepped over"
+    UNREADABLE_IS_NOT_DAMAGED = "a read that fails is tried again, it does not make a commit invalid"
+    KEEP_UNANSWERED = "shards of a commit whose outcome is unknown are kept"
+    CLEAN_ONLY_OLDER = "left-over shards of newer opens and of saves that may be in flight are kept"

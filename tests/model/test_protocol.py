@@ -1,0 +1,122 @@
+"""docs/adr/0001 holds in every interleaving within the bounds, and each of its rules is needed for that.
+
+The bounds are those of the table in the ADR. A sensitivity test switches one rule off and must find a violation: a
+rule that nothing needs would be a rule that the model does not see.
+"""
+
+from __future__ import annotations
+
+import pytest
+from protocol import cluster, log, whole
+from protocol.cluster import Cluster, ClusterModel
+from protocol.explorer import Report, explore
+from protocol.log import LogModel
+from protocol.rules import ClusterRule, LogRule
+from protocol.whole import WholeModel
+
+LIMIT = 250_000
+OLD, NEW, OTHER = (1, "a"), (2, "a"), (1, "b")
+
+
+def holds(report: Report) -> None:
+    print(report.describe())
+    assert report.violation is None, report.describe()
+
+
+@pytest.mark.parametrize(("indices", "rounds", "faults"), [(1, 2, 2), (1, 3, 1), (2, 2, 1)])
+def test_operators_on_stale_caches_keep_one_owner_a_round(indices: int, rounds: int, faults: int) -> None:
+    holds(explore(ClusterModel(indices=indices, rounds=rounds, faults=faults), LIMIT))
+
+
+@pytest.mark.parametrize(
+    ("claims", "saves", "faults"),
+    [
+        ((OLD, NEW), 2, 2),  # a zombie and its successor
+        ((OLD, OLD, NEW), 1, 1),  # the same, and a second process group of the old round
+        ((OLD, OTHER, NEW), 1, 1),  # the job is deleted and created again under the same URL
+    ],
+)
+def test_writers_that_each_believe_to_be_alone_keep_one_line_of_commits(
+    claims: tuple[tuple[int, str], ...], saves: int, faults: int
+) -> None:
+    holds(explore(LogModel(claims=claims, saves=saves, faults=faults), LIMIT))
+
+
+@pytest.mark.parametrize(("rounds", "faults"), [(2, 0), (1, 1), (2, 1)])
+def test_pods_and_writers_together_keep_state_whole_and_in_one_line(rounds: int, faults: int) -> None:
+    holds(explore(WholeModel(rounds=rounds, faults=faults), LIMIT))
+
+
+def test_cluster_without_further_faults_brings_up_a_whole_round_from_every_state() -> None:
+    model = ClusterModel(indices=1, rounds=2, faults=2)
+
+    def stuck(state: Cluster) -> str | None:
+        settled = cluster.settle(model, state)
+        return settled if isinstance(settled, str) else None
+
+    holds(explore(model, LIMIT, stuck))
+
+
+@pytest.mark.parametrize(("claims", "saves"), [((OLD, NEW), 2), ((OLD, OLD), 1)])
+def test_writer_without_further_faults_commits_from_every_state(
+    claims: tuple[tuple[int, str], ...], saves: int
+) -> None:
+    model = LogModel(claims=claims, saves=saves, faults=1)
+    holds(explore(model, LIMIT, lambda s: log.progresses(model, s, 3, "a")))
+
+
+def test_job_without_further_faults_commits_again_from_every_state() -> None:
+    model = WholeModel(rounds=2, faults=0)
+    holds(explore(model, LIMIT, lambda s: whole.recovers(model, s)))
+
+
+CLUSTER_NEEDS = {
+    ClusterRule.CAS_ON_PUBLISH: "two operators own one round",
+    ClusterRule.PUBLISH_FIRST: "which nobody published",
+    ClusterRule.NAME_FROM_ROUND: "two pods are the same worker of the same round",
+    ClusterRule.OWNER_CHECK: "took another job's pod",
+    ClusterRule.UID_PRECONDITION: "judged pod uid",
+    ClusterRule.DELETE_ONLY_OLDER: "deleted a healthy pod of the published round",
+}
+
+
+@pytest.mark.parametrize("rule", list(ClusterRule), ids=lambda r: r.name)
+def test_cluster_rule_switched_off_breaks_an_invariant(rule: ClusterRule) -> None:
+    report = explore(ClusterModel(frozenset({rule}), indices=1), LIMIT)
+    print(report.describe())
+    assert report.violation is not None, f"{rule.name} is not needed: {report.describe()}"
+    assert CLUSTER_NEEDS[rule] in report.violation, report.describe()
+    assert report.trace
+
+
+LOG_NEEDS = {
+    LogRule.CONDITIONAL_CREATE: "owns the log",
+    LogRule.OPEN_BEFORE_RESTORE: "fork",
+    LogRule.ROUND_ORDER: "the newer round is fenced",
+    LogRule.JOB_ORDER: "had taken over",
+    LogRule.NEWER_OPEN_FENCES: "owns the log",
+    LogRule.READ_WHAT_WON: "the newer round is fenced",
+    LogRule.RECOGNISE_OWN: "was committed twice",
+    LogRule.SHARDS_FIRST: "is torn",
+    LogRule.UNIQUE_SAVES: "is torn",
+    LogRule.PROBE_PAST_LISTING: "committed steps are lost",
+    LogRule.VERIFY_SHARDS: "trains from the damaged commit",
+    LogRule.UNREADABLE_IS_NOT_DAMAGED: "committed steps are lost",
+    LogRule.KEEP_UNANSWERED: "is torn",
+    LogRule.CLEAN_ONLY_OLDER: "deleted the shards of commit",
+}
+
+
+@pytest.mark.parametrize("rule", list(LogRule), ids=lambda r: r.name)
+def test_log_rule_switched_off_breaks_an_invariant(rule: LogRule) -> None:
+    claims = (OLD, NEW, OTHER) if rule is LogRule.JOB_ORDER else (OLD, NEW)
+    report = explore(LogModel(frozenset({rule}), claims=claims), LIMIT)
+    print(report.describe())
+    assert report.violation is not None, f"{rule.name} is not needed: {report.describe()}"
+    assert LOG_NEEDS[rule] in report.violation, report.describe()
+    assert report.trace
+
+
+def test_same_model_explored_twice_gives_the_same_trace() -> None:
+    off = frozenset({LogRule.OPEN_BEFORE_RESTORE})
+    assert explore(LogModel(off), LIMIT) == explore(LogModel(off), LIMIT)
