@@ -6,8 +6,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from testcluster import controlplane, kindcluster, load, s3
+from testcluster import controlplane, kindcluster, load
 from testcluster.proc import ClusterError, run
+from testcluster.s3 import Account
 
 S3_NODE_PORT = 30900
 S3_IN_CLUSTER = "http://s3.s3.svc:7070"
@@ -66,15 +67,15 @@ class Cluster:
         load.load(image, nodes=list(kindcluster.containers()))
 
     @property
-    def s3(self) -> s3.Account:
+    def s3(self) -> Account:
         """The S3 server inside the cluster, as this machine reaches it; pods use `s3_in_cluster`."""
         self._own("reaching the S3 server by node port")
         control_plane = next(name for name in self.nodes() if name.endswith("-control-plane"))
-        return s3.Account(f"http://{kindcluster.node_address(control_plane)}:{S3_NODE_PORT}")
+        return Account(f"http://{kindcluster.node_address(control_plane)}:{S3_NODE_PORT}")
 
     @property
-    def s3_in_cluster(self) -> s3.Account:
-        return s3.Account(S3_IN_CLUSTER)
+    def s3_in_cluster(self) -> Account:
+        return Account(S3_IN_CLUSTER)
 
 
 def obtain() -> Cluster:

@@ -1,9 +1,10 @@
-"""The kind cluster `everstep`: up, down, and the death and return of its nodes.
+"""The kind cluster (`everstep`, or what `$EVERSTEP_CLUSTER` says): up, down, and the death and return of its nodes.
 
 Invariant: `up` ends with every node and every system pod Ready, or raises. It never replaces a cluster that runs.
 """
 
 import json
+import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from pathlib import Path
 from testcluster import cache, docker, images, load, nodeimage, programs, pybases, rootfs, versions
 from testcluster.proc import ClusterError, run, succeeds
 
-NAME = "everstep"
+NAME = os.environ.get("EVERSTEP_CLUSTER") or "everstep"
 WORKERS = 2
 READY_LIMIT = 180  # seconds for nodes and system pods
 MANIFESTS = cache.HERE / "manifests"
@@ -38,7 +39,8 @@ kubeadmConfigPatches:
 
 
 def kubeconfig() -> Path:
-    return cache.root() / "kubeconfig"
+    """Written by `up`, taken away by `down`; the cache folder holds one for each cluster's name."""
+    return cache.root() / ("kubeconfig" if NAME == "everstep" else f"kubeconfig-{NAME}")
 
 
 def _config(fast: bool, workers: int) -> str:
@@ -128,7 +130,7 @@ def _apply_s3(image: str) -> None:
 def up(fast: bool = True, workers: int = WORKERS) -> None:
     """A cluster with every node Ready: nothing to do, its dead nodes started, or a new one."""
     image = build()
-    with cache.lock("cluster"):
+    with cache.lock(f"cluster-{NAME}"):
         began = time.monotonic()
         if containers():
             _revive()
@@ -150,7 +152,7 @@ def up(fast: bool = True, workers: int = WORKERS) -> None:
 
 def down() -> None:
     began = time.monotonic()
-    with cache.lock("cluster"):
+    with cache.lock(f"cluster-{NAME}"):
         docker.ensure()
         run(str(programs.kind()), "delete", "cluster", "--name", NAME, "--kubeconfig", str(kubeconfig()))
         kubeconfig().unlink(missing_ok=True)
