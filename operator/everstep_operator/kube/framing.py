@@ -1,9 +1,12 @@
 """From the bytes of a watch to its events, and from the bytes of an answer to its objects.
 
-Pure decoding. Invariant: whatever bytes arrive, the result is decoded values or one error of this package, and no line
-or body is held beyond its bound.
+Invariant: whatever bytes arrive, the result is decoded values or one error of this package, and no line or body is held
+beyond its bound. An object nested deeper than any real one (case 13: anybody who may create a custom resource can make
+it) is read with its depths cut off, because failing on it would hide every other object of the same list.
 """
 
+import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterable
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -16,6 +19,9 @@ from everstep_operator.kube.wire import KubeObject
 
 T = TypeVar("T", bound=KubeObject)
 
+log = logging.getLogger(__name__)
+
+MAX_DEPTH = 100  # a pod template needs about 15; the decoder's own limit is the interpreter's recursion limit
 # etcd refuses objects above 1.5 MiB by default; managed fields and encoding may double one.
 MAX_LINE = 8 * 1024 * 1024
 MAX_BODY = 128 * 1024 * 1024  # a page of 500 objects, each far larger than a pod
@@ -62,26 +68,62 @@ def decode_page(struct: type[T], body: bytes, where: str) -> Page[T]:
 
 def _decode(shape: Any, body: bytes, where: str) -> Any:
     try:
-        return _decoder(shape).decode(body)
-    except msgspec.DecodeError as error:
+        try:
+            return _decoder(shape).decode(body)
+        except RecursionError:
+            log.warning("answer cut at its depth", extra={"request": where, "max_depth": MAX_DEPTH})
+            return _decoder(shape).decode(cut_depths(body))
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ServerError(f"the answer cannot be decoded: {error}; {body[:200]!r}", where=where) from error
 
 
 def decode_event(struct: type[T], line: bytes, where: str) -> WatchEvent[T]:
     """One line of a watch. Raises the error that an ERROR event carries, and `StreamBroken` for anything unreadable."""
     try:
-        frame = _frames.decode(line)
-        match frame.type:
-            case "ADDED" | "MODIFIED" | "DELETED":
-                return Changed(EventType(frame.type), _decoder(struct).decode(frame.object))
-            case "BOOKMARK":
-                return Bookmark(_bookmarks.decode(frame.object).metadata.resource_version)
-            case "ERROR":
-                raise from_status(_statuses.decode(frame.object), where)
-            case other:
-                raise StreamBroken(f"unknown event type {other[:40]!r}", where=where)
-    except msgspec.DecodeError as error:
+        try:
+            return _event(struct, line, where)
+        except RecursionError:
+            log.warning("event cut at its depth", extra={"request": where, "max_depth": MAX_DEPTH})
+            return _event(struct, cut_depths(line), where)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise StreamBroken(f"a line is no watch event: {error}; {line[:200]!r}", where=where) from error
+
+
+def _event(struct: type[T], line: bytes, where: str) -> WatchEvent[T]:
+    frame = _frames.decode(line)
+    match frame.type:
+        case "ADDED" | "MODIFIED" | "DELETED":
+            return Changed(EventType(frame.type), _decoder(struct).decode(frame.object))
+        case "BOOKMARK":
+            return Bookmark(_bookmarks.decode(frame.object).metadata.resource_version)
+        case "ERROR":
+            raise from_status(_statuses.decode(frame.object), where)
+        case other:
+            raise StreamBroken(f"unknown event type {other[:40]!r}", where=where)
+
+
+_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+
+
+def cut_depths(body: bytes, max_depth: int = MAX_DEPTH) -> bytes:
+    """The JSON text with null in place of every array and object nested deeper than `max_depth`."""
+    kept: list[bytes] = []
+    depth = 0
+    start = 0
+    for token in _STRUCTURE.finditer(body):
+        match body[token.start()]:
+            case 0x5B | 0x7B:  # [ {
+                depth += 1
+                if depth == max_depth + 1:
+                    kept += (body[start : token.start()], b"null")
+            case 0x5D | 0x7D:  # ] }
+                depth -= 1
+                if depth == max_depth:
+                    start = token.end()
+            case _:
+                pass  # a string: brackets in it are none
+    # What is still open beyond the limit was never closed: nothing of it is kept, and the text stays invalid.
+    return b"".join((*kept, body[start:] if depth <= max_depth else b""))
 
 
 async def split_lines(
