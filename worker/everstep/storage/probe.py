@@ -8,7 +8,7 @@ missing bucket and missing write permission.
 from __future__ import annotations
 
 from everstep.storage.base import ObjectStore
-from everstep.storage.errors import AlreadyExists, StoreUnusable
+from everstep.storage.errors import AlreadyExists, StoreUnusable, TerminalError
 
 PROBE_NAME = "probe/conditional-create"
 PROBE_DATA = b"everstep: a second conditional create of this object must be refused\n"
@@ -21,6 +21,10 @@ def probe(store: ObjectStore) -> None:
             store.create(PROBE_NAME, PROBE_DATA)
         except AlreadyExists:
             return
+        except StoreUnusable:
+            raise
+        except TerminalError as e:
+            raise StoreUnusable(f"{store.url} refuses a small object: {e}") from e
     raise StoreUnusable(
         f"{store.url} ignores conditional creates (If-None-Match): two writers could both commit. Use a store that "
         "honours them, or pass single_committer=True (EVERSTEP_SINGLE_COMMITTER=1) if you guarantee yourself that "

@@ -1,0 +1,206 @@
+"""How the S3 backend reads a server's answers, over real HTTP: a scripted server says what a real one would."""
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from everstep.storage import (
+    AlreadyExists,
+    RetryableError,
+    RetryingStore,
+    RetryPolicy,
+    StoreUnusable,
+    TerminalError,
+    open_store,
+    probe,
+)
+
+FAST = RetryPolicy(first=0.01, most=0.05, outage=5.0)
+
+
+class ScriptedS3(ThreadingHTTPServer):
+    """An S3 look-alike that keeps objects but ignores If-None-Match, and answers as its script says first.
+
+    A script entry is (status, code), or "lose" to store the object and close the connection without an answer.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.script: list[tuple[int, str] | str] = []
+        self.objects: dict[str, bytes] = {}
+        self.requests = 0
+        self.conditional = False
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ScriptedS3
+    protocol_version = "HTTP/1.1"
+
+    def do_PUT(self) -> None:
+        body = self._body()
+        self.server.requests += 1
+        step = self.server.script.pop(0) if self.server.script else (200, "")
+        if self.server.conditional and self.headers.get("If-None-Match") and self.path in self.server.objects:
+            step = (412, "PreconditionFailed")
+        if step == "lose":
+            self.server.objects[self.path] = body
+            self.close_connection = True
+            return
+        assert isinstance(step, tuple)
+        if step[0] == 200:
+            self.server.objects[self.path] = body
+        self._answer(*step)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Expect") == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        data = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            data += self.rfile.read(size)
+            self.rfile.readline()
+        while self.rfile.readline().strip():
+            pass
+        return data
+
+    def _answer(self, status: int, code: str) -> None:
+        text = (
+            f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>scripted {code}</Message></Error>" if code else ""
+        )
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.send_header("ETag", '"0"')
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedS3]:
+    server = ScriptedS3()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_ENDPOINT_URL": server.endpoint,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_store_that_ignores_the_condition_is_refused_by_the_probe(server: ScriptedS3) -> None:
+    with pytest.raises(StoreUnusable, match=r"ignores conditional creates.*single_committer"):
+        probe(open_store("s3://bucket/run"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((403, "AccessDenied"), "credentials"),
+        ((403, "InvalidAccessKeyId"), "credentials"),
+        ((403, "SignatureDoesNotMatch"), "credentials"),
+        ((404, "NoSuchBucket"), "bucket"),
+        ((400, "InvalidBucketName"), "bucket"),
+        ((404, "XAdminUserNotFound"), "refuses"),
+        ((405, "MethodNotAllowed"), "credentials"),
+    ],
+)
+def test_answer_that_never_changes_fails_at_once_and_says_why(
+    server: ScriptedS3, answer: tuple[int, str], text: str
+) -> None:
+    server.script = [answer] * 5
+    with pytest.raises(StoreUnusable, match=text):
+        probe(RetryingStore(open_store("s3://bucket/run"), FAST))
+    assert server.requests == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(503, "SlowDown"), (500, "InternalError"), (503, "ServiceUnavailable"), (429, "TooManyRequests"),
+     (409, "ConditionalRequestConflict"), (400, "RequestTimeout"), (409, "OperationAborted")],
+)  # fmt: skip
+def test_answer_that_may_change_is_retryable_and_survived(server: ScriptedS3, answer: tuple[int, str]) -> None:
+    plain = open_store("s3://bucket/run")
+    server.script = [answer]
+    with pytest.raises(RetryableError, match=answer[1]):
+        plain.create("log/0", b"x")
+    server.script = [answer] * 4
+    RetryingStore(plain, FAST).create("log/0", b"x")
+    assert b"x" in server.objects["/bucket/run/log/0"]
+
+
+def test_refused_condition_is_already_exists_whatever_the_words(server: ScriptedS3) -> None:
+    # s3fs gives FileExistsError only if the server names the condition, OSError(22) otherwise.
+    store = open_store("s3://bucket/run")
+    server.script = [(412, "PreconditionFailed")]
+    with pytest.raises(AlreadyExists):
+        store.create("log/0", b"x")
+    server.script = [(412, "412")]
+    with pytest.raises(AlreadyExists):
+        store.create("log/0", b"x")
+
+
+def test_response_lost_after_a_create_is_seen_as_already_exists_by_the_retry(server: ScriptedS3) -> None:
+    server.conditional = True
+    server.script = ["lose"]
+    with pytest.raises(AlreadyExists):
+        RetryingStore(open_store("s3://bucket/run"), FAST).create("log/0", b"x")
+    assert len(server.objects) == 1
+
+
+def test_server_that_stays_away_fails_within_the_bound(server: ScriptedS3) -> None:
+    endpoint = server.endpoint
+    server.shutdown()
+    server.server_close()
+    store = RetryingStore(
+        open_store("s3://bucket/run", {"endpoint_url": endpoint}), RetryPolicy(first=0.01, most=0.05, outage=0.5)
+    )
+    started = time.monotonic()
+    with pytest.raises(RetryableError, match="gave up after"):
+        store.put("a", b"x")
+    assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("", "EVERSTEP_CHECKPOINT_URL"),
+        ("foo://x/y", "unknown scheme 'foo'"),
+        ("ftp://x/y", "no conditional create.*single_committer"),
+        ("file://relative/path", "absolute path"),
+    ],
+)
+def test_url_that_cannot_work_is_refused_with_the_fix(url: str, text: str) -> None:
+    with pytest.raises(StoreUnusable, match=text):
+        open_store(url)
+
+
+def test_missing_package_of_a_scheme_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys  # noqa: PLC0415
+
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(StoreUnusable, match=r"install everstep\[gcs\]"):
+        open_store("gs://bucket/run").put("a", b"x")
+
+
+def test_folder_that_cannot_be_written_is_unusable_and_named(tmp_path: object) -> None:
+    # /proc refuses new folders even to root, for whom permission bits mean nothing.
+    with pytest.raises((StoreUnusable, TerminalError), match="/proc/everstep"):
+        probe(open_store("/proc/everstep"))
