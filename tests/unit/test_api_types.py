@@ -101,6 +101,11 @@ def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:
         ({"elastic": {"minReplicas": 4, "maxReplicas": 2}}, "spec.elastic.minReplicas"),
         ({"template": {"spec": {"containers": [{"name": "main"}]}}}, "spec.template"),
         ({"template": "x"}, "spec.template"),
+        ({"template": {"spec": None}}, "spec.template.spec"),
+        ({"template": {"spec": {"containers": []}}}, "spec.template.spec.containers"),
+        ({"worker": {"env": [{"name": f"V{i}"} for i in range(1001)]}}, "spec.template.spec.containers[0].env"),
+        ({"worker": {"args": ["a", "x" * 32_769]}}, "spec.template.spec.containers[0].args[1]"),
+        ({"worker": {"command": "torchrun"}}, "spec.template.spec.containers[0].command"),
     ],
 )
 def test_wrong_field_is_refused_by_its_path(fields: dict[str, Any], path: str) -> None:

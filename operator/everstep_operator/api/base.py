@@ -88,7 +88,7 @@ class ApiModel(BaseModel):
     def _checks_hold(self) -> ApiModel:
         for check in self.CHECKS:
             if check.holds is not None and not check.holds(self):
-                raise CheckError(check)
+                raise FieldError(check.field, check.message)
         return self
 
     def to_wire(self) -> dict[str, Any]:
@@ -102,12 +102,13 @@ class StatusModel(ApiModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class CheckError(ValueError):
-    """Carries the check that failed through pydantic, which keeps only ValueErrors."""
+class FieldError(ValueError):
+    """A problem at `field`, relative to the object that is validated; pydantic carries ValueErrors through."""
 
-    def __init__(self, check: Check) -> None:
-        super().__init__(check.message)
-        self.check = check
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
 
 
 def _write_time(value: datetime) -> str:
@@ -147,8 +148,8 @@ def first_problem(root: str, error: ValidationError) -> SpecError:
     parts = [part for part in details["loc"] if isinstance(part, int) or part.isidentifier()]
     path = root + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     cause = details.get("ctx", {}).get("error")
-    if isinstance(cause, CheckError):
-        return SpecError(path + cause.check.field, cause.check.message)
+    if isinstance(cause, FieldError):
+        return SpecError(path + cause.field, cause.problem)
     if details["type"] == "extra_forbidden":
         return SpecError(path, "is not a field of this version; remove it or correct its name")
     return SpecError(path, details["msg"])

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.contract.labels import WORKER_CONTAINER
+from everstep_operator.api.base import FieldError
 
 MAX_CONTAINERS = 20
 MAX_ENV = 1000
@@ -85,3 +86,36 @@ def worker_container(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     found = [c for c in containers if isinstance(c, Mapping) and c.get("name") == WORKER_CONTAINER]
     return found[0] if len(found) == 1 else None
+
+
+_TYPES: dict[str, Any] = {"object": Mapping, "array": list, "string": str}
+
+
+def require_bounded(value: Any, schema: Mapping[str, Any] = TEMPLATE_SCHEMA, path: str = "") -> None:
+    """Raise FieldError where `value` breaks `schema`, of which the part that TEMPLATE_SCHEMA uses is understood.
+
+    A null is an absent field; required fields and items must not be null.
+    """
+    expected = schema["type"]
+    if not isinstance(value, _TYPES[expected]):
+        raise FieldError(path, f"must be of type {expected}, not {type(value).__name__}")
+    for key, too_many in (("maxItems", "items"), ("maxLength", "characters"), ("maxProperties", "entries")):
+        if key in schema and len(value) > schema[key]:
+            raise FieldError(path, f"has {len(value)} {too_many}, at most {schema[key]} are allowed")
+    if len(value) < max(schema.get("minItems", 0), schema.get("minLength", 0)):
+        raise FieldError(path, "must not be empty")
+    if expected == "array":
+        for index, item in enumerate(value):
+            require_bounded(item, schema["items"], f"{path}[{index}]")
+    elif expected == "object":
+        _require_bounded_fields(value, schema, path)
+
+
+def _require_bounded_fields(value: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> None:
+    for name in schema.get("required", ()):
+        if value.get(name) is None:
+            raise FieldError(f"{path}.{name}", "is required")
+    for name, child in value.items():
+        inner = schema.get("properties", {}).get(name) or schema.get("additionalProperties")
+        if inner is not None and child is not None:
+            require_bounded(child, inner, f"{path}.{name}")

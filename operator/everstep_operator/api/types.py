@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, WithJsonSchema
+from pydantic import Field, StringConstraints, WithJsonSchema, field_validator
 
 from everstep.contract.labels import WORKER_CONTAINER
 from everstep_operator.api.base import ApiModel, Bool, Check, Int32, ObjectName, section
 from everstep_operator.api.conditions import Cause
-from everstep_operator.api.template import TEMPLATE_SCHEMA, worker_container
+from everstep_operator.api.template import TEMPLATE_SCHEMA, require_bounded, worker_container
 
 MAX_REPLICAS = 4096
 MAX_PROCESSES = 64
@@ -365,6 +365,12 @@ class TrainingJobSpec(ApiModel):
             holds=lambda s: worker_container(s.template) is not None,
         ),
     )
+
+    @field_validator("template")
+    @classmethod
+    def _template_is_bounded(cls, template: dict[str, Any]) -> dict[str, Any]:
+        require_bounded(template)
+        return template
 
     def processes(self) -> int:
         """Training processes a worker, with `auto` resolved from the GPUs that the worker container asks for."""

@@ -1,0 +1,100 @@
+"""Jobs at a real API server: the CRD installed once, and a helper that makes, reads and changes TrainingJobs.
+
+No operator runs and no admission policy is installed unless a test module does so.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ABSENT = "<absent>"
+LIMIT = 30.0  # seconds that any wait may take
+CONTAINER = {"name": "worker", "image": "train:1", "command": ["torchrun", "train.py"]}
+
+
+class Jobs:
+    """TrainingJobs of one namespace. `control_plane` has the rest of kubectl."""
+
+    def __init__(self, control_plane: Any, namespace: str) -> None:
+        self.control_plane = control_plane
+        self.namespace = namespace
+
+    def body(self, name: str, changes: dict[str, Any]) -> dict[str, Any]:
+        """A good job with changes: each a path of the spec (`recovery.maxRestarts`) and its value, or "<absent>"."""
+        spec: dict[str, Any] = {"replicas": 2, "template": {"spec": {"containers": [copy.deepcopy(CONTAINER)]}}}
+        for path, value in changes.items():
+            *parents, last = path.split(".")
+            node = spec
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            if value == ABSENT:
+                node.pop(last)
+            else:
+                node[last] = value
+        meta = {"name": name, "namespace": self.namespace}
+        return {"apiVersion": "everstep.dev/v1alpha1", "kind": "TrainingJob", "metadata": meta, "spec": spec}
+
+    def kubectl(self, *arguments: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
+        """kubectl in this namespace."""
+        done: subprocess.CompletedProcess[str] = self.control_plane.kubectl(
+            *arguments, "--namespace", self.namespace, input=input
+        )
+        return done
+
+    def try_create(self, name: str, changes: dict[str, Any], *flags: str) -> subprocess.CompletedProcess[str]:
+        return self.kubectl("create", *flags, "-f", "-", input=json.dumps(self.body(name, changes)))
+
+    def create(self, name: str, changes: dict[str, Any]) -> dict[str, Any]:
+        """The job as stored."""
+        done = self.try_create(name, changes)
+        assert done.returncode == 0, done.stderr
+        return self.get(name)
+
+    def get(self, name: str) -> dict[str, Any]:
+        done = self.kubectl("get", "tjob", name, "-o", "json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def exists(self, name: str) -> bool:
+        listed = self.kubectl("get", "tjob", "-o", "name")
+        assert listed.returncode == 0, listed.stderr
+        return f"trainingjob.everstep.dev/{name}" in listed.stdout.split()
+
+    def patch(self, name: str, body: dict[str, Any], *flags: str) -> subprocess.CompletedProcess[str]:
+        return self.kubectl("patch", f"tjob/{name}", *flags, "--type=merge", "-p", json.dumps(body))
+
+
+def wait_until(what: str, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {LIMIT:.0f} s: {what}"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def crd(control_plane: Any) -> Any:
+    """The control plane, serving TrainingJobs."""
+    path = str(ROOT / "manifests/crd.yaml")
+    done = control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", path)
+    assert done.returncode == 0, done.stderr
+    wait_until("TrainingJobs are served", lambda: control_plane.kubectl("get", "tjob").returncode == 0)
+    return control_plane
+
+
+@pytest.fixture(scope="module")
+def jobs(crd: Any, request: pytest.FixtureRequest) -> Iterator[Jobs]:
+    """A namespace for the jobs of one test module."""
+    namespace = request.module.__name__.rpartition(".")[2].replace("_", "-")
+    done = crd.kubectl("create", "namespace", namespace)
+    assert done.returncode == 0, done.stderr
+    yield Jobs(crd, namespace)
+    crd.kubectl("delete", "namespace", namespace, "--wait=false")
