@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(SEED)
     if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     x, y = dataset()
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> None:
     # After its first backward pass DDP lays the gradients out anew and sums them in another order. Have that behind us,
     # else the first step after each restart would round differently from the same step of an undisturbed run.
     cross_entropy(model(x[:1]), y[:1]).backward()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
     # How many samples, and exactly which, made the parameters what they are: committed together with them.
     lineage = {"count": 0, "digest": ""}
 
@@ -87,6 +87,8 @@ def main(args: argparse.Namespace) -> None:
         checkpointer.wait()
         checkpointer.save(args.steps, state).wait()
     checkpointer.close()
+    if dist.is_initialized():
+        dist.barrier()  # nobody leaves before the last commit exists: if it fails, all of them train on
 
     if rank == 0:
         with torch.no_grad():

@@ -1,0 +1,38 @@
+"""The cluster with the operator installed by Helm, and a job in a namespace of its own for each test."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from driver import Job
+from install import install
+from testcluster.handle import Cluster
+
+
+@pytest.fixture(scope="session")
+def installed(kind_cluster: Cluster) -> Cluster:
+    """The operator of this checkout on the cluster, both replicas ready."""
+    install(kind_cluster)
+    return kind_cluster
+
+
+@pytest.fixture
+def new_job(installed: Cluster) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(name: str = "digits", namespace: str | None = None) -> Job:
+        job = Job(installed, namespace or f"e2e-{secrets.token_hex(3)}", name)
+        job.prepare()
+        made.append(job)
+        return job
+
+    yield make
+    for job in made:
+        job.remove()

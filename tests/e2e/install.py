@@ -1,0 +1,48 @@
+"""Installs the operator as a user does: images, an S3 server, `helm upgrade --install`."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from testcluster import kindcluster, programs, project
+from testcluster.handle import Cluster
+from testcluster.proc import run
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACE = "everstep-system"
+
+
+def install(cluster: Cluster) -> None:
+    """Idempotent: the same checkout again changes nothing and takes seconds."""
+    for tag in project.build():
+        cluster.load(tag)
+    helm = str(programs.helm())
+    # The tag never changes, so the image's identity in an annotation is what makes Kubernetes roll the pods.
+    image_id = run("docker", "inspect", "-f", "{{.Id}}", project.OPERATOR).strip().removeprefix("sha256:")[:12]
+    subprocess.run(
+        [
+            helm,
+            "--kubeconfig",
+            str(cluster.kubeconfig),
+            "upgrade",
+            "--install",
+            "everstep",
+            str(ROOT / "charts" / "everstep"),
+            "--namespace",
+            NAMESPACE,
+            "--create-namespace",
+            "--set",
+            "image.tag=dev",
+            "--set",
+            f"podAnnotations.build={image_id}",
+            "--wait",
+            "--timeout",
+            "120s",
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    kindcluster.wait_ready()

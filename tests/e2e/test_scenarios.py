@@ -1,0 +1,18 @@
+"""Every scenario of tests/scenarios on a cluster with real nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from driver import Job
+
+SCENARIOS = sorted((Path(__file__).resolve().parents[1] / "scenarios").glob("*.txt"))
+
+
+@pytest.mark.kind
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda p: p.stem)
+def test_scenario_played_ends_as_if_undisturbed(path: Path, new_job: Callable[..., Job]) -> None:
+    new_job().play(path.read_text())
