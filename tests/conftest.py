@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "cluster"))
 
-from testcluster import handle, programs
+from testcluster import handle, programs, project
 from testcluster.controlplane import ControlPlane
 from testcluster.s3 import S3Server
 
@@ -23,6 +23,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if "kind_cluster" in wanted:
         handle.obtain()
+    if "project_images" in wanted and not handle.obtain().external:
+        handle.obtain().load_project()
     if wanted & {"control_plane", "s3_server"}:
         programs.link_all()
 
@@ -49,3 +51,11 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def kind_cluster() -> handle.Cluster:
     """A cluster with nodes; tests use namespaces of their own, and bring back the nodes that they kill."""
     return handle.obtain()
+
+
+@pytest.fixture(scope="session")
+def project_images(kind_cluster: handle.Cluster) -> tuple[str, str]:
+    """Tags of the operator's and the digits example's images, made of the present sources, on every node."""
+    if not kind_cluster.external:  # an external cluster pulls them under the same names
+        kind_cluster.load_project()
+    return project.OPERATOR, project.DIGITS

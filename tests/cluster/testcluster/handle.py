@@ -1,12 +1,13 @@
 """A cluster with nodes as tests see it: this machine's kind cluster, or any other through `KUBECONFIG`."""
 
+import functools
 import json
 import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from testcluster import controlplane, kindcluster, load
+from testcluster import controlplane, kindcluster, load, programs, project
 from testcluster.proc import ClusterError, run
 from testcluster.s3 import Account
 
@@ -23,6 +24,10 @@ class Cluster:
 
     def kubectl(self, *arguments: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
         return controlplane.kubectl(self.kubeconfig, *arguments, input=input)
+
+    def helm(self, *arguments: str, timeout: float = 120) -> str:
+        """Output of helm against this cluster. Raises `CommandError`; `timeout` is in seconds."""
+        return run(str(programs.helm()), "--kubeconfig", str(self.kubeconfig), *arguments, timeout=timeout)
 
     def nodes(self) -> list[str]:
         """All nodes' names, sorted; the control plane's is among them."""
@@ -51,7 +56,7 @@ class Cluster:
         run("docker", "pause", name)
 
     def start_node(self, name: str) -> None:
-        """Bring back what `kill_node` or `pause_node` took. Ready may be true before kube-proxy and DNS answer there."""
+        """Bring back what `kill_node` or `pause_node` took. Ready may precede kube-proxy and DNS there."""
         self._own("starting a node")
         paused = run("docker", "inspect", "-f", "{{.State.Paused}}", name).strip() == "true"
         run("docker", "unpause" if paused else "start", name)
@@ -66,6 +71,14 @@ class Cluster:
         self._own("loading images")
         load.load(image, nodes=list(kindcluster.containers()))
 
+    def load_project(self) -> list[str]:
+        """Build the project's images of the present sources and load them; returns their tags (`project.py`)."""
+        self._own("loading images")
+        tags = project.build()
+        for tag in tags:
+            self.load(tag)
+        return tags
+
     @property
     def s3(self) -> Account:
         """The S3 server inside the cluster, as this machine reaches it; pods use `s3_in_cluster`."""
@@ -78,8 +91,9 @@ class Cluster:
         return Account(S3_IN_CLUSTER)
 
 
+@functools.cache
 def obtain() -> Cluster:
-    """The cluster to test on. `EVERSTEP_TEST_CLUSTER=external` takes `$KUBECONFIG`'s as it is; else kind is brought up."""
+    """The cluster to test on: `$KUBECONFIG`'s where `EVERSTEP_TEST_CLUSTER=external`, else kind, brought up."""
     if os.environ.get("EVERSTEP_TEST_CLUSTER") == "external":
         path = os.environ.get("KUBECONFIG")
         if not path:

@@ -18,7 +18,7 @@ WORKERS = 2
 READY_LIMIT = 180  # seconds for nodes and system pods
 MANIFESTS = cache.HERE / "manifests"
 
-# A silent node is NotReady after 12 s and its pods are deleted 10 s later; Kubernetes' own settings take 50 s and 300 s.
+# A silent node is NotReady after 12 s and its pods are deleted 10 s later; Kubernetes' own settings: 50 s, 300 s.
 FAST_PATCHES = """\
 kubeadmConfigPatches:
 - |

@@ -1,8 +1,8 @@
 """The bytes of a docker image's config and layers, exactly as their digests say.
 
-`docker save` can only give an image whole, which takes half a minute for one with torch inside. dockerd keeps beside each
-layer what it needs to write the layer's archive again (the format of github.com/vbatts/tar-split); where that can be
-read, only the layers asked for are read. Both ways check every digest.
+`docker save` can only give an image whole, which takes half a minute for one with torch inside. dockerd keeps beside
+each layer what it needs to write the layer's archive again (the format of github.com/vbatts/tar-split); where that can
+be read, only the layers asked for are read. Both ways check every digest.
 """
 
 import base64
@@ -58,7 +58,7 @@ def _hex(digest: str) -> str:
 
 
 def _reassemble(layer: Path, root: Path, out: Path) -> str:
-    """Write the layer's archive to `out`; returns its digest. Segments hold headers and padding, files come from disk."""
+    """Write the layer's archive to `out`; returns its digest. Headers and padding are segments, files are on disk."""
     content = root / "overlay2" / (layer / "cache-id").read_text().strip() / "diff"
     total = hashlib.sha256()
     with gzip.open(layer / "tar-split.json.gz", "rt") as entries, out.open("wb") as sink:
@@ -79,7 +79,7 @@ def _reassemble(layer: Path, root: Path, out: Path) -> str:
     return f"sha256:{total.hexdigest()}"
 
 
-def _from_store(image: Image, wanted: set[str], folder: Path) -> dict[str, int]:
+def from_store(image: Image, wanted: set[str], folder: Path) -> dict[str, int]:
     """As `fetch`, out of dockerd's own folder. Raises `OSError` or `ValueError` where that is not to be read so."""
     root_text, driver = run("docker", "info", "--format", "{{.DockerRootDir}} {{.Driver}}").split()
     if driver != "overlay2":
@@ -103,7 +103,7 @@ def _from_store(image: Image, wanted: set[str], folder: Path) -> dict[str, int]:
     return sizes
 
 
-def _from_save(image: Image, tag: str, wanted: set[str], folder: Path) -> dict[str, int]:
+def from_save(image: Image, tag: str, wanted: set[str], folder: Path) -> dict[str, int]:
     """As `fetch`, out of `docker save`: always right, and as slow as the image is big."""
     sizes: dict[str, int] = {}
     part = folder / "part"
@@ -134,6 +134,6 @@ def _from_save(image: Image, tag: str, wanted: set[str], folder: Path) -> dict[s
 def fetch(image: Image, tag: str, wanted: set[str], folder: Path) -> dict[str, int]:
     """Put the config and the `wanted` layers into `folder`, named by digest; returns every blob's size in bytes."""
     try:
-        return _from_store(image, wanted, folder)
+        return from_store(image, wanted, folder)
     except (OSError, ValueError, KeyError):
-        return _from_save(image, tag, wanted, folder)
+        return from_save(image, tag, wanted, folder)

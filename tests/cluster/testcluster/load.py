@@ -1,8 +1,8 @@
 """Carry a docker image to the nodes, but only the layers that they lack.
 
-`kind load` sends an image whole: two minutes for one with torch on three nodes. containerd asks for a layer's bytes only
-if it has no unpacked snapshot of it, so an archive in OCI layout that leaves those layers out is complete to a node that
-has them. What a node has is read from its snapshots, whose keys are the chain ids of the image's layers.
+`kind load` sends an image whole: two minutes for one with torch on three nodes. containerd asks for a layer's bytes
+only if it has no unpacked snapshot of it, so an archive in OCI layout that leaves those layers out is complete to a
+node that has them. What a node has is read from its snapshots, whose keys are the chain ids of the image's layers.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ def _archive(image: Image, sizes: dict[str, int], blobs: Path, out: Path) -> Non
 def _import(node: str, archive: Path) -> None:
     with archive.open("rb") as data:
         done = subprocess.run(
-            ["docker", "exec", "-i", node, *CTR, "images", "import", "--all-platforms", "--snapshotter", "overlayfs", "-"],
+            ["docker", "exec", "-i", node, *CTR, "images", "import", "--snapshotter", "overlayfs", "-"],
             stdin=data, capture_output=True, timeout=LIMIT, check=False,
         )  # fmt: skip
     if done.returncode != 0:

@@ -33,7 +33,7 @@ def _bare() -> str:
                 shutil.copy2(program, context / "bin")
             docker.build(context, tag, "--build-arg", f"BASE={base}")
 
-    parts = (base, kube.name, tools.name, SOURCE / "files", SOURCE / "Dockerfile")
+    parts: tuple[cache.Part, ...] = (base, kube.name, tools.name, SOURCE / "files", SOURCE / "Dockerfile")
     return docker.image("node-bare", parts, make)
 
 
@@ -43,8 +43,9 @@ def _preload(bare: str, tags: list[str], made: str) -> None:
         saver = subprocess.Popen(["docker", "save", *tags], stdout=subprocess.PIPE, stderr=log)
         try:
             loader = subprocess.run(
-                ["docker", "run", "-i", "--name", container, "--privileged", "--cgroupns=private", "--entrypoint", "bash",
-                 "-v", f"{seed}:/seed", "-v", f"{SOURCE / 'preload.sh'}:/preload.sh:ro", bare, "/preload.sh"],
+                ["docker", "run", "-i", "--name", container, "--privileged", "--cgroupns=private",
+                 "--entrypoint", "bash", "-v", f"{seed}:/seed", "-v", f"{SOURCE / 'preload.sh'}:/preload.sh:ro",
+                 bare, "/preload.sh"],
                 stdin=saver.stdout, stdout=log, stderr=log, timeout=PRELOAD_LIMIT, check=False,
             )  # fmt: skip
             if loader.returncode != 0 or saver.wait(timeout=30) != 0:
@@ -69,5 +70,5 @@ def build() -> str:
     bare = _bare()
     tags = [*images.system(), pybases.python(), pybases.operator(), pybases.worker()]
     identities = run("docker", "image", "inspect", "--format", "{{.Id}}", *tags).split()
-    parts = (bare, *tags, *identities, SOURCE / "preload.sh")
+    parts: tuple[cache.Part, ...] = (bare, *tags, *identities, SOURCE / "preload.sh")
     return docker.image("node", parts, lambda made: _preload(bare, tags, made))

@@ -40,7 +40,7 @@ def run(
     log: Path | None = None,
     timeout: float = 900,
 ) -> str:
-    """Standard output of `argv`. Raises `CommandError`; `timeout` is in seconds; `log` also gets all that was printed."""
+    """Standard output of `argv`. Raises `CommandError`; `timeout` is in seconds; all output also goes to `log`."""
     full_env = {**os.environ, **env} if env else None
     try:
         done = subprocess.run(

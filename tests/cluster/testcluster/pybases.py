@@ -3,8 +3,8 @@
 A torch image is over a gigabyte; carried to three nodes it takes two minutes. So the dependencies are a layer of their
 own, which changes only with `pyproject.toml`, and which `nodeimage.py` puts into the nodes beforehand.
 
-Invariant: the layers hold no deletions of what a lower layer has. A node unpacks them inside docker's own overlay, where
-overlayfs' markers for deletions cannot be made.
+Invariant: the layers delete nothing of a lower layer. They become part of docker's own overlay in the node image, and
+overlayfs' markers for deletions cannot be made there.
 """
 
 import os
@@ -44,7 +44,7 @@ def _requirements(*extras: str) -> list[str]:
 
 
 def _local_wheels() -> list[str]:
-    """`name==version` of each wheel at hand: the exact version makes pip take it, and not a newer one of another kind."""
+    """`name==version` of each wheel at hand: exact, so that pip takes it and not a newer one of another kind."""
     return sorted("==".join(path.name.split("-")[:2]) for path in WHEELS.glob("*.whl")) if WHEELS.is_dir() else []
 
 

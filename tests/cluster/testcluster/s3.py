@@ -3,6 +3,7 @@
 `Account` is how a client reaches one; `S3Server` is one on the loopback that a test may stop, kill and start again.
 """
 
+import contextlib
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +57,8 @@ class Account:
     def bucket(self, name: str) -> str:
         """Create the bucket (through boto3: s3fs' own `mkdir` leaves none); nothing happens if it is there."""
         client = self.client()
-        try:
+        with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
             client.create_bucket(Bucket=name)
-        except (client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
-            pass
         return name
 
 
