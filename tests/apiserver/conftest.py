@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testcluster import programs  # tests/conftest.py put it on the path
 
 ROOT = Path(__file__).parents[2]
 ABSENT = "<absent>"
@@ -98,3 +99,24 @@ def jobs(crd: Any, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     assert done.returncode == 0, done.stderr
     yield Jobs(crd, namespace)
     crd.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+Helm = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def helm(control_plane: Any) -> Helm:
+    """`helm <verb> <release> <the chart> ...`; fails the test unless told `expect_failure=True`."""
+
+    def call(verb: str, release: str, *flags: str, expect_failure: bool = False) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(programs.helm()), verb, release, str(ROOT / "charts/everstep"), *flags],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode != 0) == expect_failure, done.stderr
+        return done
+
+    return call

@@ -1,0 +1,167 @@
+"""The chart: what it renders is accepted by a real API server, grants the least, and refuses wrong values by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.apiserver
+
+NAMESPACE = "everstep-chart"
+ACCOUNT = f"system:serviceaccount:{NAMESPACE}:everstep"
+
+
+def _objects(helm: Any, *flags: str) -> list[dict[str, Any]]:
+    rendered = helm("template", "everstep", "-n", NAMESPACE, *flags).stdout
+    return [found for found in yaml.safe_load_all(rendered) if found]
+
+
+def _only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (found,) = [o for o in objects if o["kind"] == kind]
+    return found
+
+
+@pytest.fixture(scope="module")
+def granted(crd: Any, helm: Any) -> Iterator[Any]:
+    """The control plane with the chart's roles and service account, and nothing else of it."""
+    templates = ("serviceaccount", "rbac")
+    flags = [flag for name in templates for flag in ("-s", f"templates/{name}.yaml")]
+    manifest = helm("template", "everstep", "-n", NAMESPACE, *flags).stdout
+    crd.kubectl("create", "namespace", NAMESPACE)
+    done = crd.kubectl("apply", "--server-side", "-f", "-", input=manifest)
+    assert done.returncode == 0, done.stderr
+    yield crd
+    crd.kubectl("delete", "-f", "-", "--wait=false", input=manifest)
+    crd.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+def _may(plane: Any, verb: str, resource: str, namespace: str) -> bool:
+    """`pods` is a resource, `pods/a` the one named a, `pods:log` its subresource."""
+    resource, _, subresource = resource.partition(":")
+    flags = ("-n", namespace, f"--as={ACCOUNT}", f"--subresource={subresource}")
+    done = plane.kubectl("auth", "can-i", verb, resource, *flags)
+    assert done.stdout.strip() in ("yes", "no"), done.stderr
+    return bool(done.returncode == 0)
+
+
+ALLOWED = [
+    ("list", "trainingjobs.everstep.dev", "default"),
+    ("watch", "trainingjobs.everstep.dev", "default"),
+    ("delete", "trainingjobs.everstep.dev", "default"),
+    ("patch", "trainingjobs.everstep.dev:status", "default"),
+    ("create", "pods", "default"),
+    ("delete", "pods", "default"),
+    ("create", "services", "default"),
+    ("delete", "services", "default"),
+    ("watch", "nodes", "default"),
+    ("create", "events.events.k8s.io", "default"),
+    ("create", "tokenreviews.authentication.k8s.io", "default"),
+    ("create", "leases.coordination.k8s.io", NAMESPACE),
+    ("update", "leases.coordination.k8s.io/everstep-operator", NAMESPACE),
+]
+DENIED = [
+    ("get", "secrets", "default"),
+    ("list", "secrets", NAMESPACE),
+    ("get", "configmaps", "default"),
+    ("patch", "trainingjobs.everstep.dev", "default"),
+    ("create", "trainingjobs.everstep.dev", "default"),
+    ("patch", "pods", "default"),
+    ("create", "pods:exec", "default"),
+    ("get", "pods:log", "default"),
+    ("delete", "nodes", "default"),
+    ("create", "serviceaccounts:token", "default"),
+    ("impersonate", "users", "default"),
+    ("create", "clusterrolebindings.rbac.authorization.k8s.io", "default"),
+    ("update", "leases.coordination.k8s.io/everstep-operator", "default"),
+    ("update", "leases.coordination.k8s.io/other", NAMESPACE),
+]
+
+
+@pytest.mark.parametrize(("verb", "resource", "namespace"), ALLOWED)
+def test_operator_may_do_what_it_does(granted: Any, verb: str, resource: str, namespace: str) -> None:
+    assert _may(granted, verb, resource, namespace)
+
+
+@pytest.mark.parametrize(("verb", "resource", "namespace"), DENIED)
+def test_operator_may_do_nothing_else(granted: Any, verb: str, resource: str, namespace: str) -> None:
+    assert not _may(granted, verb, resource, namespace)
+
+
+def test_all_that_the_chart_renders_is_accepted_by_the_api_server(granted: Any, helm: Any) -> None:
+    manifest = helm("template", "everstep", "-n", NAMESPACE).stdout
+    flags = ("--dry-run=server", "--server-side", "--force-conflicts", "--validate=strict")
+    done = granted.kubectl("apply", *flags, "-f", "-", input=manifest)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr.strip(), "no warnings"
+
+
+def test_default_chart_runs_two_operators_that_a_dead_node_cannot_hold(helm: Any) -> None:
+    objects = _objects(helm)
+    deployment = _only(objects, "Deployment")["spec"]
+    pod = deployment["template"]["spec"]
+    assert deployment["replicas"] == 2
+    held = {t["key"]: t["tolerationSeconds"] for t in pod["tolerations"]}
+    assert held == {"node.kubernetes.io/not-ready": 5, "node.kubernetes.io/unreachable": 5}
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    assert _only(objects, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+
+
+def test_workers_report_to_the_service_of_the_release(helm: Any) -> None:
+    objects = _objects(helm)
+    service = _only(objects, "Service")["metadata"]
+    (container,) = _only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert env["EVERSTEP_REPORT_URL"] == f"http://{service['name']}.{service['namespace']}.svc"
+
+
+def test_operator_reads_the_settings_that_the_chart_writes(helm: Any) -> None:
+    from everstep_operator.settings import OperatorSettings  # noqa: PLC0415  # only this test needs the operator
+
+    flags = (
+        "--set",
+        "leaseSeconds=9",
+        "--set",
+        "logLevel=debug",
+        "--set-json",
+        'policy.checkpointUrlPrefixes=["s3://a/"]',
+    )
+    (container,) = _only(_objects(helm, *flags), "Deployment")["spec"]["template"]["spec"]["containers"]
+    settings = OperatorSettings.from_env({v["name"]: v.get("value", "x") for v in container["env"]})
+    assert (settings.lease_seconds, settings.log_level, settings.port) == (9, "DEBUG", 8080)
+    assert settings.checkpoint_url_prefixes == ("s3://a/",)
+
+
+def test_one_replica_has_no_disruption_budget_that_blocks_drains(helm: Any) -> None:
+    assert "PodDisruptionBudget" not in {o["kind"] for o in _objects(helm, "--set", "replicas=1")}
+
+
+def test_uninstall_keeps_the_crd_and_its_jobs(helm: Any) -> None:
+    crd = _only(_objects(helm), "CustomResourceDefinition")
+    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert "CustomResourceDefinition" not in {o["kind"] for o in _objects(helm, "--set", "crds.install=false")}
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("replicas=0", "/replicas"),
+        ("replicas=two", "/replicas"),
+        ("leaseSeconds=1", "/leaseSeconds"),
+        ("logLevel=loud", "/logLevel"),
+        ("image.repository=", "/image/repository"),
+        ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
+        ("polcy.enabled=false", "polcy"),
+        ("policy.enabeld=false", "enabeld"),
+        ("policy.checkpointUrlPrefixes={s3://team}", "/policy/checkpointUrlPrefixes/0"),
+        ("policy.checkpointUrlPrefixes={/data}", "/policy/checkpointUrlPrefixes/0"),
+        ("policy.allowedCapabilities={sys_admin}", "/policy/allowedCapabilities/0"),
+        ("policy.allowedServiceAccounts={a'b}", "/policy/allowedServiceAccounts/0"),
+    ],
+)
+def test_wrong_value_is_refused_by_its_name(helm: Any, value: str, named: str) -> None:
+    done = helm("template", "everstep", "--set", value, expect_failure=True)
+    assert named in done.stderr
