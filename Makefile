@@ -30,3 +30,28 @@ lint: setup  ## ruff, mypy strict, import rules
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+unit: setup  ## tests that need no server
+	$(BIN)/pytest tests/unit tests/worker tests/model -m "not s3 and not apiserver and not kind"
+
+# Fast ones first, so that a mistake shows within a minute; then servers; then nodes. Nothing is skipped silently: -ra
+# prints each skip with its reason.
+test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
+	$(BIN)/pytest -x tests/unit
+	$(BIN)/pytest -x tests/worker tests/model tests/apiserver
+	$(BIN)/pytest tests/cluster tests/e2e
+
+e2e: setup  ## the scenarios on a real cluster with nodes
+	$(BIN)/pytest tests/e2e
+
+bench: setup  ## every benchmark, briefly
+	@for script in benchmarks/bench_*.py; do $(BIN)/python $$script --quick || exit 1; done
+
+cluster-up: ## the test cluster: kind with a control plane and two workers (see tests/cluster/README.md)
+	$(PYTHON) tests/cluster/cluster.py up
+
+cluster-down: ## take the test cluster down
+	$(PYTHON) tests/cluster/cluster.py down
+
+clean:  ## remove what make made inside the checkout
+	rm -rf $(VENV) .venv.stamp .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist

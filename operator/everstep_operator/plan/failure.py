@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from everstep.contract import exit_codes
+from everstep.contract import exit_codes, redact
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
 
@@ -153,21 +153,28 @@ class _Record:
 
 
 def _record(message: str | None) -> _Record | None:
-    """The first process's own word, if it left one. The message is untrusted text: anything odd is ignored."""
-    for line in (message or "")[:MAX_MESSAGE].splitlines():
-        if not line.startswith('{"everstep"'):
-            continue
-        try:
-            body = json.loads(line)
-            return _Record(
-                exit_code=int(body["exit_code"]) & 0xFF,
-                text=str(body["error"])[:500],
-                peer_lost=bool(_PEER_LOST.search(str(body["error"])[:2000])),
-                lines=tuple(str(text)[:500] for text in list(body.get("lines", ()))[-20:]),
-            )
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return None
+    """The word of the process that failed first; of several, one that does not blame a peer.
+
+    The message is untrusted text: anything odd in it is ignored.
+    """
+    found = [r for line in (message or "")[:MAX_MESSAGE].splitlines() if (r := _record_of(line)) is not None]
+    return min(found, key=lambda r: r.peer_lost, default=None)
+
+
+def _record_of(line: str) -> _Record | None:
+    if not line.startswith('{"everstep"'):
+        return None
+    try:
+        body = json.loads(line)
+        error = str(body["error"])[:2000]
+        return _Record(
+            exit_code=int(body["exit_code"]) & 0xFF,
+            text=redact.text(error)[:500],
+            peer_lost=bool(_PEER_LOST.search(error)),
+            lines=tuple(redact.text(str(text)[:500]) for text in list(body.get("lines", ()))[-20:]),
+        )
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 def _process_exit_code(exit_: Exit) -> int:
@@ -207,4 +214,4 @@ def _describe(exit_: Exit, code: int) -> str:
 
 def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
     text = [line[:500] for line in (message or "")[:MAX_MESSAGE].splitlines() if line.strip()]
-    return tuple(text[-lines:])
+    return tuple(redact.text(line) for line in text[-lines:])

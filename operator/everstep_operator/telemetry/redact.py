@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-HIDDEN = "[redacted]"
+from everstep.contract.redact import HIDDEN, text
+
 MAX_DEPTH = 6
 MAX_ITEMS = 64
 
@@ -17,30 +18,9 @@ _KEY = re.compile(
     r"token|secret|passw(or)?d|passphrase|credential|authorization|cookie|api[-_]?key|access[-_]?key|private[-_]?key",
     re.IGNORECASE,
 )
-# Each pattern keeps its first group, so that the reader still sees what was hidden.
-_SHAPES = (
-    re.compile(r"(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE),
-    re.compile(r"()\beyJ[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]*"),  # JWT, as every service-account token
-    re.compile(r"(://[^/\s:@]{0,100}:)[^/\s@]{1,200}(?=@)"),  # scheme://user:password@host
-    re.compile(r"()\bAKIA[0-9A-Z]{16}\b"),
-    re.compile(r"([?&]X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s]+", re.IGNORECASE),
-    re.compile(
-        r"""((?:token|secret|passw(?:or)?d|secret_access_key|api_key)["']?\s{0,3}[=:]\s{0,3}["']?)[^\s"',;&}\]]{1,4096}""",
-        re.IGNORECASE,
-    ),
-)
-
-
 def secret_key(name: str) -> bool:
     """Whether a field of this name holds something that must not be shown."""
     return _KEY.search(name) is not None
-
-
-def text(value: str) -> str:
-    """The text with every credential of a known shape hidden."""
-    for shape in _SHAPES:
-        value = shape.sub(rf"\1{HIDDEN}", value)
-    return value
 
 
 def value(item: object, depth: int = 0) -> object:

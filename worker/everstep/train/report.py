@@ -23,6 +23,7 @@ from typing import Any
 
 from everstep.contract import env
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS, Phase, Report
+from everstep.train import termination
 from everstep.train.post import PostError, Refused, post
 
 log = logging.getLogger("everstep.report")
@@ -145,8 +146,10 @@ class Reporter:
                     self.save_failed(fields.get("step"), fields.get("error", "unknown error"))
                 case "stepped-over":
                     self._damaged(fields["n"], fields.get("error", ""))
+                case "fenced" | "unusable":
+                    # These end the process: with an exit code of their own, and with their reason where it is read.
+                    termination.write_error(fields["error"])
                 case _:
-                    # "fenced" ends the process with its own exit code, which the operator sees on the pod.
                     log.debug("no report for checkpoint event %r", kind)
 
     def _damaged(self, n: int, error: object) -> None:
@@ -334,6 +337,7 @@ def default_reporter() -> Reporter:
     with _default_lock:
         if _default is None:
             _default = Reporter.from_env()
+            termination.install()
             atexit.register(_default.flush, FLUSH_SECONDS)
         return _default
 

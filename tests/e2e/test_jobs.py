@@ -1,0 +1,78 @@
+"""What needs more than one job, or none left: two jobs at once, deletion, and what kubectl shows."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+
+import pytest
+from driver import Job, wait_for
+
+pytestmark = [pytest.mark.kind, pytest.mark.timeout(420)]
+
+
+def test_two_jobs_of_one_name_disturbed_apart_do_not_meet(new_job: Callable[..., Job]) -> None:
+    first, second = new_job(), new_job()
+    assert first.name == second.name
+    for job in (first, second):
+        job.apply(workers=2, steps=300, pause=0.05, every=20)
+    for job in (first, second):
+        job.until_step(20, "checkpoint.lastCommittedStep")
+    first.delete_pod(0)
+    first.until_recovered()
+    for job in (first, second):
+        job.until_complete()
+        job.expect_undisturbed()
+    first.expect_restarts("infrastructure", 1)
+    second.expect_restarts("total", 0)
+
+
+def test_running_job_deleted_leaves_nothing_behind(new_job: Callable[..., Job]) -> None:
+    job = new_job()
+    job.apply(workers=2, steps=2000, pause=0.05, every=20)
+    job.until_step(20, "checkpoint.lastCommittedStep")
+    job.kubectl("delete", "tjob", job.name, "--timeout=60s")
+
+    def left() -> list[str]:
+        kinds = "pods,services,endpoints,configmaps,secrets,leases,poddisruptionbudgets,persistentvolumeclaims"
+        items = json.loads(job.kubectl("get", kinds, "-o", "json"))["items"]
+        ours = {"kube-root-ca.crt", "s3-credentials"}
+        return [f"{i['kind']}/{i['metadata']['name']}" for i in items if i["metadata"]["name"] not in ours]
+
+    wait_for("everything of the job is gone", lambda: not left(), 60)
+    # And the name is free at once: the new job is a new one, over the same commits.
+    again = Job(job.cluster, job.namespace, job.name)
+    again.apply(workers=2, steps=250, pause=0.0, every=50)
+    again.until_complete()
+    again.expect_samples()
+
+
+def test_kubectl_get_and_describe_read_as_designed(new_job: Callable[..., Job]) -> None:
+    job = new_job(name=f"look-{secrets.token_hex(2)}")
+    job.apply(workers=2, steps=400, pause=0.05, every=20)
+    job.until_step(20, "checkpoint.lastCommittedStep")
+    head, row = job.kubectl("get", "tjob").splitlines()
+    columns = dict(zip(head.split(), row.split(), strict=False))
+    assert head.split() == [
+        "NAME",
+        "STATUS",
+        "READY",
+        "DESIRED",
+        "MIN",
+        "MAX",
+        "STEP",
+        "CKPT",
+        "RESTARTS",
+        "GOODPUT",
+        "AGE",
+    ]
+    assert (columns["NAME"], columns["STATUS"], columns["READY"], columns["DESIRED"]) == (job.name, "Running", "2", "2")
+    wide = job.kubectl("get", "tjob", "-o", "wide").splitlines()[0].split()
+    assert wide[-4:] == ["ROUND", "LAST-FAILURE", "ETA", "IMAGE"]
+    job.delete_pod(1)
+    job.until_recovered()
+    text = job.kubectl("describe", "tjob", job.name)
+    for part in ("WorkerLost", "PodDeleted", "WorkerReplaced", "WorldFormed", "Lost Steps", "Rung:"):
+        assert part in text, text
+    job.until_complete()
