@@ -1,0 +1,227 @@
+"""How long a job on a real cluster stands still after each fault, and what a stock set-up of Kubernetes does.
+
+    python benchmarks/recovery_kind.py [--quick] [--json PATH] [--samples N] [--only FAULT …]
+
+One job a fault: it is hit again and again while it trains. From the moment of the fault to the next optimizer step of
+every rank: `detect` (to the operator's notice, from the event it writes), `rendezvous` (to the restore of the slowest
+rank: deletes, pod starts, two imports of torch, c10d), `restore`, `first step`. The peer is an Indexed Job with stock
+torchrun (c10d, its defaults, restarts in place), the same script, image and cluster, hit by the same pod delete; what
+it does not recover from within its limit counts as that limit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "cluster"), str(ROOT / "tests" / "e2e")]
+import itertools
+
+from driver import Job, ScenarioError, wait_for
+from figures import Better, Figure, finish, parser, spread
+from install import install
+from testcluster import handle
+from testcluster.handle import Cluster
+
+SAMPLES = 10
+STEPS = 1_000_000
+PEER_LIMIT = 150.0  # seconds; as long as a person would look on
+STEP_LINE = re.compile(r"^(\S+) step=(\d+) ", re.MULTILINE)
+
+
+@contextmanager
+def running(cluster: Cluster, workers: int = 2) -> Iterator[Job]:
+    """A job that trains until it is taken away."""
+    job = Job(cluster, f"bench-{secrets.token_hex(3)}")
+    job.prepare()
+    try:
+        job.apply(workers=workers, steps=STEPS, pause=0.05, every=20)
+        job.until_step(20, "checkpoint.lastCommittedStep")
+        yield job
+    finally:
+        job.remove()
+
+
+def noticed_at(job: Job) -> float:
+    """When the operator wrote that a worker was lost, in seconds since the epoch; same machine, same clock."""
+
+    def newest() -> float | None:
+        items = json.loads(job.kubectl("get", "events.events.k8s.io", "-o", "json"))["items"]
+        times = [datetime.fromisoformat(e["eventTime"]).timestamp() for e in items if e["reason"] == "WorkerLost"]
+        recent = [t for t in times if t >= job.injected_at]
+        return max(recent) if recent else None
+
+    found = wait_for("the WorkerLost event", newest, 20)
+    assert found is not None
+    return found
+
+
+def sample(job: Job, fault: Callable[[], object]) -> dict[str, float]:
+    """One fault, in seconds by part."""
+    fault()
+    record = job.until_recovered()
+    parts = {
+        "detect": max(0.0, noticed_at(job) - job.injected_at),
+        "rendezvous": record["rendezvousMs"] / 1000,
+        "restore": record["restoreMs"] / 1000,
+        "first_step": record["firstStepMs"] / 1000,
+    }
+    parts["total"] = sum(parts.values())
+    parts["lost_steps"] = record.get("lostSteps", 0)
+    return parts
+
+
+def settle(job: Job) -> None:
+    """Nodes are back, and at least one commit was made since the last fault."""
+    job.start_nodes()
+    committed = job.status()["checkpoint"].get("lastCommittedStep", 0)
+    job.until_step(committed + 20, "checkpoint.lastCommittedStep")
+
+
+def operator_dies_too(job: Job) -> None:
+    job.delete_pod(1)
+    job.until_lost()
+    job.kill_operator()
+
+
+FAULTS: dict[str, Callable[[Job], object]] = {
+    "delete-worker-1": lambda job: job.delete_pod(1),
+    "delete-worker-0": lambda job: job.delete_pod(0),
+    "kill-process": lambda job: job.kill_process(1),
+    "kill-torchrun": lambda job: job.kill_torchrun(0),
+    "operator-killed-during-recovery": operator_dies_too,
+    "kill-node": lambda job: job.kill_node_of(1),
+}
+
+
+def measure(cluster: Cluster, name: str, samples: int) -> list[Figure]:
+    """`samples` faults of one kind against one job."""
+    taken: list[dict[str, float]] = []
+    with running(cluster) as job:
+        for number in range(samples):
+            taken.append(sample(job, lambda: FAULTS[name](job)))
+            print(f"{name} {number + 1}/{samples}: {json.dumps(taken[-1])}", file=sys.stderr, flush=True)
+            settle(job)
+    figures = spread(f"{name}.total", [t["total"] for t in taken], "s")
+    for part in ("detect", "rendezvous", "restore", "first_step", "lost_steps"):
+        ordered = sorted(t[part] for t in taken)
+        unit = "steps" if part == "lost_steps" else "s"
+        figures.append(Figure(f"{name}.{part}.p50", ordered[len(ordered) // 2], unit, Better.LOWER, len(ordered)))
+    return figures
+
+
+def store_restart(cluster: Cluster, samples: int) -> list[Figure]:
+    """The store's death must not stop training: the longest time without a new step, from the rank's own log."""
+    gaps = []
+    with running(cluster) as job:
+        for _ in range(samples):
+            began = time.time()
+            job.restart_store()
+            wait_for("the store is back", lambda: store_ready(cluster), 60)
+            settle(job)
+            times = [t for t, _ in steps_seen(job) if t >= began - 2]
+            gaps.append(max(b - a for a, b in itertools.pairwise(times)))
+            print(f"store-restarted: longest time for 10 steps {gaps[-1]:.2f} s", file=sys.stderr, flush=True)
+    return spread("store-restarted.longest_10_steps", gaps, "s")
+
+
+def store_ready(cluster: Cluster) -> bool:
+    done = cluster.kubectl("-n", "s3", "get", "deploy", "s3", "-o", "jsonpath={.status.readyReplicas}")
+    return str(done.stdout).strip() == "1"
+
+
+def steps_seen(job: Job) -> list[tuple[float, int]]:
+    """(time, step) of every progress line of every pod, in order of time."""
+    found = []
+    for pod in job.pods():
+        log = job.kubectl("logs", pod["metadata"]["name"], "-c", "worker", "--timestamps", "--tail=2000", check=False)
+        found += [(datetime.fromisoformat(t[:26] + "+00:00").timestamp(), int(s)) for t, s in STEP_LINE.findall(log)]
+    return sorted(found)
+
+
+def peer_manifest(job: Job) -> dict[str, object]:
+    """An Indexed Job that runs stock torchrun with its defaults; pods come back under the same host name."""
+    template = job.manifest(2, STEPS, 0.05, 20)["spec"]["template"]
+    worker = template["spec"]["containers"][0]
+    rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--max-restarts=100"]
+    rendezvous += [f"--rdzv-id={job.namespace}", "--rdzv-endpoint=peer-0.peer:29400"]
+    worker["command"] = ["torchrun", *rendezvous, *worker["command"][1:]]
+    worker["env"] = [
+        {"name": "EVERSTEP_CHECKPOINT_URL", "value": f"{job.url}-peer"},
+        {"name": "EVERSTEP_CHECKPOINT_EVERY_STEPS", "value": "20"},
+    ]
+    worker["envFrom"] = [{"secretRef": {"name": "s3-credentials"}}]
+    template["metadata"] = {"labels": {"everstep.dev/job": job.name, "peer": "yes"}}
+    template["spec"] |= {"restartPolicy": "Never", "subdomain": "peer", "terminationGracePeriodSeconds": 1}
+    spec = {"completions": 2, "parallelism": 2, "completionMode": "Indexed", "backoffLimit": 1000, "template": template}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "peer"}, "spec": spec}
+
+
+def peer(cluster: Cluster, samples: int) -> list[Figure]:
+    """The same pod delete against the stock set-up; a fresh job each time, as it may never come back."""
+    figures = []
+    for index in (1, 0):
+        taken = []
+        for _ in range(samples):
+            taken.append(peer_sample(cluster, index))
+            print(f"peer delete-worker-{index}: {taken[-1]:.1f} s", file=sys.stderr, flush=True)
+        figures += spread(f"peer-stock-torchrun.delete-worker-{index}.total", taken, "s")
+    return figures
+
+
+def peer_sample(cluster: Cluster, index: int) -> float:
+    job = Job(cluster, f"bench-{secrets.token_hex(3)}")
+    job.prepare()
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "peer"},
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"peer": "yes"}},
+    }
+    try:
+        for manifest in (service, peer_manifest(job)):
+            job.kubectl("apply", "-f", "-", input=json.dumps(manifest))
+        wait_for("the peer trains", lambda: any(step >= 60 for _, step in steps_seen(job)), 120, poll=1)
+        (pod,) = job.pods(f"batch.kubernetes.io/job-completion-index={index}")
+        began = time.time()
+        job.kubectl("delete", "pod", pod["metadata"]["name"], "--force", "--grace-period=0")
+        # Steps that a survivor still prints while the pod is dying are not a recovery.
+        quiet = began + 3
+        wait_for("the peer goes on", lambda: any(t > quiet for t, _ in steps_seen(job)), PEER_LIMIT, poll=1)
+        return min(t for t, _ in steps_seen(job) if t > quiet) - began
+    except ScenarioError:
+        return PEER_LIMIT
+    finally:
+        job.remove()
+
+
+def main() -> int:
+    p = parser(__doc__)
+    p.add_argument("--samples", type=int, default=SAMPLES, help="faults of each kind")
+    p.add_argument("--only", nargs="*", choices=[*FAULTS, "store-restarted", "peer"], help="these alone")
+    args = p.parse_args()
+    samples = 1 if args.quick else args.samples
+    chosen = args.only or (["delete-worker-1"] if args.quick else [*FAULTS, "store-restarted", "peer"])
+    cluster = handle.obtain()
+    install(cluster)
+    figures: list[Figure] = []
+    for name in chosen:
+        if name == "peer":
+            figures += peer(cluster, max(1, samples // 3))
+        elif name == "store-restarted":
+            figures += store_restart(cluster, samples)
+        else:
+            figures += measure(cluster, name, samples)
+    return finish(figures, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
