@@ -203,7 +203,7 @@ async def test_silent_watch_is_given_up_and_listed_anew(bench: Bench) -> None:
     bench.server.silent = False
     await bench.clock.advance(3)
     assert bench.names() == ["a"]
-    assert "no event and no bookmark" in str(bench.informer.last_error)
+    assert "no event, bookmark or end" in str(bench.informer.last_error)
 
 
 async def test_unreachable_server_keeps_the_cache_and_backs_off(bench: Bench) -> None:

@@ -5,8 +5,9 @@ gone (410) or that stays silent longer than bookmarks allow is replaced by a new
 yields every delete that was missed. Errors never end `run` and never empty the cache: while the server is away, readers
 keep the last known state. Handlers are synchronous and must not block: they put keys on a queue.
 
-Bookmarks: a server sends one a minute and one just before it ends a watch, so `watch_seconds` (how long one watch
-lasts) bounds the silence of a healthy stream, and `silence_seconds` is that plus slack.
+Silence: a server sends a bookmark a minute and one just before it ends a watch, but none at all (seen with 1.34) while
+nothing of the resource changed since its start. What bounds the silence of a healthy stream is that the server ends it
+after `watch_seconds`; `silence_seconds` is that plus slack.
 """
 
 import asyncio
@@ -157,7 +158,7 @@ class Informer(Generic[T]):
                 left = self._heard + self._timing.silence_seconds - self._clock.monotonic()
                 if left <= 0:
                     raise ConnectionFailed(
-                        f"no event and no bookmark for {self._timing.silence_seconds:g} s; listing again",
+                        f"no event, bookmark or end for {self._timing.silence_seconds:g} s; listing again",
                         where=f"watch {self._resource.plural}",
                     )
                 timer = asyncio.ensure_future(self._clock.sleep(left))
