@@ -43,12 +43,12 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, *, single_com
 
 def _fsspec(url: str, scheme: str, options: Mapping[str, Any] | None, single_committer: bool) -> ObjectStore:
     try:
-        from fsspec.registry import known_implementations  # noqa: PLC0415  only remote URLs pay for fsspec's import
+        from fsspec.registry import known_implementations, registry  # noqa: PLC0415  only remote URLs pay for fsspec's import
 
         from everstep.storage.fsspec_store import CONDITIONAL, FsspecStore  # noqa: PLC0415
     except ImportError as e:
         raise StoreUnusable(f"{url}: fsspec is missing; install everstep[worker]") from e
-    if scheme not in known_implementations:
+    if scheme not in known_implementations and scheme not in registry:
         raise StoreUnusable(f"{url}: unknown scheme {scheme!r}. Known: file, s3, gs, az and every other fsspec scheme")
     if scheme not in CONDITIONAL and not single_committer:
         raise StoreUnusable(

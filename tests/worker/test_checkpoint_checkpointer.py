@@ -1,0 +1,406 @@
+"""The Checkpointer as a script uses it: what blocks, what raises, what is reported, and who may write."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+import everstep
+from everstep.checkpoint import CheckpointError, SaveFailed, UnsupportedVersion
+from everstep.checkpoint.rounds import known_round
+from everstep.checkpoint.writer import Committed, Skipped
+from everstep.contract import env
+from everstep.storage import MemoryStore, ObjectStore, RetryableError, RetryingStore, RetryPolicy, StoreUnusable
+from everstep.storage import open_store as plain_store
+from everstep.storage.faults import Delay, Fail, FaultStore, LoseResponse
+
+
+class Gate(MemoryStore):
+    """A store whose writes of shards wait until the test opens the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def put(self, name: str, data: Any) -> None:
+        assert self.gate.wait(30)
+        super().put(name, data)
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"w": torch.full((1000,), value)}
+
+
+def begun(store: ObjectStore, events: Any = None, **options: Any) -> everstep.Checkpointer:
+    checkpointer = everstep.Checkpointer(store=store, on_event=events or (lambda kind, **_: None), **options)
+    checkpointer.restore(state())
+    return checkpointer
+
+
+def value_in(store: ObjectStore) -> tuple[int | None, set[float]]:
+    into = state()
+    step = everstep.Checkpointer(store=store).restore(into)
+    return step, set(into["w"].tolist())
+
+
+def test_script_that_saves_and_restores_goes_on_where_it_was(url: str, events: Any) -> None:
+    with everstep.Checkpointer(url, every_steps=2, on_event=events) as checkpointer:
+        assert checkpointer.restore(state()) is None
+        for step in range(1, 6):
+            if checkpointer.should_save(step):
+                checkpointer.save(step, state(float(step))).wait(60)
+    into = state()
+    again = everstep.Checkpointer(url, on_event=events)
+    assert again.restore(into) == 4
+    assert set(into["w"].tolist()) == {4.0}
+    found = again.latest()
+    assert found is not None
+    assert (found.step, found.world_size) == (4, 1)
+    assert [f["step"] for f in events.of("committed")] == [2, 4]
+    assert [f["step"] for f in events.of("restored")] == [None, 4]
+    assert abs(events.of("committed")[0]["at"] - time.time()) < 60
+
+
+def test_parameters_that_change_during_the_write_do_not_reach_the_checkpoint() -> None:
+    # Case 82.
+    store = Gate()
+    checkpointer = begun(store)
+    live = state(1.0)
+    handle = checkpointer.save(1, live)
+    live["w"].fill_(2.0)
+    store.gate.set()
+    handle.wait(30)
+    assert value_in(store) == (1, {1.0})
+
+
+def test_save_while_one_is_in_flight_is_skipped_and_reported_and_training_is_not_blocked(events: Any) -> None:
+    # Case 81.
+    store = Gate()
+    checkpointer = begun(store, events, every_steps=1)
+    handle = checkpointer.save(1, state(1.0))
+    started = time.monotonic()
+    assert checkpointer.should_save(2) is False
+    skipped = checkpointer.save(3, state(3.0))
+    assert time.monotonic() - started < 1.0
+    assert isinstance(skipped.outcome, Skipped)
+    with pytest.raises(SaveFailed, match="still in flight"):
+        skipped.wait()
+    assert [f["step"] for f in events.of("save-skipped")] == [2, 3]
+    store.gate.set()
+    assert isinstance(handle.wait(30), Committed)
+    assert checkpointer.should_save(4) is True
+    checkpointer.save(4, state(4.0)).wait(30)
+    assert value_in(store) == (4, {4.0})
+
+
+def test_wait_that_runs_out_says_so_and_the_save_goes_on() -> None:
+    store = Gate()
+    checkpointer = begun(store)
+    handle = checkpointer.save(1, state(1.0))
+    with pytest.raises(TimeoutError, match="step 1"):
+        handle.wait(0.01)
+    assert checkpointer.wait(0.01) is False
+    store.gate.set()
+    assert checkpointer.wait(30) is True
+    assert handle.done()
+
+
+def test_failed_save_is_reported_and_the_next_one_works(events: Any) -> None:
+    # Case 80, second half: later trouble never stops training.
+    inner = MemoryStore()
+    checkpointer = begun(inner, events)
+    checkpointer.close()
+    faulty = FaultStore(inner)
+    checkpointer = begun(faulty, events)
+    faulty._faults = {len(faulty.calls): Fail(StoreUnusable("403 from now on"))}
+    handle = checkpointer.save(1, state(1.0))
+    with pytest.raises(SaveFailed, match="403 from now on"):
+        handle.wait(30)
+    assert [f["step"] for f in events.of("save-failed")] == [1]
+    checkpointer.save(2, state(2.0)).wait(30)
+    assert value_in(inner) == (2, {2.0})
+
+
+def test_lost_response_at_any_call_of_a_save_changes_nothing() -> None:
+    # Case 71.
+    counted = FaultStore(MemoryStore())
+    begun(counted).save(1, state(1.0)).wait(30)
+    for number in range(len(counted.calls)):
+        inner = MemoryStore()
+        store = RetryingStore(FaultStore(inner, {number: LoseResponse()}), sleep=lambda _: None)
+        checkpointer = begun(store)
+        checkpointer.save(1, state(1.0)).wait(30)
+        assert value_in(inner) == (1, {1.0})
+        assert sum(name.startswith("log/") for name in inner.objects) == 3, counted.calls[number]
+
+
+def test_older_writer_is_fenced_by_a_newer_one_at_its_next_save(url: str, events: Any) -> None:
+    # Case 78.
+    old = everstep.Checkpointer(url, every_steps=1, on_event=events)
+    old.restore(state())
+    old.save(1, state(1.0)).wait(60)
+    new = everstep.Checkpointer(url)
+    assert new.restore(state()) == 1
+    with pytest.raises(everstep.Fenced, match="opened the log") as raised:
+        old.save(2, state(2.0)).wait(60)
+    assert raised.value.exit_code == 84
+    for call in (lambda: old.should_save(3), lambda: old.save(3, state(3.0)), old.close):
+        with pytest.raises(everstep.Fenced):
+            call()
+    assert len(events.of("fenced")) == 1
+    new.save(2, state(20.0)).wait(60)
+    assert value_in(plain_store(url)) == (2, {20.0})
+
+
+def job(monkeypatch: pytest.MonkeyPatch, round: int, pod: str, uid: str = "uid-1") -> None:
+    monkeypatch.setenv(env.ROUND, str(round))
+    monkeypatch.setenv(env.POD_NAME, pod)
+    monkeypatch.setenv(env.JOB_UID, uid)
+
+
+@pytest.fixture
+def own_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each pod has a /tmp of its own."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def test_pod_of_an_older_round_cannot_take_the_log_back(monkeypatch: pytest.MonkeyPatch, own_tmp: None) -> None:
+    store = MemoryStore()
+    job(monkeypatch, 2, "w0-1")
+    begun(store)
+    job(monkeypatch, 1, "w1-0")
+    with pytest.raises(everstep.Fenced, match="round 1 is older than round 2"):
+        begun(store)
+
+
+def test_pod_that_was_part_of_a_newer_round_remembers_it(monkeypatch: pytest.MonkeyPatch, own_tmp: None) -> None:
+    from everstep.checkpoint.rounds import remember_round  # noqa: PLC0415
+
+    job(monkeypatch, 1, "w1-0")
+    remember_round(3)
+    assert known_round() == 3
+    job(monkeypatch, 1, "w2-0")
+    assert known_round() == 1
+
+
+def test_commits_beyond_keep_are_deleted_and_the_kept_ones_are_whole(url: str) -> None:
+    store = plain_store(url)
+    for first in (1, 4):
+        with everstep.Checkpointer(url, keep=2) as checkpointer:
+            checkpointer.restore(state())
+            for step in range(first, first + 3):
+                checkpointer.save(step, state(float(step))).wait(60)
+    assert len({i.name.split("/")[1] for i in store.list("data/")}) == 2
+    assert len(store.list("log/")) == 8
+    newest = next(i.name for i in reversed(store.list("data/")))
+    store.delete(newest)
+    assert value_in(store) == (5, {5.0})
+
+
+def test_clean_up_that_fails_does_not_fail_the_save(events: Any) -> None:
+    class NoDelete(MemoryStore):
+        def delete(self, name: str) -> None:
+            raise StoreUnusable("403: deleting is not allowed")
+
+    store = NoDelete()
+    with begun(store, events, keep=1) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state(float(step))).wait(30)
+            checkpointer.wait()
+    assert [f["step"] for f in events.of("committed")] == [1, 2, 3]
+    assert events.of("save-failed") == []
+
+
+def test_newer_format_in_the_log_is_an_error_that_says_so() -> None:
+    import xxhash  # noqa: PLC0415
+
+    store = MemoryStore()
+    line = json.dumps({"version": 2, "n": 0}).encode()
+    store.create(
+        "log/000000000000.json", line + b'\n{"xxh3_128":"' + xxhash.xxh3_128_hexdigest(line).encode() + b'"}\n'
+    )
+    with pytest.raises(UnsupportedVersion, match="newer everstep"):
+        begun(store)
+
+
+def test_missing_bucket_fails_before_the_first_step_with_its_exit_code(s3_url: str) -> None:
+    # Case 80, first half.
+    started = time.monotonic()
+    with pytest.raises(everstep.StoreUnusable, match="bucket") as raised:
+        everstep.Checkpointer("s3://everstep-no-such-bucket/run").restore(state())
+    assert raised.value.exit_code == 85
+    assert time.monotonic() - started < 10
+
+
+def test_wrong_keys_fail_before_the_first_step(s3_url: str) -> None:
+    with pytest.raises(everstep.StoreUnusable):
+        everstep.Checkpointer(s3_url, storage_options={"key": "wrong", "secret": "wrong"}).restore(state())
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "text"),
+    [
+        ({}, {}, "EVERSTEP_CHECKPOINT_URL"),
+        ({"url": "/tmp/x", "keep": 0}, {}, "keep=0"),
+        ({"url": "/tmp/x", "every_steps": -1}, {}, "every_steps=-1"),
+        ({"url": "/tmp/x"}, {env.CHECKPOINT_EVERY_SECONDS: "soon"}, "EVERSTEP_CHECKPOINT_EVERY_SECONDS='soon'"),
+    ],
+)
+def test_setting_that_is_wrong_is_named(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], variables: dict[str, str], text: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises((CheckpointError, StoreUnusable), match=text):
+        everstep.Checkpointer(**options)
+
+
+def test_settings_of_the_operator_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(env.CHECKPOINT_URL, str(tmp_path))
+    monkeypatch.setenv(env.CHECKPOINT_EVERY_STEPS, "5")
+    monkeypatch.setenv(env.CHECKPOINT_KEEP, "1")
+    with everstep.Checkpointer() as checkpointer:
+        checkpointer.restore(state())
+        due = []
+        for step in range(1, 11):
+            if checkpointer.should_save(step):
+                due.append(step)
+                checkpointer.save(step, state(float(step))).wait(30)
+    assert due == [5, 10]
+    assert len(plain_store(str(tmp_path)).list("data/")) == 1
+
+
+def test_save_is_due_when_the_seconds_have_passed_since_the_last() -> None:
+    checkpointer = begun(MemoryStore(), every_seconds=0.2)
+    assert checkpointer.should_save(1) is False
+    deadline = time.monotonic() + 10
+    step = 1
+    while not checkpointer.should_save(step := step + 1):
+        assert time.monotonic() < deadline
+    checkpointer.save(step, state(1.0)).wait(30)
+    assert checkpointer.should_save(step + 1) is False
+
+
+def test_hook_that_raises_does_not_fail_the_save() -> None:
+    def hook(kind: str, **fields: Any) -> None:
+        raise RuntimeError(kind)
+
+    assert isinstance(begun(MemoryStore(), hook).save(1, state(1.0)).wait(30), Committed)
+
+
+def test_slow_store_blocks_training_only_for_the_copy() -> None:
+    faulty = FaultStore(MemoryStore(), {n: Delay(0.5) for n in range(3, 20)})
+    checkpointer = begun(faulty)
+    started = time.monotonic()
+    handle = checkpointer.save(1, state(1.0))
+    blocked = time.monotonic() - started
+    assert isinstance(handle.wait(30), Committed)
+    assert blocked < 0.25 < time.monotonic() - started
+
+
+def test_s3_server_that_restarts_during_a_save_delays_it_and_loses_nothing(
+    s3_url: str, s3_server: Any, events: Any
+) -> None:
+    with everstep.Checkpointer(s3_url, on_event=events) as checkpointer:
+        checkpointer.restore(state())
+        checkpointer.save(1, state(1.0)).wait(60)
+        s3_server.kill()
+        try:
+            started = time.monotonic()
+            handle = checkpointer.save(2, state(2.0))
+            assert time.monotonic() - started < 1.0, "training waited for a dead store"
+            with pytest.raises(TimeoutError):
+                handle.wait(1.5)
+        finally:
+            s3_server.start()
+        assert isinstance(handle.wait(60), Committed)
+    assert events.of("save-failed") == []
+    assert value_in(plain_store(s3_url)) == (2, {2.0})
+
+
+def test_s3_server_that_stays_away_costs_the_save_and_nothing_else(s3_url: str, s3_server: Any, events: Any) -> None:
+    store = RetryingStore(plain_store(s3_url), RetryPolicy(first=0.05, most=0.2, outage=1.0))
+    checkpointer = begun(store, events)
+    checkpointer.save(1, state(1.0)).wait(60)
+    s3_server.kill()
+    try:
+        with pytest.raises(SaveFailed, match="gave up after"):
+            checkpointer.save(2, state(2.0)).wait(60)
+    finally:
+        s3_server.start()
+    assert [f["step"] for f in events.of("save-failed")] == [2]
+    checkpointer.save(3, state(3.0)).wait(60)
+    assert value_in(store) == (3, {3.0})
+
+
+def test_restore_from_a_store_that_is_away_is_retryable_and_not_unusable() -> None:
+    with pytest.raises(RetryableError):
+        begun(FaultStore(MemoryStore(), {0: Fail(RetryableError("503"))}))
+
+
+def test_closed_checkpointer_says_so() -> None:
+    checkpointer = begun(MemoryStore())
+    checkpointer.close()
+    checkpointer.close()
+    with pytest.raises(CheckpointError, match="closed"):
+        checkpointer.save(1, state())
+
+
+def test_world_of_several_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CheckpointError, match="init_process_group"):
+        begun(MemoryStore())
+    with pytest.raises(CheckpointError, match="rank=1 was passed"):
+        begun(MemoryStore(), world_size=1, rank=1)
+
+
+def test_store_without_conditional_create_needs_single_committer() -> None:
+    # fsspec's generic mode="create" looks first and writes then, so the probe alone would not find it out.
+    class LooksFirst(MemoryFileSystem):
+        protocol = "looks-first"
+        store: ClassVar[dict[str, Any]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+
+    fsspec.register_implementation("looks-first", LooksFirst, clobber=True)
+    with pytest.raises(StoreUnusable, match="single_committer"):
+        everstep.Checkpointer("looks-first://bucket/run")
+    with everstep.Checkpointer("looks-first://bucket/run", single_committer=True) as checkpointer:
+        checkpointer.restore(state())
+        checkpointer.save(1, state(1.0)).wait(30)
+        assert checkpointer.verify() == ()
+    assert value_in(plain_store("looks-first://bucket/run", single_committer=True)) == (1, {1.0})
+
+
+def test_import_is_quick_and_brings_no_torch() -> None:
+    code = (
+        "import sys, time; t = time.perf_counter(); import everstep; s = time.perf_counter() - t;"
+        "import everstep.checkpoint.log, everstep.contract.env;"
+        "print(s, any(m.split('.')[0] in ('torch', 'numpy', 'fsspec', 's3fs') for m in sys.modules))"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(3)
+    ]
+    assert {loaded for _, loaded in runs} == {"False"}
+    assert min(float(seconds) for seconds, _ in runs) < 0.030
+
+
+def test_forked_child_uses_the_store_with_a_connection_of_its_own(s3_url: str, in_child: Any) -> None:
+    store = plain_store(s3_url)
+    store.put("a", b"parent")
+
+    def body() -> None:
+        assert store.get("a") == b"parent"
+        store.put("b", str(os.getpid()).encode())
+
+    assert in_child(body, timeout=30) == 0
+    assert store.get("b") != str(os.getpid()).encode()
