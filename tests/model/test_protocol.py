@@ -15,6 +15,8 @@ from protocol.rules import ClusterRule, LogRule
 from protocol.whole import WholeModel
 
 LIMIT = 250_000
+# Exploration is bounded by states, not by time: seconds on a free machine, minutes on one that does much else.
+pytestmark = pytest.mark.timeout(600)
 OLD, NEW, OTHER = (1, "a"), (2, "a"), (1, "b")
 
 

@@ -60,6 +60,7 @@ def explore(model: Model[S], max_states: int, each: Callable[[S], str | None] | 
     # Only one state of each class is kept, so that the labels of a trace belong together.
     seen: set[Hashable] = {model.canonical(start)}
     found: list[_Node[S]] = [_Node(start, None, "start", 0)]
+    met: set[S] = {start}  # most transitions lead to a state that was met as it is: cheaper than its canonical form
     transitions = 0
     for node in found:  # grows while it is walked: this list is the queue
         wrong = model.violation(node.state) or (each(node.state) if each is not None else None)
@@ -67,6 +68,9 @@ def explore(model: Model[S], max_states: int, each: Callable[[S], str | None] | 
             return Report(len(found), transitions, node.depth, wrong, node.trace())
         for label, following in model.actions(node.state):
             transitions += 1
+            if following in met:
+                continue
+            met.add(following)
             key = model.canonical(following)
             if key not in seen:
                 seen.add(key)
