@@ -9,6 +9,7 @@ import copy
 import json
 import subprocess
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,19 @@ class Jobs:
         return self.get(name)
 
     def get(self, name: str) -> dict[str, Any]:
-        done = self.kubectl("get", "tjob", name, "-o", "json")
-        assert done.returncode == 0, done.stderr
-        return dict(json.loads(done.stdout))
+        return dict(json.loads(self.control_plane.get(self._path(name))))
 
     def exists(self, name: str) -> bool:
-        listed = self.kubectl("get", "tjob", "-o", "name")
-        assert listed.returncode == 0, listed.stderr
-        return f"trainingjob.everstep.dev/{name}" in listed.stdout.split()
+        try:
+            self.control_plane.get(self._path(name))
+        except urllib.error.HTTPError as e:
+            if e.code == 404:
+                return False
+            raise
+        return True
+
+    def _path(self, name: str) -> str:
+        return f"/apis/everstep.dev/v1alpha1/namespaces/{self.namespace}/trainingjobs/{name}"
 
     def patch(self, name: str, body: dict[str, Any], *flags: str) -> subprocess.CompletedProcess[str]:
         return self.kubectl("patch", f"tjob/{name}", *flags, "--type=merge", "-p", json.dumps(body))
