@@ -160,7 +160,7 @@ class Operator:
 async def _serve(settings: OperatorSettings) -> None:
     clock = SystemClock()
     metrics = Metrics()
-    async with HttpKubeClient(find_source(os.environ)) as client:
+    async with HttpKubeClient(find_source(os.environ), on_answer=metrics.api_request) as client:
         task = asyncio.create_task(Operator(client, settings, metrics, clock).run())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

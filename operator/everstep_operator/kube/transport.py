@@ -24,7 +24,14 @@ from everstep_operator.kube.client import (
     TokenReview,
     WatchEvent,
 )
-from everstep_operator.kube.errors import ConnectionFailed, Gone, RetryableError, ServerError, TooManyRequests
+from everstep_operator.kube.errors import (
+    ConnectionFailed,
+    Gone,
+    KubeError,
+    RetryableError,
+    ServerError,
+    TooManyRequests,
+)
 from everstep_operator.kube.framing import decode_event, decode_object, decode_page, split_lines
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.session import Request, Session, read_body
@@ -35,6 +42,9 @@ T = TypeVar("T", bound=KubeObject)
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 RESTARTED_LISTS = 3  # how often one list begins anew because its continue token expired
+
+
+OnAnswer = Callable[[str, str, str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,10 @@ class HttpKubeClient:
         limits: Limits = Limits(),
         rng: Callable[[], float] = random.random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        on_answer: OnAnswer | None = None,
     ) -> None:
+        """`on_answer(verb, resource, code, seconds)` is told of every request but watches; code "error": no answer."""
+        self._on_answer = on_answer
         self._session = Session(source, limits.connections)
         self._limits = limits
         self._rng = rng
@@ -268,14 +281,29 @@ class HttpKubeClient:
         request = replace(request, total=self._limits.request_seconds, connect=self._limits.connect_seconds)
         for attempt in range(self._limits.retries + 1):
             try:
-                async with self._session.send(request) as response:
-                    return await read_body(response, request.where)
+                return await self._once(request)
             except (TooManyRequests, ServerError, ConnectionFailed) as error:
                 delay = self._delay(error, attempt, safe=idempotent or isinstance(error, TooManyRequests))
                 if delay is None:
                     raise
                 await self._sleep(delay)
         raise AssertionError("the last attempt raises")
+
+    async def _once(self, request: Request) -> bytes:
+        began = asyncio.get_running_loop().time()
+        code = "error"
+        try:
+            async with self._session.send(request) as response:
+                body = await read_body(response, request.where)
+                code = str(response.status)
+                return body
+        except KubeError as error:
+            code = str(error.status) if error.status else "error"
+            raise
+        finally:
+            if self._on_answer is not None:
+                verb, _, rest = request.where.partition(" ")
+                self._on_answer(verb, rest.partition(" ")[0], code, asyncio.get_running_loop().time() - began)
 
     def _delay(self, error: RetryableError, attempt: int, *, safe: bool) -> float | None:
         """Seconds until the next try; None if there is none."""

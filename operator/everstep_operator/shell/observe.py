@@ -9,6 +9,8 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from everstep.contract import labels
+from everstep_operator.api.allowlist import checkpoint_url_refusal
+from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
 from everstep_operator.kube.wire import Condition, Node, Pod, Unstructured
 from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, WorkerPod
@@ -27,16 +29,25 @@ _STUCK = frozenset(
 )
 
 
-def job_view(obj: Unstructured) -> JobView:
-    """The job as types. Raises SpecError naming the field when it cannot be carried out."""
+def job_view(obj: Unstructured, checkpoint_url_prefixes: tuple[str, ...] = ()) -> JobView:
+    """The job as types. Raises SpecError naming the field when it cannot be carried out.
+
+    The chart's admission policy refuses a foreign checkpoint URL at the API server; a job that was stored before the
+    policy was there is refused here. No prefixes: this installation allows every URL.
+    """
     meta = obj.metadata
+    spec = parse_spec(obj.spec)
+    if spec.checkpoint is not None and checkpoint_url_prefixes:
+        refusal = checkpoint_url_refusal(spec.checkpoint.url, meta.namespace, checkpoint_url_prefixes)
+        if refusal is not None:
+            raise SpecError("spec.checkpoint.url", refusal.removeprefix("spec.checkpoint.url "))
     return JobView(
         namespace=meta.namespace,
         name=meta.name,
         uid=meta.uid,
         generation=meta.generation,
         resource_version=meta.resource_version,
-        spec=parse_spec(obj.spec),
+        spec=spec,
         status=parse_status(obj.status),
         created_at=meta.creation_timestamp or datetime.min,
         deleting=meta.deletion_timestamp is not None,

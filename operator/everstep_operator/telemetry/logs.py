@@ -14,6 +14,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from everstep.contract.redact import HIDDEN, text
 from everstep_operator.telemetry import redact
 
 MAX_TEXT = 8 * 1024  # characters of a message or field
@@ -33,13 +34,13 @@ class JsonFormatter(logging.Formatter):
             .replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "msg": redact.text(_message(record))[:MAX_TEXT],
+            "msg": text(_message(record))[:MAX_TEXT],
         }
         for key, item in record.__dict__.items():
             if key not in _STANDARD and key not in line:
-                line[key] = redact.HIDDEN if redact.secret_key(key) else _bounded(redact.value(item))
+                line[key] = HIDDEN if redact.secret_key(key) else _bounded(redact.value(item))
         if record.exc_info:
-            line["error"] = redact.text(self.formatException(record.exc_info))[-MAX_TRACE:]
+            line["error"] = text(self.formatException(record.exc_info))[-MAX_TRACE:]
         return json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=str)
 
 

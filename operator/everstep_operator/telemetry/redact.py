@@ -18,6 +18,8 @@ _KEY = re.compile(
     r"token|secret|passw(or)?d|passphrase|credential|authorization|cookie|api[-_]?key|access[-_]?key|private[-_]?key",
     re.IGNORECASE,
 )
+
+
 def secret_key(name: str) -> bool:
     """Whether a field of this name holds something that must not be shown."""
     return _KEY.search(name) is not None

@@ -75,7 +75,7 @@ class Report:
         if not isinstance(body, dict):
             raise MessageError("report is not a JSON object")
         try:
-            phase = Phase(body.get("phase"))
+            phase = Phase(str(body.get("phase")))
         except ValueError as e:
             raise MessageError(f"phase: {body.get('phase')!r} is not one of {[p.value for p in Phase]}") from e
         return cls(
