@@ -22,7 +22,7 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
     deleted = [a for a in plan.actions if isinstance(a, DeletePod)]
     if new.world.round < old.world.round:
         raise PlanError(f"round goes back from {old.world.round} to {new.world.round}")
-    if new.world.round > old.world.round and not (plan.publish and new.world.round == old.world.round + 1):
+    if new.world.round > old.world.round and not (plan.publish and new.world.round == names.next_round(snapshot)):
         raise PlanError(f"round {new.world.round} is not published as the successor of {old.world.round}")
     if lifecycle.is_finished(old) and (created or new != old):
         raise PlanError("a finished job is given pods or another status")
@@ -39,5 +39,5 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
         pod = ours.get(delete.uid)
         if pod is None or pod.name != delete.name:
             raise PlanError(f"{delete.name} ({delete.uid}) is not a pod of this job")
-        if not lifecycle.is_finished(new) and pod.round == new.world.round and pod.index < new.world.size:
-            raise PlanError(f"{delete.name} is a worker of the round that trains")
+        if not lifecycle.is_finished(new) and not names.is_over(snapshot.job.name, pod, new.world.round):
+            raise PlanError(f"{delete.name} is of round {pod.round}, which is not over in round {new.world.round}")

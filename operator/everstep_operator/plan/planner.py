@@ -26,6 +26,7 @@ from everstep_operator.plan.actions import Action, CreatePod, CreateService, Del
 from everstep_operator.plan.failure import Loss, losses, on_lost_node
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
 from everstep_operator.plan.status import Verdict
+from everstep_operator.plan.untrusted import harmless
 
 OUR_NAME = "everstep.dev/operator"
 # Survivors of a broken round hold nothing that the commit log does not; their accelerators are needed at once.
@@ -72,6 +73,7 @@ _Judgement = _Complete | _Failed | _NewRound | _Settling | _KeepRound
 
 def plan(snapshot: Snapshot) -> Plan:
     """Decide what to do about one job. Pure and total: every snapshot has a plan."""
+    snapshot = harmless(snapshot)
     job = snapshot.job
     if job.deleting:
         return Plan(job.status, reason="the job is being deleted; garbage collection removes what it owns")
@@ -89,7 +91,8 @@ def plan(snapshot: Snapshot) -> Plan:
             return _publish(snapshot, change)
         case _Settling(until, message):
             observed = _converged_status(snapshot, current)
-            return Plan(observed, requeue=Requeue(until, message), reason=message)
+            events = _converge_events(snapshot, observed)
+            return Plan(observed, (), events, Requeue(until, message), reason=message)
         case _KeepRound():
             return _converge(snapshot, current)
         case other:
@@ -111,7 +114,7 @@ def _pod_name(snapshot: Snapshot, index: int) -> str:
 def _judge(snapshot: Snapshot, current: dict[int, WorkerPod]) -> _Judgement:
     job = snapshot.job
     world = job.status.world
-    if world.round == 0:
+    if world.round == 0 or world.size == 0:
         return _NewRound(ReadyReason.PENDING, f"creating {job.spec.replicas} workers", job.status.restarts)
     if len(current) == world.size and all(p.phase is PodPhase.SUCCEEDED for p in current.values()):
         return _Complete()
@@ -154,7 +157,7 @@ def _describe(loss: Loss) -> str:
 def _publish(snapshot: Snapshot, change: _NewRound) -> Plan:
     """Announce the next round, then carry it out in the same pass: old pods away, new pods there."""
     job = snapshot.job
-    world = World(round=job.status.world.round + 1, size=job.spec.replicas, since=snapshot.now)
+    world = World(round=names.next_round(snapshot), size=job.spec.replicas, since=snapshot.now)
     records = job.status.recoveries
     if change.loss is not None:
         records = recovery.opened(snapshot.now, change.loss, records)
@@ -278,7 +281,9 @@ def _pods_to_round(
     """Actions that leave exactly the pods of `wanted.world`, when to look again, and what is waited for."""
     job, world = snapshot.job, wanted.world
     kept = {p.uid for p in current.values()}
-    actions: list[Action] = [a for p in snapshot.pods if p.uid not in kept and (a := _remove(snapshot, p)) is not None]
+    # A pod of a later round proves that this view of the job is old: such a pod is not ours to end.
+    over = (p for p in snapshot.pods if p.uid not in kept and names.is_over(job.name, p, world.round))
+    actions: list[Action] = [a for p in over if (a := _remove(snapshot, p)) is not None]
     if not snapshot.service_exists:
         actions.insert(0, CreateService(names.service_name(job.name), pods.service(job), "workers need host names"))
     missing = [i for i in range(world.size) if i not in current]
@@ -288,15 +293,17 @@ def _pods_to_round(
     if start is not None and snapshot.now < start and world.round > 1:
         left = start - snapshot.now
         return tuple(actions), Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s"
-    if snapshot.name_collisions:
-        return tuple(actions), Requeue(REFUSED_RETRY, "name taken"), f"{snapshot.name_collisions[0]} is not ours"
     incarnation = names.incarnation_of_round(world.round)
     for index in missing[: snapshot.settings.max_pods_per_plan]:
         body = pods.worker_pod(job, index, world.round, world.size, snapshot.settings)
         name = names.pod_name(job.name, index, incarnation)
         actions.append(CreatePod(name, index, incarnation, body, f"worker {index} of round {world.round}"))
-    requeue = Requeue(REFUSED_RETRY, "creates were refused") if snapshot.create_refused is not None else None
-    return tuple(actions), requeue, ""
+    # Tried again in every pass, and after a while even if nothing is seen to change: what frees a name sends no event.
+    if snapshot.name_collisions:
+        return tuple(actions), Requeue(REFUSED_RETRY, "name taken"), f"{snapshot.name_collisions[0]} is not ours"
+    if snapshot.create_refused is not None:
+        return tuple(actions), Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates"
+    return tuple(actions), None, ""
 
 
 def _remove(snapshot: Snapshot, pod: WorkerPod) -> DeletePod | None:

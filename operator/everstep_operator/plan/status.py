@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
+from everstep_operator.api.base import SAFE_INT_MAX
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason
 from everstep_operator.api.status import (
     CheckpointStatus,
@@ -76,7 +77,7 @@ def _progress(snapshot: Snapshot) -> Progress:
     total = seen.total_steps if seen.total_steps is not None else old.total_steps
     eta = None
     if step is not None and total is not None and seen.step_seconds is not None:
-        eta = max(0, round((total - step) * seen.step_seconds))
+        eta = min(SAFE_INT_MAX, max(0, round((total - step) * seen.step_seconds)))
     return Progress(
         step=step,
         total_steps=total,

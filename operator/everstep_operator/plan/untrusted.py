@@ -1,0 +1,98 @@
+"""What strangers wrote, made harmless before anything is decided.
+
+Exit messages, kubelet texts, refusals and reports reach the planner from containers and web hooks that nobody vouches
+for. Here, and only here, they are bounded: text that cannot be written as UTF-8, numbers beyond what a status may hold,
+and values of the template's own secret variables, which a failing program likes to print. Invariant: a plan made of
+what this returns can be written as a status, and quotes no secret of the spec.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
+from everstep.contract.redact import HIDDEN
+from everstep_operator.api.base import SAFE_INT_MAX
+from everstep_operator.plan.snapshot import Exit, Progress, Snapshot, WorkerPod
+
+MAX_TEXT = 8192  # the kubelet keeps 4096 bytes of an exit message; anything longer did not come from it
+MAX_SECONDS = 1e9
+# A shorter value is found in every other word, and hides more than it protects.
+MIN_SECRET = 4
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE|KEY", re.IGNORECASE)
+
+Number = TypeVar("Number", int, float)
+
+
+def harmless(snapshot: Snapshot) -> Snapshot:
+    """The snapshot with everything that comes from outside cut down to what may be shown and stored."""
+    secrets = _secrets(snapshot.job.spec.template)
+    return replace(
+        snapshot,
+        pods=tuple(_pod(pod, secrets) for pod in snapshot.pods),
+        progress=_progress(snapshot.progress, secrets),
+        create_refused=_text(snapshot.create_refused, secrets),
+    )
+
+
+def encodable(text: str) -> str:
+    """The text with what has no UTF-8 form (half of a surrogate pair, which JSON can spell) replaced."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _secrets(template: Mapping[str, Any]) -> tuple[str, ...]:
+    """Values of variables with a secret-sounding name, longest first, so that none hides a part of another."""
+    spec = template.get("spec") or {}
+    containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
+    variables = (e for c in containers for e in c.get("env") or ())
+    found = {
+        str(e["value"]) for e in variables if e.get("value") is not None and _SECRET_NAME.search(str(e.get("name")))
+    }
+    return tuple(sorted((v for v in found if len(v) >= MIN_SECRET), key=lambda v: (-len(v), v)))
+
+
+def _text(text: str | None, secrets: Iterable[str]) -> str | None:
+    if text is None:
+        return None
+    text = text[:MAX_TEXT]
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    return encodable(text)
+
+
+def _pod(pod: WorkerPod, secrets: tuple[str, ...]) -> WorkerPod:
+    exit_ = pod.exit
+    return replace(
+        pod,
+        reason=_text(pod.reason, secrets),
+        disruption=_text(pod.disruption, secrets),
+        waiting=_text(pod.waiting, secrets),
+        unschedulable=_text(pod.unschedulable, secrets),
+        exit=None
+        if exit_ is None
+        else Exit(exit_.code, _text(exit_.reason, secrets), _text(exit_.message, secrets), exit_.finished_at),
+    )
+
+
+def _progress(seen: Progress, secrets: tuple[str, ...]) -> Progress:
+    names = sorted(name for name in seen.metrics if 0 < len(encodable(name)) <= MAX_METRIC_NAME)
+    return replace(
+        seen,
+        step=_bounded(seen.step, SAFE_INT_MAX),
+        total_steps=_bounded(seen.total_steps, SAFE_INT_MAX),
+        epoch=_bounded(seen.epoch, SAFE_INT_MAX),
+        step_seconds=_bounded(seen.step_seconds, MAX_SECONDS),
+        metrics={encodable(name): seen.metrics[name] for name in names[:MAX_METRICS]},
+        committed_step=_bounded(seen.committed_step, SAFE_INT_MAX),
+        checkpoint_error=_text(seen.checkpoint_error, secrets),
+        productive_seconds=min(seen.productive_seconds, MAX_SECONDS),
+        restored_step=_bounded(seen.restored_step, SAFE_INT_MAX),
+        restore_seconds=_bounded(seen.restore_seconds, MAX_SECONDS),
+    )
+
+
+def _bounded(value: Number | None, limit: Number) -> Number | None:
+    return None if value is None else max(type(value)(0), min(value, limit))

@@ -1,0 +1,404 @@
+"""What holds for every history of a job: faults, edits, reports, crashes between writes and stale views, at random.
+
+The transcripts say what the planner does; this says what it never does, for histories that nobody thought of.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from everstep_operator.api.parse import parse_spec
+from everstep_operator.api.status import Restarts, Status
+from everstep_operator.plan.actions import CreatePod, DeleteJob, Plan
+from everstep_operator.plan.check import check
+from everstep_operator.plan.explain import explain
+from everstep_operator.plan.lifecycle import is_finished
+from everstep_operator.plan.planner import plan
+from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, Snapshot, WorkerPod
+
+PASSES = 12  # more than any settled job needs
+SECRET = "hunter2-wandb-key"
+RULES = [
+    {"onExitCodes": [64], "action": "Fail"},
+    {"onReasons": ["OOMKilled"], "action": "Restart"},
+    {"onReasons": ["Error"], "action": "RestartUncharged"},
+]
+MESSAGES = [
+    "",
+    "RuntimeError: Connection closed by peer",
+    "RendezvousTimeoutError",
+    "Root Cause (first observed failure):\n  exitcode  : -9 (pid: 7)",
+    "Root Cause (first observed failure):\n  exitcode  : 999 (pid: 7)",
+    '{"everstep":1,"exit_code":64,"error":"ValueError: no","lines":["a"]}',
+    '{"everstep":1,"exit_code":1e999,"error":"ValueError: no"}',
+    '{"everstep":1,"exit_code":1,"error":"\\ud800","lines":["\\udfff"]}',
+    '{"everstep":1,"exit_code":1,"error":"' + "token=a," * 400 + '","lines":["' + "token=a," * 100 + '"]}',
+    f"could not log in with {SECRET}",
+]
+
+index = st.integers(0, 3)
+faults = st.one_of(
+    st.tuples(st.just("ready"), index),
+    st.tuples(st.just("succeed"), index),
+    st.tuples(st.just("fail"), index, st.sampled_from([1, 2, 64, 84, 85, 137, 143, 255]), st.sampled_from(MESSAGES)),
+    st.tuples(st.just("oom"), index),
+    st.tuples(st.just("evict"), index),
+    st.tuples(st.just("delete"), index),
+    st.tuples(st.just("gone"), index),
+    st.tuples(st.just("node"), st.sampled_from(["n1", "n2"]), st.booleans()),
+    st.tuples(st.just("scale"), st.integers(1, 4)),
+    st.tuples(st.just("edit"), st.sampled_from(["maxRestarts", "noProgressLimit"]), st.integers(1, 4)),
+    st.tuples(st.just("rules"), st.booleans()),
+    st.tuples(st.just("report"), st.integers(0, 50)),
+    st.tuples(st.just("advance"), st.sampled_from([0.5, 3, 60, 4000])),
+    st.tuples(st.just("refuse"), st.booleans()),
+    st.tuples(st.just("keep")),  # an operator keeps this snapshot and will act on it much later
+    st.tuples(st.just("wake")),  # … now
+    st.tuples(st.just("crash"), st.integers(0, 5)),
+    st.tuples(st.just("act")),
+    st.tuples(st.just("act")),
+)
+
+
+class History:
+    """The toy cluster with a compare-and-swap, an operator that may be cut or stale, and the invariants as it goes."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.world: Any = module.World()
+        template = copy.deepcopy(module.TEMPLATE)
+        template["spec"]["containers"][0]["env"] = [{"name": "WANDB_API_KEY", "value": SECRET}]
+        self.world.spec = {"replicas": 2, "template": template, "recovery": {}}
+        self.version = 0
+        self.kept: tuple[int, Snapshot] | None = None
+        self.finished: dict[str, Any] | None = None
+        self.said: list[str] = []
+
+    def do(self, name: str, *args: Any) -> None:
+        getattr(self, name)(*args)
+        if self.finished is not None:
+            assert self.world.status.to_wire() == self.finished, "a finished job changed"
+        names = [p.name for p in self.world.pods.values() if p.round == self.world.status.world.round]
+        assert len(names) == len(set(names))
+        assert len({p.index for p in self.world.pods.values() if p.name in names}) == len(names), "two of one index"
+
+    def pod(self, index: int) -> str | None:
+        name = self.world.current(index)
+        return name if name in self.world.pods else None
+
+    def running(self, index: int) -> str | None:
+        name = self.pod(index)
+        return None if name is None or self.world.pods[name].finished else name
+
+    def ready(self, index: int) -> None:
+        if self.running(index):
+            self.world.do_ready(str(index))
+
+    def succeed(self, index: int) -> None:
+        if self.running(index):
+            self.world.do_succeed(str(index))
+
+    def fail(self, index: int, code: int, message: str) -> None:
+        if (name := self.running(index)) is not None:
+            self.world.change(
+                name, phase=PodPhase.FAILED, ready=False, exit=Exit(code, "Error", message, self.world.now)
+            )
+
+    def oom(self, index: int) -> None:
+        if self.running(index):
+            self.world.do_fail(str(index), "137", "", "OOMKilled")
+
+    def evict(self, index: int) -> None:
+        if self.running(index):
+            self.world.do_evict(str(index))
+
+    def delete(self, index: int) -> None:
+        if self.pod(index):
+            self.world.do_delete(str(index))
+
+    def gone(self, index: int) -> None:
+        if self.pod(index):
+            self.world.do_gone(str(index))
+
+    def node(self, name: str, back: bool) -> None:
+        (self.world.do_node_back if back else self.world.do_node_lost)(name)
+
+    def scale(self, replicas: int) -> None:
+        self.world.spec["replicas"] = replicas
+
+    def edit(self, field: str, value: int) -> None:
+        self.world.spec["recovery"][field] = value
+
+    def rules(self, given: bool) -> None:
+        self.world.spec["recovery"]["rules"] = RULES if given else []
+
+    def report(self, step: int) -> None:
+        if self.world.status.world.round:
+            self.world.do_step(str(step))
+
+    def advance(self, seconds: float) -> None:
+        self.world.do_advance(str(seconds))
+
+    def refuse(self, refused: bool) -> None:
+        self.world.do_refuse(f"quota; the webhook quotes {SECRET}" if refused else "")
+
+    def keep(self) -> None:
+        self.kept = (self.version, self.world.snapshot())
+
+    def wake(self) -> None:
+        """A stale operator acts: its publish and its status are refused if the job has moved on."""
+        if self.kept is not None:
+            version, snapshot = self.kept
+            self.carry_out(version, snapshot, None)
+
+    def act(self) -> None:
+        self.carry_out(self.version, self.world.snapshot(), None)
+
+    def crash(self, after: int) -> None:
+        self.carry_out(self.version, self.world.snapshot(), after)
+
+    def carry_out(self, version: int, snapshot: Snapshot, stop_after: int | None) -> Plan:
+        decided = plan(snapshot)
+        assert plan(snapshot) == decided, "the same snapshot gave another plan"
+        check(snapshot, decided)
+        self.said.append(explain(snapshot, decided) + repr(decided.status) + repr(decided.events) + decided.reason)
+        before = self.world.status
+        writes = decided.publish or decided.status != snapshot.job.status
+        if writes and version != self.version:
+            return decided  # the compare-and-swap is refused, and the pass ends
+        newest = {uid: p for uid, p in self.world.pods.items() if p.round >= before.world.round}
+        self.world.apply(decided, stop_after)
+        if self.world.status != before:
+            self.version += 1
+            self.charged_once(before.restarts, self.world.status.restarts, before, self.world.status)
+        if is_finished(self.world.status) and self.finished is None:
+            self.finished = self.world.status.to_wire()
+        if self.world.status.world.round == before.world.round and self.finished is None:
+            assert newest.items() <= self.world.pods.items(), "a pod of the round that trains was taken"
+        return decided
+
+    @staticmethod
+    def charged_once(old: Restarts, new: Restarts, before: Status, after: Status) -> None:
+        grown = after.world.round - before.world.round
+        assert grown in (0, 1), "a round was skipped, or counted back"
+        charged = new.total - old.total
+        assert 0 <= charged <= grown, "a restart was charged without a round, or more than once"
+        assert all(getattr(new, n) >= getattr(old, n) for n in ("user_code", "infrastructure", "preemption"))
+        if charged:
+            assert after.recoveries[0].first_step_ms is None
+            assert len(after.recoveries) == min(10, len(before.recoveries) + 1), (
+                "no recovery tells of a charged restart"
+            )
+
+    def settle(self) -> None:
+        """No more faults: nodes are back, creates are allowed, time passes. The job must come to rest."""
+        for name in ("n1", "n2"):
+            self.do("node", name, True)
+        self.do("refuse", False)
+        for _ in range(PASSES):
+            self.do("advance", 400)  # beyond any back-off
+            decided = self.carry_out(self.version, self.world.snapshot(), None)
+            self.do("keep")
+            self.world.pods = {
+                n: p for n, p in self.world.pods.items() if p.deleted_at is None or p.round == self.now_round
+            }
+            if not decided.actions and self.at_rest():
+                return
+        raise AssertionError(f"not at rest after {PASSES} passes: {self.said[-2:]}")
+
+    @property
+    def now_round(self) -> int:
+        return int(self.world.status.world.round)
+
+    def at_rest(self) -> bool:
+        status = self.world.status
+        if is_finished(status):
+            return True
+        alive = sorted(p.index for p in self.world.pods.values() if p.round == self.now_round)
+        return alive == list(range(status.world.size)) and status.world.size == self.world.spec["replicas"]
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(faults, max_size=20))
+def test_history_of_faults_cut_anywhere_converges_and_breaks_no_rule(
+    plan_world: ModuleType, events: list[tuple[Any, ...]]
+) -> None:
+    history = History(plan_world)
+    for name, *args in [("act",), *events]:
+        history.do(name, *args)
+    history.settle()
+    assert not any(SECRET in text for text in history.said), "a secret of the spec was shown"
+
+
+texts = st.one_of(st.none(), st.text(max_size=30), st.sampled_from(MESSAGES), st.just("\ud800"))
+numbers = st.one_of(st.none(), st.integers(0, 2**63 - 1), st.integers(0, 100))
+reals = st.one_of(st.none(), st.floats(0, allow_nan=False, allow_infinity=False))
+moments = st.one_of(st.none(), st.integers(-(10**6), 10**6).map(lambda s: timedelta(seconds=s)))
+
+
+@st.composite
+def odd_pods(draw: st.DrawFn) -> Any:
+    round_ = draw(st.integers(-1, 6))
+    number = draw(st.integers(-1, 5))
+    uid = draw(st.text("abcdef", min_size=8, max_size=8))
+    deleted, ended = draw(moments), draw(moments)
+    name = f"digits-w{number}-{round_ - 1}" if draw(st.booleans()) else draw(st.text("abc", min_size=1, max_size=5))
+    exit_ = draw(
+        st.one_of(st.none(), st.tuples(st.integers(-(2**31), 2**31 - 1), texts, texts))
+    )  # fmt: skip
+
+    def at(start: Any) -> WorkerPod:
+        return WorkerPod(
+            name, uid, number, round_ - 1, round_,
+            phase=phase, ready=ready, node=node,
+            deleted_at=None if deleted is None else start + deleted,
+            reason=reason, disruption=disruption, waiting=waiting, unschedulable=unschedulable,
+            exit=None if exit_ is None else Exit(*exit_, finished_at=None if ended is None else start + ended),
+        )  # fmt: skip
+
+    phase, ready = draw(st.sampled_from(PodPhase)), draw(st.booleans())
+    node = draw(st.sampled_from([None, "n1", "n2", "unknown"]))
+    reason, disruption, waiting, unschedulable = draw(texts), draw(texts), draw(texts), draw(texts)
+    return at
+
+
+odd_progress = st.builds(
+    dict,
+    round=st.integers(0, 6), step=numbers, total_steps=numbers, epoch=numbers, step_seconds=reals,
+    metrics=st.dictionaries(st.one_of(st.text(max_size=60), st.just("\ud800")), st.floats(), max_size=9),
+    committed_step=numbers, checkpoint_error=texts, productive_seconds=st.floats(0), restored_step=numbers,
+    restore_seconds=reals,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    pods=st.lists(odd_pods(), max_size=6),
+    progress=odd_progress,
+    nodes=st.dictionaries(st.sampled_from(["n1", "n2"]), st.booleans()),
+    world=st.tuples(st.integers(0, 5), st.integers(0, 4), st.booleans()),
+    refused=texts,
+    reported=st.booleans(),
+)
+def test_snapshot_of_odd_values_has_a_plan_that_can_be_stored(
+    plan_world: ModuleType,
+    pods: list[Any],
+    progress: dict[str, Any],
+    nodes: dict[str, bool],
+    world: tuple[int, int, bool],
+    refused: str | None,
+    reported: bool,
+) -> None:
+    start = plan_world.START
+    now = start + timedelta(hours=1)
+    round_, size, formed = world
+    made = Status.model_validate(
+        {"startTime": start, "world": {"round": round_, "size": size, "formedAt": start if formed else None}}
+    )
+    seen = {p.uid: p for p in (at(now) for at in pods)}
+    times = dict.fromkeys(
+        ("updated_at", "started_at", "restored_at", "trained_at", "first_step_at"), now if reported else None
+    )
+    snapshot = Snapshot(
+        now,
+        JobView("default", "digits", "uid-1", 1, "1", parse_spec(plan_world.World().spec), made, start),
+        tuple(seen.values()),
+        True,
+        {name: NodeView(name, ready, start) for name, ready in nodes.items()},
+        Progress(**progress, **times),
+        (),
+        refused,
+    )
+    decided = plan(snapshot)
+    check(snapshot, decided)
+    assert plan(snapshot) == decided
+    wire = str(decided.status.to_wire()) + explain(snapshot, decided)
+    wire.encode()  # what cannot be encoded cannot be written
+    for action in decided.actions:
+        if isinstance(action, CreatePod):
+            assert action.index < snapshot.job.spec.replicas or action.index < size
+        assert not isinstance(action, DeleteJob)
+
+
+BOMBS = {
+    "deep arrays": '{"everstep":' + "[" * 4000,
+    "deep objects": '{"everstep":' + '{"a":' * 1600,
+    "a long line": '{"everstep":1,"error":"' + "x" * 10_000_000,
+    "many lines": '{"everstep"\n' * 1_000_000,
+    "root causes": "Root Cause" * 800_000,
+    "root causes that never end": ("Root Cause" + "exitcode " * 40) * 20_000,
+    "spaces before a colon": "Root Cause exitcode" + " " * 8000,
+    "half a token": "token" * 2_000_000,
+    "a URL without an end": "://" + "a:" * 5_000_000,
+    "an endless number": '{"everstep":1,"error":"e","exit_code":' + "9" * 8000 + "}",
+    "nested lines": '{"everstep":1,"exit_code":1,"error":"e","lines":' + "[" * 900 + "]" * 900 + "}",
+}
+
+
+@pytest.mark.parametrize("bomb", sorted(BOMBS))
+def test_exit_message_that_is_a_bomb_costs_little_time_and_fits_the_status(plan_world: ModuleType, bomb: str) -> None:
+    world = plan_world.World()
+    world.do_job("recovery.maxRestarts=0")
+    world.do_settle()
+    world.do_fail("0", "1", "")
+    world.change(world.current(0), exit=Exit(1, "Error", BOMBS[bomb], world.now))
+    snapshot = world.snapshot()
+    started = time.process_time()
+    decided = plan(snapshot)
+    assert time.process_time() - started < 0.5
+    assert is_finished(decided.status)
+    assert len(str(decided.status.to_wire())) < 20_000
+
+
+def test_deleted_status_with_pods_of_later_rounds_goes_on_counting(plan_world: ModuleType) -> None:
+    """Case 15: rounds are the fence of the commit log, so a status that somebody emptied must not restart them."""
+    world = plan_world.World()
+    for _ in range(3):
+        world.do_settle()
+        world.do_ready("0", "1")
+        world.do_settle()
+        world.do_fail("0", "137")
+    world.do_settle()
+    assert world.status.world.round == 4
+    world.status = Status()
+    world.reconcile()
+    assert world.status.world.round == 5
+    assert sorted(world.pods) == ["digits-w0-4", "digits-w1-4"]
+
+
+def test_stale_view_of_the_job_never_deletes_pods_of_a_newer_round(plan_world: ModuleType) -> None:
+    world = plan_world.World()
+    world.do_settle()
+    old = world.status
+    world.do_ready("0", "1")
+    world.do_settle()
+    world.do_fail("1", "137")
+    world.do_settle()
+    assert sorted(world.pods) == ["digits-w0-1", "digits-w1-1"]
+    world.status = old
+    decided = plan(world.snapshot())
+    assert not [a for a in decided.actions if not isinstance(a, CreatePod)], "pods of round 2 were judged by round 1"
+
+
+def test_pod_that_a_stranger_labelled_as_a_worker_is_removed_and_stops_nothing(plan_world: ModuleType) -> None:
+    world = plan_world.World()
+    world.do_settle()
+    world.pods["intruder"] = WorkerPod("intruder", "x", 0, 0, 1, PodPhase.RUNNING, node="n1")
+    text = world.reconcile()
+    assert "delete pod intruder" in text
+    assert sorted(world.pods) == ["digits-w0-0", "digits-w1-0"]
+
+
+def test_world_of_no_workers_in_the_status_is_not_taken_for_a_complete_job(plan_world: ModuleType) -> None:
+    world = plan_world.World()
+    world.status = Status.model_validate({"world": {"round": 3, "size": 0}})
+    world.reconcile()
+    assert not is_finished(world.status)
+    assert world.status.world.round == 4
