@@ -70,9 +70,9 @@ def worker_pod(job: JobView, index: int, round_: int, size: int, settings: Setti
     container = next(c for c in spec["containers"] if c.get("name") == labels.WORKER_CONTAINER)
     _inject_environment(container, job, index, round_, size, settings)
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
-    mounts = [m for m in container.get("volumeMounts", ()) if m.get("name") != TOKEN_VOLUME]
+    mounts = [m for m in (container.get("volumeMounts") or ()) if m.get("name") != TOKEN_VOLUME]
     container["volumeMounts"] = [*mounts, {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIR, "readOnly": True}]
-    volumes = [v for v in spec.get("volumes", ()) if v.get("name") != TOKEN_VOLUME]
+    volumes = [v for v in (spec.get("volumes") or ()) if v.get("name") != TOKEN_VOLUME]
     spec["volumes"] = [*volumes, _token_volume()]
     # A restarted container would rejoin a round that the operator has given up.
     spec["restartPolicy"] = "Never"
@@ -85,13 +85,13 @@ def worker_pod(job: JobView, index: int, round_: int, size: int, settings: Setti
             "name": name,
             "namespace": job.namespace,
             "labels": {
-                **meta.get("labels", {}),
+                **(meta.get("labels") or {}),
                 **_labels(job),
                 labels.WORKER_INDEX: str(index),
                 labels.INCARNATION: str(names.incarnation_of_round(round_)),
                 labels.ROUND: str(round_),
             },
-            "annotations": {"kubectl.kubernetes.io/default-container": "worker", **meta.get("annotations", {})},
+            "annotations": {"kubectl.kubernetes.io/default-container": "worker", **(meta.get("annotations") or {})},
             "ownerReferences": [owner_reference(job)],
         },
         "spec": spec,
@@ -118,7 +118,7 @@ def _inject_environment(
         "PET_MONITOR_INTERVAL": "0.1",
         "PYTHONUNBUFFERED": "1",
     }
-    theirs = [e for e in container.get("env", ()) if e.get("name") not in identity and e.get("name") not in _FIELDS]
+    theirs = [e for e in (container.get("env") or ()) if e.get("name") not in identity and e.get("name") not in _FIELDS]
     taken = {e.get("name") for e in theirs}
     ours = {**identity, **{k: v for k, v in tuning.items() if k not in taken}}
     container["env"] = [
@@ -128,7 +128,7 @@ def _inject_environment(
     ]
     if job.spec.checkpoint is not None and job.spec.checkpoint.secret_ref is not None:
         source = {"secretRef": {"name": job.spec.checkpoint.secret_ref.name}}
-        container["envFrom"] = [*container.get("envFrom", ()), source]
+        container["envFrom"] = [*(container.get("envFrom") or ()), source]
 
 
 _FIELDS = {

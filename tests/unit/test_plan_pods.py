@@ -1,0 +1,229 @@
+"""The worker pod: whose settings win, what reaches which container, and that torchrun reads what is injected."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from everstep_operator.api.parse import parse_spec
+from everstep_operator.api.status import Status
+from everstep_operator.plan import names, pods
+from everstep_operator.plan.snapshot import JobView, Settings
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+SETTINGS = Settings(report_url="http://everstep.everstep-system:8080/")
+TEMPLATE: dict[str, Any] = {
+    "metadata": {"labels": {"team": "vision", "everstep.dev/round": "99"}, "annotations": {"note": "kept"}},
+    "spec": {
+        "restartPolicy": "Always",
+        "volumes": [{"name": "data", "emptyDir": {}}, {"name": "everstep-token", "emptyDir": {}}],
+        "nodeSelector": {"zone": "a"},
+        "initContainers": [{"name": "fetch", "image": "fetch:1", "env": [{"name": "A", "value": "b"}]}],
+        "containers": [
+            {"name": "sidecar", "image": "side:1"},
+            {
+                "name": "worker",
+                "image": "train:1",
+                "command": ["torchrun", "train.py", "--name", "$(rm -rf /); `id`\n$(EVERSTEP_JOB_UID)"],
+                "env": [
+                    {"name": "EPOCHS", "value": "3"},
+                    {"name": "PET_RDZV_ENDPOINT", "value": "elsewhere:1"},
+                    {"name": "EVERSTEP_ROUND", "value": "99"},
+                    {"name": "EVERSTEP_POD_NAME", "value": "impostor"},
+                    {"name": "PET_MAX_RESTARTS", "value": "5"},
+                ],
+                "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+            },
+        ],
+    },
+}
+
+
+def job(template: dict[str, Any] | None = None, name: str = "digits", **spec: Any) -> JobView:
+    raw = {"replicas": 2, "template": copy.deepcopy(TEMPLATE if template is None else template), **spec}
+    return JobView("team-a", name, "uid-1", 1, "1", parse_spec(raw), Status(), NOW)
+
+
+def container(body: dict[str, Any], name: str = "worker") -> dict[str, Any]:
+    spec = body["spec"]
+    return next(c for c in [*spec["containers"], *spec.get("initContainers", ())] if c["name"] == name)
+
+
+def values(body: dict[str, Any]) -> dict[str, str]:
+    listed = container(body)["env"]
+    assert len({e["name"] for e in listed}) == len(listed), "a variable is given twice"
+    return {e["name"]: e["value"] for e in listed if "value" in e}
+
+
+def expand(value: str) -> str:
+    """What the kubelet makes of a value that mentions no defined variable (third_party/forked/golang/expansion)."""
+    return value.replace("$$", "$")
+
+
+def test_identity_that_the_user_sets_is_replaced_and_tuning_is_kept() -> None:
+    body = pods.worker_pod(job(), 1, 7, 2, SETTINGS)
+    env = values(body)
+    assert env["EVERSTEP_ROUND"] == "7"
+    assert env["EVERSTEP_WORKER_INDEX"] == "1"
+    assert env["EVERSTEP_INCARNATION"] == "6"
+    assert env["PET_RDZV_ENDPOINT"] == "digits-w0-6.digits-workers.team-a.svc:29400"
+    assert env["PET_RDZV_ID"] == "uid-1-7"
+    assert "EVERSTEP_POD_NAME" not in env  # from the pod itself
+    assert env["PET_MAX_RESTARTS"] == "5"
+    assert env["EPOCHS"] == "3"
+    fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in container(body)["env"] if "valueFrom" in e}
+    assert fields == {
+        "EVERSTEP_POD_NAME": "metadata.name",
+        "EVERSTEP_NODE_NAME": "spec.nodeName",
+        "PET_LOCAL_ADDR": "status.podIP",
+    }
+
+
+def test_labels_of_identity_are_ours_and_the_rest_of_the_template_is_kept() -> None:
+    body = pods.worker_pod(job(), 1, 7, 2, SETTINGS)
+    assert body["metadata"]["labels"] == {
+        "team": "vision",
+        "everstep.dev/job": "digits",
+        "everstep.dev/job-uid": "uid-1",
+        "everstep.dev/worker-index": "1",
+        "everstep.dev/incarnation": "6",
+        "everstep.dev/round": "7",
+        "app.kubernetes.io/managed-by": "everstep",
+    }
+    assert body["metadata"]["annotations"]["note"] == "kept"
+    [owner] = body["metadata"]["ownerReferences"]
+    assert (owner["uid"], owner["kind"], owner["controller"]) == ("uid-1", "TrainingJob", True)
+    assert body["spec"]["restartPolicy"] == "Never"
+    assert body["spec"]["nodeSelector"] == {"zone": "a"}
+    assert (body["spec"]["hostname"], body["spec"]["subdomain"]) == ("digits-w1-6", "digits-workers")
+    assert container(body, "sidecar") == {"name": "sidecar", "image": "side:1"}
+    assert container(body, "fetch") == TEMPLATE["spec"]["initContainers"][0]
+
+
+def test_command_with_shell_characters_stays_the_same_argv() -> None:
+    """Case 10: nothing is joined, quoted or given to a shell."""
+    assert (
+        container(pods.worker_pod(job(), 0, 1, 2, SETTINGS))["command"] == TEMPLATE["spec"]["containers"][1]["command"]
+    )
+
+
+@pytest.mark.parametrize("path", ["$(HOME)", "$$", "$(EVERSTEP_JOB_UID)$$(X)", "a$b", "`id`;'\""])
+def test_checkpoint_url_with_references_reaches_the_process_unexpanded(path: str) -> None:
+    url = f"s3://bucket/{path}"
+    env = values(pods.worker_pod(job(checkpoint={"url": url}), 0, 1, 2, SETTINGS))
+    written = env["EVERSTEP_CHECKPOINT_URL"]
+    assert expand(written) == url
+    assert "$(" not in written.replace("$$", ""), "the kubelet would put a variable's value here"
+
+
+def test_token_volume_is_bound_to_our_audience_and_mounted_into_the_worker_only() -> None:
+    body = pods.worker_pod(job(), 0, 1, 2, SETTINGS)
+    volumes = {v["name"]: v for v in body["spec"]["volumes"]}
+    assert volumes["data"] == {"name": "data", "emptyDir": {}}
+    [source] = volumes["everstep-token"]["projected"]["sources"]
+    assert source["serviceAccountToken"]["audience"] == "everstep.dev/operator"
+    assert len(body["spec"]["volumes"]) == 2
+    mounts = {m["name"]: m for m in container(body)["volumeMounts"]}
+    assert set(mounts) == {"data", "everstep-token"}
+    assert mounts["everstep-token"]["readOnly"]
+    assert values(body)["EVERSTEP_TOKEN_FILE"].startswith(mounts["everstep-token"]["mountPath"] + "/")
+    assert not container(body, "sidecar").get("volumeMounts")
+    assert not container(body, "fetch").get("volumeMounts")
+
+
+def test_secret_of_the_store_is_given_to_the_worker_container_only() -> None:
+    """Case 12: neither side-cars nor init containers hold the store's credentials."""
+    wanted = {"url": "s3://b/p", "secretRef": {"name": "s3-credentials"}}
+    body = pods.worker_pod(job(checkpoint=wanted), 0, 1, 2, SETTINGS)
+    assert container(body)["envFrom"] == [{"secretRef": {"name": "s3-credentials"}}]
+    assert "s3-credentials" not in str(container(body, "sidecar")) + str(container(body, "fetch"))
+
+
+def test_checkpoint_settings_in_steps_are_given_instead_of_seconds() -> None:
+    env = values(pods.worker_pod(job(checkpoint={"url": "s3://b/p", "everySteps": 50, "keep": 2}), 0, 1, 2, SETTINGS))
+    assert env["EVERSTEP_CHECKPOINT_EVERY_STEPS"] == "50"
+    assert env["EVERSTEP_CHECKPOINT_KEEP"] == "2"
+    assert "EVERSTEP_CHECKPOINT_EVERY_SECONDS" not in env
+
+
+def test_template_with_nulls_makes_the_pod_that_absent_fields_make() -> None:
+    bare = {"spec": {"containers": [{"name": "worker", "image": "train:1"}]}}
+    nulls = {
+        "metadata": {"labels": None, "annotations": None},
+        "spec": {
+            "volumes": None,
+            "initContainers": None,
+            "containers": [
+                {"name": "worker", "image": "train:1", "env": None, "envFrom": None, "volumeMounts": None}
+            ],
+        },
+    }  # fmt: skip
+    wanted = {"url": "s3://b/p", "secretRef": {"name": "s"}}
+    made, expected = (pods.worker_pod(job(t, checkpoint=wanted), 0, 1, 2, SETTINGS) for t in (nulls, bare))
+    del made["spec"]["initContainers"]
+    assert made == expected
+
+
+def test_template_is_not_changed_by_making_a_pod() -> None:
+    view = job()
+    before = copy.deepcopy(view.spec.template)
+    first = pods.worker_pod(view, 0, 1, 2, SETTINGS)
+    first["spec"]["containers"].clear()
+    assert view.spec.template == before
+    assert pods.worker_pod(view, 0, 1, 2, SETTINGS)["spec"]["containers"]
+
+
+def test_longest_names_fit_a_host_name() -> None:
+    longest = "a" * 48
+    assert len(names.pod_name(longest, 4095, 99_999_999)) == 63
+    assert len(names.service_name(longest)) <= 63
+    body = pods.worker_pod(job(name=longest), 4095, 100_000_000, 4096, SETTINGS)
+    assert len(body["spec"]["hostname"]) == 63
+    assert all(len(value) <= 63 for value in body["metadata"]["labels"].values())
+
+
+def test_service_selects_by_uid_and_answers_before_pods_are_ready() -> None:
+    """Two jobs of one name, one after the other or in two namespaces, must not meet."""
+    body = pods.service(job())
+    assert body["spec"]["selector"] == {"everstep.dev/job-uid": "uid-1"}
+    assert body["spec"]["publishNotReadyAddresses"]
+    assert body["spec"]["clusterIP"] == "None"
+
+
+_PARSE = """
+import json, sys
+from torch.distributed.run import config_from_args, parse_args
+config, _, _ = config_from_args(parse_args(["train.py"]))
+print(json.dumps([config.min_nodes, config.max_nodes, config.nproc_per_node, config.run_id, config.rdzv_backend,
+                  config.rdzv_endpoint, config.rdzv_configs, config.max_restarts, config.monitor_interval,
+                  config.local_addr]))
+"""
+
+
+def test_injected_settings_are_what_torchrun_itself_reads() -> None:
+    body = pods.worker_pod(
+        job({"spec": {"containers": [{"name": "worker"}]}}, processesPerReplica=2), 1, 3, 4, SETTINGS
+    )
+    env = {**{k: expand(v) for k, v in values(body).items()}, "PET_LOCAL_ADDR": "10.0.0.7", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", _PARSE], env=env, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    low, high, processes, run_id, backend, endpoint, conf, restarts, interval, address = json.loads(done.stdout)
+    assert (low, high, processes, run_id) == (4, 4, 2, "uid-1-3")
+    assert (backend, endpoint) == ("c10d", "digits-w0-2.digits-workers.team-a.svc:29400")
+    assert (restarts, interval, address) == (0, 0.1, "10.0.0.7")
+    assert conf["is_host"] in ("0", 0, False)
+    assert {
+        k: int(v) for k, v in conf.items() if k in ("join_timeout", "last_call_timeout", "keep_alive_interval")
+    } == {
+        "join_timeout": 600,
+        "last_call_timeout": 1,
+        "keep_alive_interval": 1,
+    }
