@@ -36,7 +36,7 @@ def _dispatch(arguments: argparse.Namespace) -> None:
         case "down":
             kindcluster.down()
         case "build":
-            print(kindcluster.build())
+            print(kindcluster.build().tag)
         case "programs":
             print(programs.link_all())
         case "images":

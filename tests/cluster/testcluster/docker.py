@@ -108,6 +108,10 @@ def exists(tag: str) -> bool:
     return succeeds("docker", "image", "inspect", tag)
 
 
+def container_exists(name: str) -> bool:
+    return succeeds("docker", "container", "inspect", name)
+
+
 def image(name: str, parts: tuple[cache.Part, ...], make: Callable[[str], None]) -> str:
     """The tag of an image, made by `make(tag)` only if none with the same `parts` exists."""
     key = cache.key_of(name, *parts)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from testcluster import cache, docker, images, load, nodeimage, programs, pybases, rootfs, versions
+from testcluster.nodeimage import NodeImage
 from testcluster.proc import ClusterError, run, succeeds
 
 NAME = os.environ.get("EVERSTEP_CLUSTER") or "everstep"
@@ -43,14 +44,17 @@ def kubeconfig() -> Path:
     return cache.root() / ("kubeconfig" if NAME == "everstep" else f"kubeconfig-{NAME}")
 
 
-def _config(fast: bool, workers: int) -> str:
+def _config(image: NodeImage, fast: bool, workers: int) -> str:
+    mounts = f"[{{hostPath: {image.layers}, containerPath: /kind/layers, readOnly: true}}]" if image.layers else "[]"
+    roles = ["control-plane", *["worker"] * workers]
+    nodes = "".join(f"- role: {role}\n  extraMounts: {mounts}\n" for role in roles)
     head = "kind: Cluster\napiVersion: kind.x-k8s.io/v1alpha4\n"
     head += "networking: {podSubnet: 10.244.0.0/16, serviceSubnet: 10.96.0.0/16}\n"
-    return head + (FAST_PATCHES if fast else "") + "nodes:\n- role: control-plane\n" + "- role: worker\n" * workers
+    return head + (FAST_PATCHES if fast else "") + "nodes:\n" + nodes
 
 
-def build() -> str:
-    """Make everything that can be made before a cluster exists; returns the node image's tag.
+def build() -> NodeImage:
+    """Make everything that can be made before a cluster exists; returns the node image.
 
     Compiling and installing packages overlap: one waits for the processor, the other for the network and the disk.
     """
@@ -87,12 +91,12 @@ def containers() -> dict[str, str]:
     return dict(sorted(line.split() for line in listing.splitlines()))
 
 
-def _create(image: str, fast: bool, workers: int) -> None:
+def _create(image: NodeImage, fast: bool, workers: int) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
-        config.write(_config(fast, workers))
+        config.write(_config(image, fast, workers))
         config.flush()
         run(
-            str(programs.kind()), "create", "cluster", "--name", NAME, "--image", image, "--config", config.name,
+            str(programs.kind()), "create", "cluster", "--name", NAME, "--image", image.tag, "--config", config.name,
             "--kubeconfig", str(kubeconfig()), log=cache.logs() / "kind-create.log", timeout=600,
         )  # fmt: skip
 
@@ -120,8 +124,8 @@ def _answers() -> bool:
     )
 
 
-def _apply_s3(image: str) -> None:
-    if image == versions.KIND_NODE_IMAGE:  # it carries only kind's own images
+def _apply_s3(image: NodeImage) -> None:
+    if image.layers is None:  # kind's own image knows nothing of ours
         load.load(images.s3(), nodes=list(containers()))
     kubectl("apply", "-f", str(MANIFESTS / "s3.yaml"))
     kubectl("-n", "s3", "rollout", "status", "deployment/s3", f"--timeout={READY_LIMIT}s")
@@ -140,7 +144,9 @@ def up(fast: bool = True, workers: int = WORKERS) -> None:
                     raise ClusterError(f"cluster {NAME} exists but does not answer: `cluster.py down`, then `up`.")
                 time.sleep(0.5)
             how = "skipped, it runs"
-            if {run("docker", "inspect", "-f", "{{.Config.Image}}", name).strip() for name in containers()} != {image}:
+            if {run("docker", "inspect", "-f", "{{.Config.Image}}", name).strip() for name in containers()} != {
+                image.tag
+            }:
                 how += " (an older node image; `cluster.py down` and `up` renew it)"
         else:
             _create(image, fast, workers)

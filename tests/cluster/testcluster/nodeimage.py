@@ -1,13 +1,14 @@
 """The node image: kind's own where it can be pulled, else one of Debian packages and self-built programs.
 
-The self-built one carries every image that the cluster and the project's tests start, already unpacked, so that a new
-cluster starts pods at once.
+The self-built one knows every image that the cluster and the project's tests start. Their layers lie unpacked in the
+cache and are mounted into the nodes, so that a new cluster starts pods at once and no node holds a copy.
 """
 
 import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from testcluster import cache, docker, images, programs, pybases, rootfs, versions
@@ -15,6 +16,14 @@ from testcluster.proc import ClusterError, run
 
 SOURCE = cache.HERE / "node"
 PRELOAD_LIMIT = 900.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class NodeImage:
+    """`layers` is the folder that the nodes need at /kind/layers; None for kind's own image, which needs none."""
+
+    tag: str
+    layers: Path | None
 
 
 def _bare() -> str:
@@ -37,38 +46,46 @@ def _bare() -> str:
     return docker.image("node-bare", parts, make)
 
 
-def _preload(bare: str, tags: list[str], made: str) -> None:
-    container = f"everstep-test-preload-{os.getpid()}"
-    with tempfile.TemporaryDirectory(dir=cache.root()) as seed, (cache.logs() / "preload.log").open("wb") as log:
+def _unpack(bare: str, tags: list[str], out: Path) -> None:
+    """Let a node's own containerd unpack the images into `out`."""
+    with (cache.logs() / "preload.log").open("wb") as log:
         saver = subprocess.Popen(["docker", "save", *tags], stdout=subprocess.PIPE, stderr=log)
+        container = f"everstep-test-preload-{os.getpid()}"
         try:
             loader = subprocess.run(
-                ["docker", "run", "-i", "--name", container, "--privileged", "--cgroupns=private",
-                 "--entrypoint", "bash", "-v", f"{seed}:/seed", "-v", f"{SOURCE / 'preload.sh'}:/preload.sh:ro",
+                ["docker", "run", "-i", "--rm", "--name", container, "--privileged", "--cgroupns=private",
+                 "--entrypoint", "bash", "-v", f"{out}:/seed", "-v", f"{SOURCE / 'preload.sh'}:/preload.sh:ro",
                  bare, "/preload.sh"],
                 stdin=saver.stdout, stdout=log, stderr=log, timeout=PRELOAD_LIMIT, check=False,
             )  # fmt: skip
             if loader.returncode != 0 or saver.wait(timeout=30) != 0:
-                raise ClusterError(f"images could not be put into the node image, see {log.name}")
-            # A container started with another entry point would keep it in the image.
-            entry = 'ENTRYPOINT ["/usr/local/bin/entrypoint", "/lib/systemd/systemd"]'
-            run("docker", "commit", "--change", entry, "--change", "CMD []", container, made)
+                raise ClusterError(f"images could not be unpacked for the nodes, see {log.name}")
         finally:
             saver.kill()
             saver.wait()
-            run("docker", "rm", "-f", container)
+            if docker.container_exists(container):
+                run("docker", "rm", "-f", container)
 
 
-def build() -> str:
-    """The tag of the node image for `kind create cluster --image`."""
+def build() -> NodeImage:
+    """The image for `kind create cluster --image`, and what to mount."""
     if docker.exists(versions.KIND_NODE_IMAGE):
         cache.say(0, "node image", f"skipped, have {versions.KIND_NODE_IMAGE}")
-        return versions.KIND_NODE_IMAGE
+        return NodeImage(versions.KIND_NODE_IMAGE, None)
     if docker.registry_answers():
         run("docker", "pull", "-q", versions.KIND_NODE_IMAGE, timeout=pybases.PULL_LIMIT)
-        return versions.KIND_NODE_IMAGE
+        return NodeImage(versions.KIND_NODE_IMAGE, None)
     bare = _bare()
     tags = [*images.system(), pybases.python(), pybases.operator(), pybases.worker()]
     identities = run("docker", "image", "inspect", "--format", "{{.Id}}", *tags).split()
     parts: tuple[cache.Part, ...] = (bare, *tags, *identities, SOURCE / "preload.sh")
-    return docker.image("node", parts, lambda made: _preload(bare, tags, made))
+    unpacked = cache.artifact("preload", parts, lambda out: _unpack(bare, tags, out))
+
+    def make(tag: str) -> None:
+        recipe = f"FROM {bare}\nCOPY containerd /var/lib/containerd\n"
+        with tempfile.TemporaryDirectory(dir=cache.root()) as folder:
+            (Path(folder) / "Dockerfile").write_text(recipe)
+            shutil.copytree(unpacked / "containerd", Path(folder) / "containerd", symlinks=True)
+            docker.build(Path(folder), tag)
+
+    return NodeImage(docker.image("node", (bare, unpacked.name), make), unpacked / "layers")

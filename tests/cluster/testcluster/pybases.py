@@ -1,10 +1,7 @@
 """Base images with the project's dependencies inside: the project's own images are then a thin layer.
 
 A torch image is over a gigabyte; carried to three nodes it takes two minutes. So the dependencies are a layer of their
-own, which changes only with `pyproject.toml`, and which `nodeimage.py` puts into the nodes beforehand.
-
-Invariant: the layers delete nothing of a lower layer. They become part of docker's own overlay in the node image, and
-overlayfs' markers for deletions cannot be made there.
+own, which changes only with `pyproject.toml`, and which `nodeimage.py` gives to the nodes beforehand.
 """
 
 import os
