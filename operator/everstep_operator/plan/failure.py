@@ -18,9 +18,11 @@ from enum import StrEnum
 
 from everstep.contract import exit_codes, redact
 from everstep_operator.api.conditions import Cause
+from everstep_operator.plan import untrusted
 from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
 
-MAX_MESSAGE = 8192  # the kubelet keeps 4096 bytes; anything longer did not come from it
+MAX_MESSAGE = untrusted.MAX_TEXT
+MAX_LINE = 500  # characters of a log line that a status keeps
 SIGKILL, SIGTERM = 9, 15
 NODE_SEEN_WITHIN = timedelta(seconds=30)
 
@@ -122,11 +124,16 @@ def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> Loss 
         return Loss(pod.index, cause, f"disrupted: {pod.disruption}", pod.name, pod.node, at=pod.deleted_at)
     if pod.reason == "Evicted":
         return Loss(pod.index, Cause.EVICTED, "evicted by the kubelet", pod.name, pod.node)
-    if pod.phase is PodPhase.FAILED:
-        return _loss_of_exit(pod)
-    if pod.deleted_at is not None:
+    if pod.deleted_at is not None and not _ended_before(pod, pod.deleted_at):
         return Loss(pod.index, Cause.POD_DELETED, "its pod was deleted", pod.name, pod.node, at=pod.deleted_at)
-    return None
+    return _loss_of_exit(pod) if pod.phase is PodPhase.FAILED else None
+
+
+def _ended_before(pod: WorkerPod, deleted_at: datetime) -> bool:
+    """Whether the program had failed when the pod was deleted. The other way round, its exit code is the answer to
+    the kubelet's SIGTERM (torchrun's is 1) and no fault of its own."""
+    ended = pod.exit.finished_at if pod.exit is not None else None
+    return pod.phase is PodPhase.FAILED and ended is not None and ended < deleted_at
 
 
 def _loss_of_exit(pod: WorkerPod) -> Loss:
@@ -135,7 +142,7 @@ def _loss_of_exit(pod: WorkerPod) -> Loss:
         cause = Cause.NODE_LOST if pod.reason in ("NodeLost", "NodeShutdown", "Terminated") else Cause.START_FAILED
         return Loss(pod.index, cause, f"failed without running: {pod.reason or 'no reason given'}", pod.name, pod.node)
     record = _record(exit_.message)
-    code = record.exit_code if record is not None else _process_exit_code(exit_)
+    code = min(max(record.exit_code if record is not None else _process_exit_code(exit_), 0), 255)
     cause = _cause(exit_, code, record)
     detail = record.text if record is not None and record.text else _describe(exit_, code)
     lines = record.lines if record is not None else _tail(exit_.message)
@@ -169,9 +176,9 @@ def _record_of(line: str) -> _Record | None:
         error = str(body["error"])[:2000]
         return _Record(
             exit_code=int(body["exit_code"]) & 0xFF,
-            text=redact.text(error)[:500],
+            text=_shown(error),
             peer_lost=bool(_PEER_LOST.search(error)),
-            lines=tuple(redact.text(str(text)[:500]) for text in list(body.get("lines", ()))[-20:]),
+            lines=tuple(_shown(str(text)) for text in list(body.get("lines", ()))[-20:]),
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
@@ -183,7 +190,8 @@ def _process_exit_code(exit_: Exit) -> int:
     if match is None:
         return exit_.code
     code = int(match[1])
-    return 128 - code if code < 0 else code
+    code = 128 - code if code < 0 else code
+    return code if code <= 255 else exit_.code
 
 
 def _cause(exit_: Exit, code: int, record: _Record | None) -> Cause:
@@ -213,5 +221,10 @@ def _describe(exit_: Exit, code: int) -> str:
 
 
 def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
-    text = [line[:500] for line in (message or "")[:MAX_MESSAGE].splitlines() if line.strip()]
-    return tuple(redact.text(line) for line in text[-lines:])
+    text = [line for line in (message or "")[:MAX_MESSAGE].splitlines() if line.strip()]
+    return tuple(_shown(line) for line in text[-lines:])
+
+
+def _shown(text: str) -> str:
+    """What a status may quote. Cut after hiding too, because hiding makes a text longer."""
+    return untrusted.encodable(redact.text(text[:MAX_LINE])[:MAX_LINE])
