@@ -70,7 +70,7 @@ def ask(job: Job, pods: tuple[Pod, ...], formed: bool) -> Plan:
                 )
                 for p in pods
             ),
-            service_exists=True,
+            service_uid="s1",
         )
     )  # fmt: skip
 

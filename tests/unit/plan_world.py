@@ -29,7 +29,7 @@ class World:
         self.status = Status()
         self.pods: dict[str, WorkerPod] = {}
         self.nodes = {f"n{i}": NodeView(f"n{i}", ready=True, changed_at=START) for i in (1, 2)}
-        self.service = False
+        self.service: str | None = None
         self.progress = Progress()
         self.job_exists = True
         self.deleting = False
@@ -83,9 +83,9 @@ class World:
             left -= 1
             match action:
                 case CreateService():
-                    self.service = True
+                    self.service = "s1"
                 case DeleteService():
-                    self.service = False
+                    self.service = None
                 case CreatePod(name, index, incarnation, body, _):
                     if name not in self.pods:
                         self.uids += 1

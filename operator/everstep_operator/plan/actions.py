@@ -51,7 +51,10 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class DeleteService:
+    """With the UID as precondition: a job that was recreated under the same name has a service of the same name."""
+
     name: str
+    uid: str
     why: str
 
     def __str__(self) -> str:

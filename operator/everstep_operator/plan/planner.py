@@ -284,7 +284,7 @@ def _pods_to_round(
     # A pod of a later round proves that this view of the job is old: such a pod is not ours to end.
     over = (p for p in snapshot.pods if p.uid not in kept and names.is_over(job.name, p, world.round))
     actions: list[Action] = [a for p in over if (a := _remove(snapshot, p)) is not None]
-    if not snapshot.service_exists:
+    if snapshot.service_uid is None:
         actions.insert(0, CreateService(names.service_name(job.name), pods.service(job), "workers need host names"))
     missing = [i for i in range(world.size) if i not in current]
     if not missing:

@@ -124,7 +124,7 @@ class Snapshot:
     now: datetime
     job: JobView
     pods: tuple[WorkerPod, ...] = ()
-    service_exists: bool = False
+    service_uid: str | None = None  # of the headless service, if it is there and ours
     nodes: dict[str, NodeView] = field(default_factory=dict)
     progress: Progress = Progress()
     name_collisions: tuple[str, ...] = ()  # pods with our names that another owner holds

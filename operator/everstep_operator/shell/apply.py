@@ -37,7 +37,7 @@ class Applied:
 @dataclass(slots=True)
 class _Refusals:
     collisions: list[str] = field(default_factory=list)
-    create_refused: str | None = None
+    refused: dict[str, str] = field(default_factory=dict)  # the server's words by object name
 
 
 class Applier:
@@ -70,7 +70,9 @@ class Applier:
             for outcome in outcomes:
                 if isinstance(outcome, Failed):
                     raise outcome.error
-        return Applied(tuple(sorted(refusals.collisions)), refusals.create_refused)
+        # Creates run in parallel: of several refusals the one to show must not depend on which came last.
+        first = min(refusals.refused, default=None)
+        return Applied(tuple(sorted(refusals.collisions)), None if first is None else refusals.refused[first])
 
     async def _one(self, job: JobView, action: Action, refusals: _Refusals) -> None:
         self._require_leading()
@@ -82,7 +84,7 @@ class Applier:
             case DeletePod():
                 await self._delete_pod(job, action)
             case DeleteService():
-                await self._delete(SERVICES, job, action.name, None)
+                await self._delete(SERVICES, job, action.name, action.uid)
             case DeleteJob():
                 await self._delete(self._jobs, job, job.name, action.uid)
             case other:
@@ -92,28 +94,32 @@ class Applier:
         key = (job.namespace, job.name)
         self._expectations.expect(key, creations=[action.name], now=self._monotonic())
         try:
-            await self._create(PODS, job, action.name, action.body, refusals)
+            created = await self._create(PODS, job, action.name, action.body, refusals)
         except KubeError:
             # It may exist all the same (response lost): the next create of this very name will tell.
             self._expectations.cancel_creation(key, action.name)
             raise
-        if action.name in refusals.collisions or refusals.create_refused is not None:
+        if not created:
             self._expectations.cancel_creation(key, action.name)
 
     async def _create(
         self, resource: Resource[T], job: JobView, name: str, body: dict[str, object], refusals: _Refusals
-    ) -> None:
+    ) -> bool:
+        """Whether an object of this job has the name now, so that its event will come or has come."""
         try:
             await self._client.create(resource, job.namespace, body)
         except AlreadyExists:
             try:
                 found = await self._client.get(resource, job.namespace, name)
-            except NotFound:
-                return  # it was just going; the next pass creates it
+            except NotFound as e:
+                raise Conflict(f"{name} was taken and is free again", where="create") from e
             if controller_uid(found.metadata) != job.uid:
                 refusals.collisions.append(name)
+                return False
         except (Forbidden, Invalid, Rejected) as e:
-            refusals.create_refused = str(e)[:500]
+            refusals.refused[name] = str(e)[:500]
+            return False
+        return True
 
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
         key = (job.namespace, job.name)

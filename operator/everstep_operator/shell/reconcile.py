@@ -40,6 +40,7 @@ BY_OWNER = "owner"
 BY_NODE = "node"
 # Progress alone is written to the API server no more often than this for one job.
 PROGRESS_INTERVAL = timedelta(seconds=5)
+_REFUSED_NEWS = 0.1  # seconds from a refusal to the plan that reports it
 _OWN_WRITE_WAIT = 1.0  # seconds; the watch event normally comes first
 
 
@@ -106,7 +107,7 @@ class Reconciler:
         if pending is not None:
             return Result(pending.reason, max(0.0, pending.expires - self._clock.monotonic()))
         try:
-            job = observe.job_view(obj)
+            job = observe.job_view(obj, self._settings.checkpoint_url_prefixes)
         except SpecError as e:
             return await self._refuse(obj, memory, e)
         snapshot = self._snapshot(job, memory)
@@ -131,10 +132,11 @@ class Reconciler:
             await self._write(obj, memory, job, decided)
         elif decided.status != job.status:
             held_back = not await self._write_progress(obj, memory, job, decided)
-        memory.applied = await self._applier.apply(job, decided.actions)
+        before, memory.applied = memory.applied, await self._applier.apply(job, decided.actions)
         after = decided.requeue.after.total_seconds() if decided.requeue is not None else None
-        if memory.applied != Applied():
-            after = 1.0
+        if memory.applied != before:
+            # The next plan has to know it; what is refused again for the same reason waits as that plan says.
+            after = _REFUSED_NEWS if after is None else min(after, _REFUSED_NEWS)
         if held_back:
             left = PROGRESS_INTERVAL.total_seconds()
             after = left if after is None else min(after, left)
@@ -193,7 +195,7 @@ class Reconciler:
             now=self._clock.now(),
             job=job,
             pods=pods,
-            service_exists=service is not None and controller_uid(service.metadata) == job.uid,
+            service_uid=_own_uid(service, job),
             nodes=self._nodes_of(pods),
             progress=memory.progress.snapshot(),
             name_collisions=memory.applied.collisions,
@@ -248,3 +250,7 @@ class Reconciler:
             name = str(reason or ReadyReason.PENDING)
             counts[name] = counts.get(name, 0) + 1
         return counts
+
+
+def _own_uid(service: Service | None, job: JobView) -> str | None:
+    return service.metadata.uid if service is not None and controller_uid(service.metadata) == job.uid else None
