@@ -24,6 +24,7 @@ CHECKOUT = HERE.parent.parent
 
 Part = str | Path
 _print_lock = threading.Lock()
+_skipped: set[tuple[str, str]] = set()
 
 
 def root() -> Path:
@@ -43,6 +44,13 @@ def say(seconds: float, what: str, how: str) -> None:
     """One line a step, to standard error: standard output belongs to the commands' results."""
     with _print_lock:
         print(f"{seconds:7.1f} s  {what}: {how}", file=sys.stderr, flush=True)
+
+
+def say_skipped(what: str, have: str) -> None:
+    """Once a process and step: a step that many others stand on is looked up dozens of times."""
+    if (what, have) not in _skipped:
+        _skipped.add((what, have))
+        say(0, what, f"skipped, have {have}")
 
 
 def _tree(folder: Path) -> Iterator[Path]:
@@ -86,7 +94,7 @@ def artifact(name: str, parts: tuple[Part, ...], make: Callable[[Path], None]) -
     key = key_of(name, *parts)
     final = root() / name / key
     if final.is_dir():
-        say(0, name, f"skipped, have {key}")
+        say_skipped(name, key)
         return final
     with lock(name):
         if final.is_dir():

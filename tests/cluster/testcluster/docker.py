@@ -117,7 +117,7 @@ def image(name: str, parts: tuple[cache.Part, ...], make: Callable[[str], None])
     key = cache.key_of(name, *parts)
     tag = f"{REPOSITORY}/{name}:{key}"
     if exists(tag):
-        cache.say(0, f"image {name}", f"skipped, have {key}")
+        cache.say_skipped(f"image {name}", key)
         return tag
     with cache.lock(f"image-{name}"):
         if exists(tag):

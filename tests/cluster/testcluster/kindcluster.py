@@ -17,6 +17,8 @@ from testcluster.proc import ClusterError, run, succeeds
 NAME = os.environ.get("EVERSTEP_CLUSTER") or "everstep"
 WORKERS = 2
 READY_LIMIT = 180  # seconds for nodes and system pods
+S3_DATA = "/var/lib/everstep-s3"  # as in manifests/s3.yaml
+EXAMPLE_BUCKET = "everstep"
 MANIFESTS = cache.HERE / "manifests"
 
 # A silent node is NotReady after 12 s and its pods are deleted 10 s later; Kubernetes' own settings: 50 s, 300 s.
@@ -129,6 +131,9 @@ def _apply_s3(image: NodeImage) -> None:
         load.load(images.s3(), nodes=list(containers()))
     kubectl("apply", "-f", str(MANIFESTS / "s3.yaml"))
     kubectl("-n", "s3", "rollout", "status", "deployment/s3", f"--timeout={READY_LIMIT}s")
+    # A bucket is a folder there; the example's job and the credentials beside it expect this one.
+    control_plane = next(name for name in containers() if name.endswith("-control-plane"))
+    run("docker", "exec", control_plane, "mkdir", "-p", f"{S3_DATA}/{EXAMPLE_BUCKET}")
 
 
 def up(fast: bool = True, workers: int = WORKERS) -> None:

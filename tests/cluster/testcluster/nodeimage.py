@@ -70,7 +70,7 @@ def _unpack(bare: str, tags: list[str], out: Path) -> None:
 def build() -> NodeImage:
     """The image for `kind create cluster --image`, and what to mount."""
     if docker.exists(versions.KIND_NODE_IMAGE):
-        cache.say(0, "node image", f"skipped, have {versions.KIND_NODE_IMAGE}")
+        cache.say_skipped("node image", versions.KIND_NODE_IMAGE)
         return NodeImage(versions.KIND_NODE_IMAGE, None)
     if docker.registry_answers():
         run("docker", "pull", "-q", versions.KIND_NODE_IMAGE, timeout=pybases.PULL_LIMIT)
