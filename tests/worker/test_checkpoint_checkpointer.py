@@ -206,6 +206,38 @@ def test_commits_beyond_keep_are_deleted_and_the_kept_ones_are_whole(url: str) -
     assert value_in(store) == (5, {5.0})
 
 
+def test_shards_of_a_commit_whose_outcome_was_never_learnt_are_kept(events: Any) -> None:
+    inner = MemoryStore()
+    counted = FaultStore(inner)
+    checkpointer = begun(counted, events)
+    checkpointer.save(1, state(1.0)).wait(30)
+    checkpointer.wait()
+    checkpointer.close()
+    faulty = FaultStore(inner)
+    checkpointer = begun(faulty, events)
+    # Of the next save's calls, put of the shard and create of the record, the second succeeds without an answer.
+    faulty._faults = {len(faulty.calls) + 1: LoseResponse()}
+    with pytest.raises(SaveFailed, match="lost"):
+        checkpointer.save(2, state(2.0)).wait(30)
+    checkpointer.save(3, state(3.0)).wait(30)
+    checkpointer.close()
+    shards = sorted(n for n in inner.objects if n.startswith("data/"))
+    assert len(shards) == 3
+    del inner.objects[shards[-1]]
+    assert value_in(inner) == (2, {2.0})
+
+
+def test_job_created_later_keeps_the_log(monkeypatch: pytest.MonkeyPatch, own_tmp: None) -> None:
+    store = MemoryStore()
+    job(monkeypatch, 1, "b-w0-0", uid="uid-b")
+    monkeypatch.setenv(env.JOB_CREATED, "200")
+    begun(store)
+    job(monkeypatch, 5, "a-w0-0", uid="uid-a")
+    monkeypatch.setenv(env.JOB_CREATED, "100")
+    with pytest.raises(everstep.Fenced, match="older than job uid-b"):
+        begun(store)
+
+
 def test_clean_up_that_fails_does_not_fail_the_save(events: Any) -> None:
     class NoDelete(MemoryStore):
         def delete(self, name: str) -> None:

@@ -88,6 +88,15 @@ def test_deleted_job_never_takes_the_log_back_from_its_successor() -> None:
     assert "job-b" in decision.reason
 
 
+def test_pod_of_an_older_job_that_starts_late_does_not_take_the_log_from_its_successor() -> None:
+    head, _ = opened(Head(), replace(claim("bb", job_uid="job-b"), created=200))
+    decision = log.decide_open(head, replace(claim("aa", round=7, job_uid="job-a"), created=100))
+    assert isinstance(decision, Refuse)
+    assert "job-a is older than job job-b" in decision.reason
+    _, newer = opened(head, replace(claim("cc", job_uid="job-c"), created=300))
+    assert newer.owners == (Owner("job-b", 1, 200), Owner("job-c", 1, 300))
+
+
 def test_plain_run_takes_over_and_the_job_may_come_back_but_not_in_an_older_round() -> None:
     head, _ = opened(Head(), claim("aa", round=2, job_uid="job-a"))
     head, plain = opened(head, claim("bb", round=0, job_uid=""))

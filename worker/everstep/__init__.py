@@ -7,9 +7,11 @@ and the operator import this package too.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # type checkers know the name; importing typing for it would be most of the cost of this import
 if TYPE_CHECKING:
+    from typing import Any
+
     from everstep.checkpoint.checkpointer import Checkpointer
     from everstep.checkpoint.errors import Fenced
     from everstep.checkpoint.rng import RngState

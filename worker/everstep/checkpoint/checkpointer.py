@@ -22,7 +22,6 @@ from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Fenced
 from everstep.checkpoint.layout import save_id
-from everstep.checkpoint.log import Claim
 from everstep.checkpoint.manifest import CommitRecord, OpenRecord
 from everstep.checkpoint.opening import Settings
 from everstep.checkpoint.parts import Staged
@@ -33,7 +32,6 @@ from everstep.checkpoint.rounds import known_round, remember_round
 from everstep.checkpoint.shard import Staging, assign, entries_of, plan_shard
 from everstep.checkpoint.state import Captured, apply, capture
 from everstep.checkpoint.writer import Events, Identity, SaveHandle, Skipped, Writer
-from everstep.contract import env
 from everstep.storage import ObjectStore
 
 logger = logging.getLogger("everstep.checkpoint")
@@ -237,9 +235,7 @@ class Checkpointer:
         ranks = self._ranks
         if self._own is None:
             number = ranks.maximum(known_round())
-            claim = Claim(
-                uuid.uuid4().hex, number, os.environ.get(env.JOB_UID, ""), ranks.world_size, stamp(time.time())
-            )
+            claim = opening.claim(uuid.uuid4().hex, number, ranks.world_size, stamp(time.time()), os.environ)
             self._own = opening.open_together(
                 self._log, self._store if self._probe else None, self._settings, claim, ranks
             )

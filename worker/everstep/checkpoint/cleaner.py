@@ -7,7 +7,7 @@ import logging
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.layout import DATA, owner_of, save_folder
-from everstep.checkpoint.manifest import CommitRecord, OpenRecord
+from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord
 from everstep.checkpoint.retention import plan_retention
 from everstep.storage import ObjectStore, StorageError
 
@@ -23,13 +23,19 @@ class Cleaner:
         self._keep = keep
         self._damaged = damaged
         self._recent: list[CommitRecord] = []
-        self._read_below = False
+        self._read_below = False  # whether `_recent` holds all commits that are to be kept
 
     def committed(self, record: CommitRecord) -> None:
-        """A new newest commit exists."""
-        self._recent = [record, *self._recent]
-        if self._read_below:
-            self._recent = self._recent[: self._keep + len(self._damaged)]
+        """A new newest commit exists.
+
+        If the commit below it is not the one this writer knew, an append of its own whose outcome was never learnt
+        did succeed: then what is known is read again, or its shards would be taken for abandoned ones.
+        """
+        known = self._recent[0].n if self._recent else NONE
+        if self._read_below and record.commit == known:
+            self._recent = [record, *self._recent][: self._keep + len(self._damaged)]
+        else:
+            self._recent, self._read_below = [record], False
 
     def clean(self) -> None:
         """Delete the saves that are not needed any more. Called after `committed`."""
@@ -52,11 +58,11 @@ class Cleaner:
             log.warning("clean-up after a commit failed, the next one tries again: %s", e)
 
     def _read(self) -> None:
-        """Once: the commits that were there before this writer, as many as are kept."""
+        """The commits below the newest, as many as are kept."""
         if self._read_below:
             return
         usable = sum(r.n not in self._damaged for r in self._recent)
-        for record in CommitLog(self._store).commits(self._own.n):
+        for record in CommitLog(self._store).commits(self._recent[0].n):
             if usable >= self._keep:
                 break
             if isinstance(record, CommitRecord):

@@ -4,8 +4,8 @@ The log is dense: record n is created conditionally at n = last + 1, so of all w
 one appends. Invariants that these functions keep, whatever the interleaving:
 
 - A commit is appended only by the writer of the newest open record below it. Whoever finds a newer open is fenced.
-- Within one job the rounds of the open records never go down, and a job that another job took the log from never
-  opens it again.
+- Within one job the rounds of the open records never go down, a job that another job took the log from never opens it
+  again, and no job opens it after one that was created later.
 - A writer whose record is already there (its response was lost) has appended it, once.
 
 `append_*` in commitlog drives these functions against a store; the executable model drives the same ones.
@@ -48,6 +48,7 @@ class Claim:
     job_uid: str
     world_size: int
     at: str
+    created: int = 0  # of the job, in seconds since the epoch; 0 is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ def decide_open(head: Head, claim: Claim) -> Append | Refuse:
 
     - Never an older round of the job that owns it now: its pods were replaced.
     - Never a job that another job has taken the log from: it was deleted and recreated under the same URL.
+    - Never a job older than one that has opened it: a pod of a deleted job that starts late, for the first time.
     - Anyone else may: the owner's own newer (or same) round, a new job, a plain `python` run.
     """
     before = head.open
@@ -114,8 +116,12 @@ def decide_open(head: Head, claim: Claim) -> Append | Refuse:
         return Refuse(f"job {claim.job_uid} lost the log to job {owners[-1].job_uid}, which was created after it")
     if index is not None and claim.round < owners[index].round:
         return Refuse(f"round {claim.round} is older than round {owners[index].round}, which has opened the log")
+    newer = next((o for o in owners if claim.job_uid and 0 < claim.created < o.created), None)
+    if newer is not None:
+        return Refuse(f"job {claim.job_uid} is older than job {newer.job_uid}, which has opened the log")
     if claim.job_uid:
-        owners = (*(o for o in owners if o.job_uid != claim.job_uid), Owner(claim.job_uid, claim.round))[-MAX_OWNERS:]
+        others = (o for o in owners if o.job_uid != claim.job_uid)
+        owners = (*others, Owner(claim.job_uid, claim.round, claim.created))[-MAX_OWNERS:]
     record = OpenRecord(
         head.last + 1, claim.writer, claim.round, claim.job_uid, claim.world_size, claim.at, owners,
         before.n if before else NONE, head.commit,

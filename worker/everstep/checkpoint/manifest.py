@@ -30,10 +30,14 @@ DTYPE_BYTES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A job that has opened the log, and the highest round in which it did."""
+    """A job that has opened the log, and the highest round in which it did.
+
+    `created` is when the job was created, in seconds since the epoch; 0 is not known.
+    """
 
     job_uid: str
     round: int
+    created: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ def encode_record(record: Record) -> bytes:
             body: dict[str, Json] = {
                 "version": VERSION, "n": record.n, "kind": "open", "writer": record.writer, "round": record.round,
                 "job_uid": record.job_uid, "world_size": record.world_size, "at": record.at,
-                "owners": [{"job_uid": o.job_uid, "round": o.round} for o in record.owners],
+                "owners": [{"job_uid": o.job_uid, "round": o.round, "created": o.created} for o in record.owners],
                 "open": record.open, "commit": record.commit,
             }  # fmt: skip
         case CommitRecord():
@@ -154,7 +158,9 @@ def decode_record(data: bytes, n: int, where: str) -> Record:
         raise FormatError(f"{where}: holds record {fields.integer('n')}: the object was swapped with another")
     kind = fields.text("kind")
     if kind == "open":
-        owners = tuple(Owner(o.text("job_uid"), o.integer("round")) for o in fields.objects("owners"))
+        owners = tuple(
+            Owner(o.text("job_uid"), o.integer("round"), o.integer("created")) for o in fields.objects("owners")
+        )
         return OpenRecord(
             n, fields.text("writer"), fields.integer("round"), fields.text("job_uid"), fields.integer("world_size", 1),
             fields.text("at"), owners, _link(fields, "open", n), _link(fields, "commit", n),

@@ -74,8 +74,14 @@ def connect(settings: Settings, options: Mapping[str, Any] | None) -> ObjectStor
     return RetryingStore(open_store(settings.url, options, single_committer=settings.single_committer))
 
 
+def claim(writer: str, number: int, world_size: int, at: str, environ: Mapping[str, str]) -> Claim:
+    """The claim of this process, in round `number`, for the job that the operator says it is of."""
+    created = _number(environ, env.JOB_CREATED)
+    return Claim(writer, number, environ.get(env.JOB_UID, ""), world_size, at, int(created or 0))
+
+
 def open_together(
-    log_: CommitLog, probed: ObjectStore | None, settings: Settings, claim: Claim, ranks: Ranks
+    log_: CommitLog, probed: ObjectStore | None, settings: Settings, wanted: Claim, ranks: Ranks
 ) -> OpenRecord:
     """Rank 0 probes the store and opens the log; every rank gets its record, or its error."""
     answer = b""
@@ -84,7 +90,7 @@ def open_together(
         try:
             if probed is not None and not settings.single_committer:
                 probe(probed)
-            record = log_.open(claim)
+            record = log_.open(wanted)
             answer = json.dumps({"n": record.n}).encode() + b"\n" + encode_record(record)
         except Exception as e:  # told to all ranks, then raised on all of them
             cause = e

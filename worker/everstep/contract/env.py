@@ -3,6 +3,8 @@
 JOB_NAME = "EVERSTEP_JOB_NAME"
 JOB_NAMESPACE = "EVERSTEP_JOB_NAMESPACE"
 JOB_UID = "EVERSTEP_JOB_UID"
+# The job's creationTimestamp in whole seconds since the epoch: of two jobs that share a URL, the newer owns the log.
+JOB_CREATED = "EVERSTEP_JOB_CREATED"
 WORKER_INDEX = "EVERSTEP_WORKER_INDEX"
 INCARNATION = "EVERSTEP_INCARNATION"
 # The round in which this pod was created: the fencing token of its commits.
