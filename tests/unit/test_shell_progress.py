@@ -1,0 +1,158 @@
+"""What the workers' reports are folded into, and what of an earlier round or another clock never gets in."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.contract.messages import Phase, Report
+from everstep_operator.api.status import Status
+from everstep_operator.plan.snapshot import Progress
+from everstep_operator.shell.progress import JobProgress
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def at(seconds: float) -> datetime:
+    return START + timedelta(seconds=seconds)
+
+
+def report(phase: Phase, rank: int = 0, **fields: Any) -> Report:
+    return Report(**{"phase": phase, "rank": rank, "world_size": 2, "at": 0.0, "round": 1, **fields})
+
+
+def fresh(**status: Any) -> JobProgress:
+    return JobProgress(Status.model_validate({"world": {"round": 1, "size": 2}, **status}), START)
+
+
+def test_recovery_times_are_taken_when_the_last_rank_has_come_so_far() -> None:
+    progress = fresh()
+    progress.published(2, at(1))
+    moments = [
+        (2, Phase.START, 0), (3, Phase.START, 1), (4, Phase.RESTORE, 1), (6, Phase.RESTORE, 0),
+        (7, Phase.TRAIN, 1), (9, Phase.TRAIN, 0), (20, Phase.TRAIN, 1), (21, Phase.TRAIN, 0),
+    ]  # fmt: skip
+    for second, phase, rank in moments:
+        progress.accept(report(phase, rank, round=2, step=5, restored_step=4, restore_seconds=0.5 + rank), at(second))
+    seen = progress.snapshot()
+    assert (seen.published_at, seen.started_at, seen.restored_at) == (at(1), at(3), at(6))
+    assert (seen.trained_at, seen.first_step_at) == (at(7), at(9))
+    assert (seen.restored_step, seen.restore_seconds) == (4, 1.5)  # the slowest rank's
+
+
+def test_first_steps_are_acted_on_at_once_and_later_ones_are_not() -> None:
+    progress = fresh()
+    assert not progress.accept(report(Phase.START), at(1))
+    assert progress.accept(report(Phase.TRAIN, 0, step=1), at(2))
+    assert progress.accept(report(Phase.TRAIN, 1, step=1), at(3))
+    assert not progress.accept(report(Phase.TRAIN, 0, step=2), at(4))
+    assert progress.accept(report(Phase.DONE, 0, step=9), at(5))
+
+
+def test_report_of_an_earlier_round_changes_nothing() -> None:
+    progress = fresh()
+    progress.published(3, at(1))
+    before = progress.snapshot()
+    assert not progress.accept(report(Phase.TRAIN, round=2, step=99, metrics={"loss": 1.0}), at(2))
+    assert progress.snapshot() == before
+
+
+def test_report_of_a_later_round_opens_it_for_a_replica_that_did_not_publish_it() -> None:
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, 0, step=1), at(1))
+    progress.accept(report(Phase.TRAIN, 0, round=4, step=2), at(2))
+    seen = progress.snapshot()
+    assert (seen.round, seen.trained_at, seen.first_step_at, seen.published_at) == (4, at(2), None, None)
+
+
+def test_publishing_a_round_again_or_an_older_one_does_not_forget_reports() -> None:
+    progress = fresh()
+    progress.published(2, at(1))
+    progress.accept(report(Phase.START, round=2), at(2))
+    before = progress.snapshot()
+    progress.published(2, at(3))
+    progress.published(1, at(3))
+    assert progress.snapshot() == before
+
+
+def test_steps_taken_again_after_a_loss_are_not_productive() -> None:
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, step=10, step_seconds=0.5), at(1))
+    assert progress.snapshot().productive_seconds == 5.0
+    progress.published(2, at(2))
+    progress.accept(report(Phase.TRAIN, round=2, step=8, step_seconds=0.5), at(3))
+    assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (10, 5.0)
+    progress.accept(report(Phase.TRAIN, round=2, step=12, step_seconds=0.5), at(4))
+    assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (12, 6.0)
+
+
+def test_operator_that_restarts_goes_on_from_what_the_status_remembers() -> None:
+    begun = {"startTime": at(-100), "progress": {"step": 40}, "goodputPercent": 90}
+    progress = fresh(**begun)
+    assert progress.snapshot().productive_seconds == pytest.approx(90.0)
+    progress.accept(report(Phase.TRAIN, step=40, step_seconds=1.0), at(1))
+    assert progress.snapshot().productive_seconds == pytest.approx(90.0)
+    assert progress.snapshot().step == 40
+
+
+def test_failed_save_is_remembered_until_one_succeeds_and_each_change_is_acted_on() -> None:
+    progress = fresh()
+    assert progress.accept(report(Phase.SAVE_FAILED, checkpoint_error="503"), at(1))
+    assert not progress.accept(report(Phase.SAVE_FAILED, checkpoint_error="403"), at(2))
+    assert progress.snapshot().checkpoint_error == "403"
+    assert progress.accept(report(Phase.SAVE, committed_step=7, committed_at=START.timestamp()), at(3))
+    seen = progress.snapshot()
+    assert (seen.checkpoint_error, seen.committed_step, seen.committed_at) == (None, 7, START)
+    assert not progress.accept(report(Phase.SAVE, committed_step=8), at(4))
+
+
+def test_script_without_a_checkpointer_is_restored_when_it_has_started() -> None:
+    progress = fresh()
+    for rank in (0, 1):
+        progress.accept(report(Phase.START, rank), at(1 + rank))
+    for rank in (0, 1):
+        progress.accept(report(Phase.TRAIN, rank, step=1), at(5 + rank))
+    assert progress.snapshot().restored_at == at(2)
+
+
+def test_clock_of_a_worker_is_never_taken_for_the_operators() -> None:
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, step=1, at=4e9, committed_at=1e300), at(5))
+    assert progress.snapshot().updated_at == at(5)
+    progress.accept(report(Phase.SAVE, committed_step=1, committed_at=1e300), at(6))
+    committed = progress.snapshot().committed_at
+    assert committed is not None
+    assert committed.year < 2100
+
+
+phases = st.sampled_from(Phase)
+whole = st.one_of(st.none(), st.integers(0, 2**63 - 1))
+real = st.one_of(st.none(), st.floats(0, 1e308))
+reports = st.builds(
+    Report, phase=phases, rank=st.integers(0, 2**63 - 1), world_size=st.integers(0, 4), at=st.floats(0, 1e308),
+    round=st.integers(0, 4), step=whole, total_steps=whole, epoch=whole, step_seconds=real, restored_step=whole,
+    restore_seconds=real, committed_step=whole, committed_at=real, checkpoint_error=st.one_of(st.none(), st.text()),
+    metrics=st.dictionaries(st.text(max_size=5), st.floats(), max_size=3),
+)  # fmt: skip
+
+
+@given(st.lists(st.one_of(reports, st.integers(0, 4)), max_size=15))
+def test_any_sequence_of_reports_keeps_rounds_and_steps_growing(events: list[Report | int]) -> None:
+    progress = fresh()
+    before = progress.snapshot()
+    for second, event in enumerate(events):
+        if isinstance(event, int):
+            progress.published(event, at(second))
+        else:
+            progress.accept(event, at(second))
+        seen = progress.snapshot()
+        assert isinstance(seen, Progress)
+        assert seen.round >= before.round
+        assert (seen.step or 0) >= (before.step or 0)
+        assert seen.productive_seconds >= before.productive_seconds
+        assert seen.trained_at is not None or seen.first_step_at is None
+        before = seen
