@@ -55,9 +55,9 @@ class Account:
         )
 
     def bucket(self, name: str) -> str:
-        """Create the bucket (through boto3: s3fs' own `mkdir` leaves none); nothing happens if it is there."""
+        """Make sure of the bucket (through boto3: s3fs' own `mkdir` leaves none)."""
         client = self.client()
-        with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+        if name not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}:
             client.create_bucket(Bucket=name)
         return name
 
