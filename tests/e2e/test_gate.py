@@ -42,7 +42,7 @@ def saves(job: Job) -> tuple[set[str], set[str]]:
     started = {key.split("/")[1] for key in keys if key.startswith("data/")}
     committed = set()
     for key in sorted(k for k in keys if k.startswith("log/"))[-40:]:
-        record = json.loads(client.get_object(Bucket=BUCKET, Key=f"{prefix}/{key}")["Body"].read())
+        record = json.loads(client.get_object(Bucket=BUCKET, Key=f"{prefix}/{key}")["Body"].read().splitlines()[0])
         committed |= {record["save_id"]} if record["kind"] == "commit" else set()
     return started, committed
 

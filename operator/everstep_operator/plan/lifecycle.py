@@ -36,7 +36,9 @@ def clean_up(snapshot: Snapshot) -> tuple[Action, ...]:
     doomed = (p for p in snapshot.pods if p.deleted_at is None and (policy is PodCleanup.ALL or not p.finished))
     actions: list[Action] = [_delete(p, f"the job is finished, podCleanup {policy}") for p in doomed]
     if snapshot.service_uid is not None:
-        actions.append(DeleteService(names.service_name(snapshot.job.name), snapshot.service_uid, "the job is finished"))
+        actions.append(
+            DeleteService(names.service_name(snapshot.job.name), snapshot.service_uid, "the job is finished")
+        )
     return tuple(actions)
 
 

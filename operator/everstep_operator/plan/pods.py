@@ -148,6 +148,7 @@ def _everstep(job: JobView, index: int, round_: int, settings: Settings) -> dict
         env.JOB_NAME: job.name,
         env.JOB_NAMESPACE: job.namespace,
         env.JOB_UID: job.uid,
+        env.JOB_CREATED: str(int(job.created_at.timestamp())),
         env.WORKER_INDEX: str(index),
         env.INCARNATION: str(names.incarnation_of_round(round_)),
         env.ROUND: str(round_),

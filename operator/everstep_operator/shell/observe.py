@@ -6,7 +6,7 @@ is not part of the snapshot.
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from everstep.contract import labels
 from everstep_operator.api.allowlist import checkpoint_url_refusal
@@ -49,7 +49,7 @@ def job_view(obj: Unstructured, checkpoint_url_prefixes: tuple[str, ...] = ()) -
         resource_version=meta.resource_version,
         spec=spec,
         status=parse_status(obj.status),
-        created_at=meta.creation_timestamp or datetime.min,
+        created_at=meta.creation_timestamp or datetime.fromtimestamp(0, UTC),
         deleting=meta.deletion_timestamp is not None,
     )
 

@@ -60,15 +60,16 @@ class JobProgress:
             self._open_round(report.round, None)
         self._updated_at = now
         self._world_size = max(1, report.world_size)
+        healed = self._committed(report)
         match report.phase:
             case Phase.START:
                 return self._start(report, now)
             case Phase.RESTORE:
                 return self._restore(report, now)
             case Phase.TRAIN | Phase.DONE:
-                return self._train(report, now)
+                return self._train(report, now) or healed
             case Phase.SAVE:
-                return self._save(report)
+                return healed
             case Phase.SAVE_FAILED:
                 changed = self._error is None
                 self._error = report.checkpoint_error or "the worker gave no reason"
@@ -110,13 +111,16 @@ class JobProgress:
         self._last = report
         self._step_seconds = report.step_seconds or self._step_seconds
 
-    def _save(self, report: Report) -> bool:
-        recovered = self._error is not None
+    def _committed(self, report: Report) -> bool:
+        """Any report may carry the newest commit; whether it ends a time without a healthy one."""
+        if report.committed_step is None or report.committed_step == self._committed_step:
+            return False
+        healed = self._error is not None
         self._error = None
         self._committed_step = report.committed_step
         if report.committed_at is not None:
             self._committed_at = datetime.fromtimestamp(min(report.committed_at, 4e9), UTC)
-        return recovered
+        return healed
 
     def snapshot(self) -> Progress:
         last = self._last

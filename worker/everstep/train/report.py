@@ -208,13 +208,19 @@ class Reporter:
         # What was last said about the run is carried along, so that any one report is a whole picture.
         self._known = replace(self._known, phase=phase, at=self._now(), step_seconds=seconds, **fields)
         self._metrics = self._readable(metrics) or self._metrics
-        pending = _Pending(self._known, self._metrics, steady=phase is Phase.TRAIN and not first)
+        pending = _Pending(self._known, self._metrics, steady=phase in (Phase.TRAIN, Phase.SAVE) and not first)
         # Facts of one moment are not repeated: a later report would claim them anew.
         self._known = replace(self._known, restored_step=None, restore_seconds=None, checkpoint_error=None)
         if self._identity[0] != 0 and not first and phase in (Phase.TRAIN, Phase.SAVE):
             return False  # one voice per job; ranks beyond 0 speak only about (re)starts, failures and the end
         if pending.steady and self._queue and self._queue[-1].steady:
-            self._queue.pop()
+            waiting = self._queue.pop().report
+            if phase is Phase.SAVE and waiting.phase is Phase.TRAIN:
+                # A job that commits at every step must still say how fast it steps: one report tells both.
+                known = self._known
+                pending.report = replace(
+                    waiting, committed_step=known.committed_step, committed_at=known.committed_at, at=known.at
+                )
         self._queue.append(pending)
         return True
 
