@@ -3,7 +3,6 @@
 `Account` is how a client reaches one; `S3Server` is one on the loopback that a test may stop, kill and start again.
 """
 
-import contextlib
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
