@@ -30,7 +30,7 @@ from everstep_operator.telemetry.metrics import Metrics
 
 NAMESPACES = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
 ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount", Unstructured)
-RAW_PODS = Resource("", "v1", "pods", "Pod", Unstructured)
+CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap", Unstructured)
 LIMIT = 40.0  # seconds that any wait may take
 WRITES = ("create", "apply", "merge_patch", "patch_status", "replace", "delete")
 TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["torchrun", "train.py"]}]}}
@@ -271,3 +271,27 @@ def wait_for() -> Callable[..., Awaitable[None]]:
 @pytest.fixture
 def owner_of() -> Callable[[Pod], str | None]:
     return lambda pod: controller_uid(pod.metadata)
+
+
+@pytest.fixture
+def collects() -> Callable[[Place], Awaitable[None]]:
+    """Waits until garbage collection knows TrainingJobs: it looks for new kinds twice a minute."""
+
+    async def wait(place: Place) -> None:
+        for number in range(int(LIMIT)):
+            owner = await place.create_job(f"canary-{number}")
+            reference = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": owner.metadata.name,
+                         "uid": owner.metadata.uid}  # fmt: skip
+            name = owner.metadata.name
+            await place.client.create(
+                CONFIGMAPS, place.namespace, {"metadata": {"name": name, "ownerReferences": [reference]}}
+            )
+            await place.client.delete(JOBS, place.namespace, name, propagation="Background")
+            deadline = time.monotonic() + 1.5
+            while time.monotonic() < deadline:
+                if name not in {o.metadata.name for o in (await place.client.list(CONFIGMAPS, place.namespace)).items}:
+                    return
+                await asyncio.sleep(0.03)
+        raise AssertionError("garbage collection does not see TrainingJobs")
+
+    return wait

@@ -1,0 +1,163 @@
+"""The operator as the process that a Deployment runs: two replicas, killed, frozen and woken (cases 20, 22, 39)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep_operator.kube.errors import NotFound
+from everstep_operator.kube.resources import LEASES
+
+pytestmark = pytest.mark.apiserver
+
+WaitFor = Callable[..., Awaitable[None]]
+LEASE_SECONDS = 3
+
+
+class Replica:
+    """One `everstep-operator`, with the variables that the chart sets."""
+
+    def __init__(self, plane: Any, namespace: str, name: str, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = int(free.getsockname()[1])
+        self.name, self.log = name, folder / f"{name}.log"
+        environ = {
+            **os.environ, "KUBECONFIG": str(plane.kubeconfig), "EVERSTEP_NAMESPACE": namespace,
+            "EVERSTEP_POD_NAME": name, "EVERSTEP_PORT": str(self.port), "EVERSTEP_LEASE_SECONDS": str(LEASE_SECONDS),
+        }  # fmt: skip
+        command = Path(sys.executable).with_name("everstep-operator")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([str(command)], env=environ, stdout=log, stderr=log)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+        self.process.wait(10)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as reply:
+            return str(reply.read().decode())
+
+    async def is_ready(self) -> bool:
+        try:
+            await asyncio.to_thread(self.get, "/readyz")
+        except OSError:
+            assert self.process.poll() is None, self.log.read_text()
+            return False
+        return True
+
+    async def leads(self) -> bool:
+        return "everstep_leader 1.0" in await asyncio.to_thread(self.get, "/metrics")
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture
+def start(crd: Any, place: Any, tmp_path: Path) -> Iterator[Callable[[str], Replica]]:
+    made: list[Replica] = []
+
+    def begin(name: str) -> Replica:
+        made.append(Replica(crd, place.namespace, name, tmp_path))
+        return made[-1]
+
+    yield begin
+    for replica in made:
+        replica.end()
+
+
+async def holder(place: Any) -> str:
+    try:
+        lease = await place.client.get(LEASES, place.namespace, "everstep-operator")
+    except NotFound:
+        return ""
+    return str(lease.spec.holder_identity or "").partition("_")[0]
+
+
+async def test_replica_that_is_killed_is_followed_by_the_other_and_nothing_is_done_twice(
+    place: Any, start: Callable[[str], Replica], wait_for: WaitFor
+) -> None:
+    """Case 22: the job ran on meanwhile; what happened to it is found by looking."""
+    first = start("replica-a")
+    await place.create_job()
+    await wait_for("the first replica is ready", first.is_ready)
+    await place.running("digits-w0-0", "digits-w1-0")
+    second = start("replica-b")
+    await wait_for("the second replica is ready", second.is_ready)
+    assert await holder(place) == "replica-a"
+    first.send(signal.SIGKILL)
+    await place.end("digits-w1-0", 137)
+    await place.running("digits-w0-1", "digits-w1-1")
+    assert await holder(place) == "replica-b"
+    assert (await place.status())["restarts"]["total"] == 1
+    plans = [line for line in second.lines() if line["msg"] == "plan" and line["round"] == 2]
+    assert plans, "the log tells of no plan for round 2"
+    assert {line["job"] for line in plans} == {f"{place.namespace}/digits"}
+
+
+async def test_leader_frozen_beyond_its_lease_does_no_harm_when_it_wakes(
+    place: Any, start: Callable[[str], Replica], wait_for: WaitFor
+) -> None:
+    """Case 39: it wakes with caches of round 1 and believes that it leads."""
+    first = start("replica-a")
+    await place.create_job()
+    await place.running("digits-w0-0", "digits-w1-0")
+    second = start("replica-b")
+    await wait_for("the second replica is ready", second.is_ready)
+    first.send(signal.SIGSTOP)
+    await place.end("digits-w1-0", 137)
+    await place.running("digits-w0-1", "digits-w1-1")
+    uids = {pod.metadata.uid for pod in (await place.pods()).values()}
+    first.send(signal.SIGCONT)
+
+    async def follows() -> bool:
+        return await first.is_ready() and not await first.leads()
+
+    await wait_for("the old leader knows that it follows", follows)
+    assert {pod.metadata.uid for pod in (await place.pods()).values()} == uids
+    await place.end("digits-w0-1", 137)
+    await place.running("digits-w0-2", "digits-w1-2")
+    status = await place.status()
+    assert status["restarts"]["total"] == 2
+    assert status["world"]["round"] == 3
+
+
+async def test_operator_told_to_stop_gives_its_lease_back_and_ends(
+    place: Any, start: Callable[[str], Replica], wait_for: WaitFor
+) -> None:
+    replica = start("replica-a")
+
+    async def leads() -> bool:
+        return await replica.is_ready() and await replica.leads()
+
+    await wait_for("it leads", leads)
+    replica.send(signal.SIGTERM)
+    assert await asyncio.to_thread(replica.process.wait, 10) == 0
+    assert await holder(place) == ""
+    assert replica.lines()[-1]["msg"] == "operator stops"
+
+
+def test_setting_that_cannot_be_used_is_named_and_nothing_starts() -> None:
+    command = str(Path(sys.executable).with_name("everstep-operator"))
+    done = subprocess.run(
+        [command], env={**os.environ, "EVERSTEP_PORT": "http"}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "EVERSTEP_PORT" in done.stderr
