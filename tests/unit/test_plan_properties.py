@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from everstep_operator.api.conditions import ConditionType
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.api.status import Restarts, Status
 from everstep_operator.plan.actions import CreatePod, DeleteJob, Plan
@@ -189,7 +190,9 @@ class History:
         grown = after.world.round - before.world.round
         assert grown in (0, 1), "a round was skipped, or counted back"
         charged = new.total - old.total
-        assert 0 <= charged <= grown, "a restart was charged without a round, or more than once"
+        ready = after.condition(ConditionType.READY)
+        lost = grown == 1 and ready is not None and ready.reason == "Recovering"
+        assert charged == lost, "a restart was charged without a loss, more than once, or not at all"
         assert all(getattr(new, n) >= getattr(old, n) for n in ("user_code", "infrastructure", "preemption"))
         if charged:
             assert after.recoveries[0].first_step_ms is None
