@@ -34,8 +34,8 @@ class OperatorSettings:
         """Raises SettingsError for the first variable that is wrong."""
         host = socket.gethostname()
         prefixes = environ.get("EVERSTEP_CHECKPOINT_URL_PREFIXES", "")
-        level = environ.get("EVERSTEP_LOG_LEVEL", "INFO").upper()
-        if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        level = environ.get("EVERSTEP_LOG_LEVEL", "INFO")
+        if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise SettingsError(f"EVERSTEP_LOG_LEVEL: {level!r} is not DEBUG, INFO, WARNING or ERROR")
         return cls(
             namespace=environ.get("EVERSTEP_NAMESPACE", "default"),
@@ -46,7 +46,7 @@ class OperatorSettings:
             checkpoint_url_prefixes=tuple(p.strip() for p in prefixes.split(",") if p.strip()),
             lease_seconds=_number(environ, "EVERSTEP_LEASE_SECONDS", 6, 3, 120),
             workers=_number(environ, "EVERSTEP_WORKERS", 8, 1, 64),
-            log_level=level,
+            log_level=level.upper(),
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import everstep
-from everstep.checkpoint import CheckpointError, SaveFailed, UnsupportedVersion
+from everstep.checkpoint import CheckpointError, SaveFailed, UnsupportedVersion, layout
 from everstep.checkpoint.rounds import known_round
 from everstep.checkpoint.writer import Committed, Skipped
 from everstep.contract import env
@@ -31,9 +31,9 @@ class Gate(MemoryStore):
         super().__init__()
         self.gate = threading.Event()
 
-    def put(self, name: str, data: Any) -> None:
-        assert self.gate.wait(30)
-        super().put(name, data)
+    def create(self, name: str, data: Any) -> None:
+        assert not name.startswith(layout.DATA) or self.gate.wait(30)
+        super().create(name, data)
 
 
 def state(value: float = 0.0) -> dict[str, Any]:
@@ -161,6 +161,37 @@ def test_older_writer_is_fenced_by_a_newer_one_at_its_next_save(url: str, events
     assert value_in(plain_store(url)) == (2, {20.0})
 
 
+def test_save_without_restore_is_refused_where_there_is_something_to_restore() -> None:
+    store = MemoryStore()
+    begun(store).save(7, state(7.0)).wait(30)
+    with pytest.raises(CheckpointError, match="a commit that was not restored; call restore"):
+        everstep.Checkpointer(store=store).save(1, state(1.0))
+    assert value_in(store) == (7, {7.0})
+
+
+def test_save_without_restore_works_on_an_empty_url() -> None:
+    store = MemoryStore()
+    everstep.Checkpointer(store=store).save(1, state(1.0)).wait(30)
+    assert value_in(store) == (1, {1.0})
+
+
+class Overtaken(MemoryStore):
+    """A store where a shard's name is taken by other bytes just before it is created."""
+
+    def create(self, name: str, data: Any) -> None:
+        if name.startswith(layout.DATA):
+            self.put(name, b"bytes of an attempt that was given up")
+        super().create(name, data)
+
+
+def test_shard_that_is_there_with_other_bytes_fails_the_save_and_is_not_replaced(events: Any) -> None:
+    store = Overtaken()
+    with pytest.raises(SaveFailed, match="exists with other content"):
+        begun(store, events).save(1, state(1.0)).wait(30)
+    assert [f["step"] for f in events.of("save-failed")] == [1]
+    assert value_in(store) == (None, {0.0})
+
+
 def job(monkeypatch: pytest.MonkeyPatch, round: int, pod: str, uid: str = "uid-1") -> None:
     monkeypatch.setenv(env.ROUND, str(round))
     monkeypatch.setenv(env.POD_NAME, pod)
@@ -173,13 +204,16 @@ def own_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def test_pod_of_an_older_round_cannot_take_the_log_back(monkeypatch: pytest.MonkeyPatch, own_tmp: None) -> None:
+def test_pod_of_an_older_round_cannot_take_the_log_back(
+    monkeypatch: pytest.MonkeyPatch, own_tmp: None, events: Any
+) -> None:
     store = MemoryStore()
     job(monkeypatch, 2, "w0-1")
     begun(store)
     job(monkeypatch, 1, "w1-0")
-    with pytest.raises(everstep.Fenced, match="round 1 is older than round 2"):
-        begun(store)
+    with pytest.raises(everstep.Fenced, match="round 1 is older than round 2") as raised:
+        begun(store, events)
+    assert [f["error"] for f in events.of("fenced")] == [raised.value]
 
 
 def test_pod_that_was_part_of_a_newer_round_remembers_it(monkeypatch: pytest.MonkeyPatch, own_tmp: None) -> None:

@@ -52,7 +52,7 @@ def main(rank):
     m = model(1 if scenario != "load" else 2)
     state = {"model": m, "optimizer": torch.optim.Adam(m.parameters()), "epoch": 0, "rng": everstep.RngState()}
     events = []
-    hook = lambda kind, **f: events.append([kind, f])
+    hook = lambda kind, **f: events.append([kind, f | {"error": str(f.get("error"))}])
     result = {}
     if scenario == "save":
         torch.manual_seed(100 + rank)

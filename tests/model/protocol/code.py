@@ -32,13 +32,17 @@ class WriterCode:
         if isinstance(decision, Append):
             return decision
         owners = head.open.owners if head.open else ()
-        superseded = claim.job_uid in [o.job_uid for o in owners[:-1]]
-        if (LogRule.JOB_ORDER if superseded else LogRule.ROUND_ORDER) not in self.off:
+        jobs = [o.job_uid for o in owners]
+        if claim.job_uid not in jobs:
+            rule = LogRule.JOB_AGE
+        else:
+            rule = LogRule.ROUND_ORDER if claim.job_uid == jobs[-1] else LogRule.JOB_ORDER
+        if rule not in self.off:
             return decision
         rest = tuple(o for o in owners if o.job_uid != claim.job_uid)
         record = OpenRecord(
             head.last + 1, claim.writer, claim.round, claim.job_uid, claim.world_size, claim.at,
-            (*rest, Owner(claim.job_uid, claim.round)), head.open.n if head.open else NONE, head.commit,
+            (*rest, Owner(claim.job_uid, claim.round, claim.created)), head.open.n if head.open else NONE, head.commit,
         )  # fmt: skip
         return Append(record, "the rule is off")
 

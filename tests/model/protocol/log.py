@@ -24,6 +24,7 @@ from protocol.lineage import Shard, broken, commits_below, whole
 from protocol.rules import LogRule as Rule
 
 KEEP = 1  # commits that retention keeps: the hardest setting
+Claimed = tuple[int, str, int]  # a round, its job, and when that job was created
 
 
 class Phase(StrEnum):
@@ -40,6 +41,7 @@ class Writer(NamedTuple):
     id: int
     round: int
     job: str = "a"
+    created: int = 0  # of the job
     phase: Phase = Phase.NEW
     head: Head = Head()
     own: OpenRecord | None = None
@@ -80,7 +82,7 @@ class Store(NamedTuple):
 
 
 class LogModel:
-    """`claims` gives one writer each, as (round, job); `saves` bounds how many saves each of them begins.
+    """`claims` gives one writer each, as (round, job, created); `saves` bounds how many saves each of them begins.
 
     `parts` is the number of shards of a save: two, so that one of them can be missing while the other is there.
     """
@@ -89,7 +91,7 @@ class LogModel:
         self,
         off: frozenset[Rule] = frozenset(),
         *,
-        claims: tuple[tuple[int, str], ...] = ((1, "a"), (2, "a")),
+        claims: tuple[Claimed, ...] = ((1, "a", 1), (2, "a", 1)),
         saves: int = 2,
         faults: int = 2,
         parts: int = 2,
@@ -141,7 +143,7 @@ class LogModel:
                 pass
 
     def _opens(self, s: Store, w: Writer, head: Head) -> Store:
-        match self.code.open(head, Claim(w.name, w.round, w.job, self.parts, "")):
+        match self.code.open(head, Claim(w.name, w.round, w.job, self.parts, "", w.created)):
             case Append(record):
                 return _send(s, w._replace(head=head), record)
             case Refuse():
@@ -296,7 +298,7 @@ def put(s: Store, w: Writer) -> Store:
 
 def stopped(w: Writer) -> Writer:
     """The writer, dead. All that it knew is forgotten: states that differ only in it are one."""
-    return Writer(w.id, w.round, w.job, Phase.STOPPED)
+    return Writer(w.id, w.round, w.job, w.created, Phase.STOPPED)
 
 
 def _send(s: Store, w: Writer, record: Record) -> Store:
@@ -304,14 +306,14 @@ def _send(s: Store, w: Writer, record: Record) -> Store:
     return put(s._replace(flying=tuple(flying)), w._replace(phase=Phase.SENT, attempt=record))
 
 
-def progresses(model: LogModel, s: Store, round_: int, job: str) -> str | None:
+def progresses(model: LogModel, s: Store, claim: Claimed) -> str | None:
     """Whether a writer that starts now commits if nothing more goes wrong; the reason if it does not.
 
     The schedule: it reads the tail, then everything in flight arrives, so that its own open may come second; then it
     goes on alone, as every other writer is dead or fenced. Bounded by what is in flight.
     """
     me = len(s.writers)
-    newcomer = Writer(me, round_, job, Phase.LOOK)
+    newcomer = Writer(me, *claim, Phase.LOOK)
     s = s._replace(writers=(*s.writers, newcomer), faults=0)
     alone = LogModel(model.off, saves=1, faults=0, parts=model.parts)
     in_flight = len(s.flying)

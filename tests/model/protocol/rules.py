@@ -19,6 +19,7 @@ class LogRule(StrEnum):
     OPEN_BEFORE_RESTORE = "a writer opens before it chooses the commit to restore"
     ROUND_ORDER = "an open of a round below the one that its job opened with is refused"
     JOB_ORDER = "a job that another job took the log from never opens it again"
+    JOB_AGE = "a job opens the log only if no job that was created later has opened it"
     NEWER_OPEN_FENCES = "whoever meets another's newer open stops for ever"
     READ_WHAT_WON = "after a conflict the record that won is read before another number is tried"
     RECOGNISE_OWN = "an identical record of one's own is the answer to a lost response"

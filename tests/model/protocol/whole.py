@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 from protocol import cluster, log
-from protocol.cluster import Cluster, ClusterModel
-from protocol.log import LogModel, Phase, Store, Writer
+from protocol.cluster import Cluster, ClusterModel, Pod
+from protocol.log import Claimed, LogModel, Phase, Store, Writer
 from protocol.rules import ClusterRule, LogRule
 
 TOTAL_RESTART = "total restart"
@@ -85,7 +85,7 @@ def _born(before: Cluster, after: Cluster, writers: tuple[Writer, ...]) -> tuple
     """The writers, and one more for a pod that was not there before."""
     known = {p.uid for p in before.pods}
     new = [p for p in after.pods if p.worker == 0 and p.uid not in known]
-    born = (Writer(len(writers) + i, p.round, f"job-{p.owner}", Phase.LOOK) for i, p in enumerate(new))
+    born = (Writer(len(writers) + i, *_claim(p), Phase.LOOK) for i, p in enumerate(new))
     return (*writers, *born)
 
 
@@ -99,4 +99,9 @@ def recovers(model: WholeModel, s: Whole) -> str | None:
     if isinstance(settled, str):
         return settled
     pod = settled.pods[0]
-    return log.progresses(model.log, s.store, pod.round, f"job-{pod.owner}")
+    return log.progresses(model.log, s.store, _claim(pod))
+
+
+def _claim(pod: Pod) -> Claimed:
+    """What a pod's writer claims. UIDs of the model's jobs grow, so a UID also tells when its job was created."""
+    return pod.round, f"job-{pod.owner}", pod.owner

@@ -32,7 +32,7 @@ from everstep.checkpoint.rounds import known_round, remember_round
 from everstep.checkpoint.shard import Staging, assign, entries_of, plan_shard
 from everstep.checkpoint.state import Captured, apply, capture
 from everstep.checkpoint.writer import Events, Identity, SaveHandle, Skipped, Writer
-from everstep.storage import ObjectStore
+from everstep.storage import ObjectStore, StoreUnusable
 
 logger = logging.getLogger("everstep.checkpoint")
 
@@ -75,8 +75,8 @@ class Checkpointer:
     - `single_committer`: accept a store without conditional create (EVERSTEP_SINGLE_COMMITTER=1); a zombie of an
       earlier round is then not kept out.
     - `on_event(kind, **fields)`: told of "opened", "restored", "stepped-over", "committed", "save-failed",
-      "save-skipped" and "fenced", from the thread where it happened; its errors are logged. By default the events go
-      to the operator as progress reports.
+      "save-skipped", "fenced" and "unusable", from the thread where it happened; its errors are logged. By default
+      the events go to the operator as progress reports.
     - `peer_timeout`: seconds that rank 0 waits for the other ranks' parts before it abandons a save.
 
     Raises `StoreUnusable` (exit code 85) at once or from `restore` if the store can never work, `Fenced` (exit code
@@ -218,11 +218,17 @@ class Checkpointer:
         )  # fmt: skip
 
     def _ready(self) -> tuple[Writer, Ranks]:
-        """The writer; a script that never calls `restore` starts a new lineage on top of the log."""
+        """The writer. A script may skip `restore` only while there is nothing to restore: a commit that does not
+        descend from the newest one would fork the training state, and retention would then delete the good one."""
         if self._closed.is_set():
             raise CheckpointError("the Checkpointer is closed")
         if self._writer is None:
-            self._open()
+            own, _ = self._open()
+            if own.commit >= 0:
+                raise CheckpointError(
+                    f"{self._store.url}: log record {own.commit} is a commit that was not restored; call restore() "
+                    "before the first save, or save to an empty URL"
+                )
             self._start_writer()
         assert self._writer is not None
         assert self._ranks is not None
@@ -236,9 +242,13 @@ class Checkpointer:
         if self._own is None:
             number = ranks.maximum(known_round())
             claim = opening.claim(uuid.uuid4().hex, number, ranks.world_size, stamp(time.time()), os.environ)
-            self._own = opening.open_together(
-                self._log, self._store if self._probe else None, self._settings, claim, ranks
-            )
+            probed = self._store if self._probe else None
+            try:
+                self._own = opening.open_together(self._log, probed, self._settings, claim, ranks)
+            except (Fenced, StoreUnusable) as e:
+                # Both end the process; a person should find the reason where the exit code is shown.
+                self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)
+                raise
             remember_round(number)
             self._events("opened", n=self._own.n, round=number, writer=self._own.writer)
         return self._own, ranks

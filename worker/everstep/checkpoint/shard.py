@@ -79,7 +79,7 @@ class Staging:
         return self._buffer
 
 
-def describe(path: str, data: bytearray) -> Shard:
+def describe(path: str, data: bytearray | bytes) -> Shard:
     """The manifest's description of a shard with these bytes."""
     return Shard(path, len(data), CHUNK_BYTES, checksums(data, CHUNK_BYTES))
 

@@ -230,7 +230,7 @@ class Writer:
     def _failed(self, staged: Staged, error: CheckpointError) -> None:
         if isinstance(error, Fenced):
             self.fenced = error
-            self._events("fenced", step=staged.step, error=str(error))
+            self._events("fenced", step=staged.step, error=error)
             return
         self._events("save-failed", step=staged.step, error=str(error))
         if staged.rank != 0:

@@ -24,9 +24,7 @@ MAX_LINES = 12
 MAX_LINE = 120
 
 
-def write(
-    error: str, exit_code: int, lines: list[str], *, path: str = LOG, environ: Mapping[str, str] = os.environ
-) -> None:
+def write(error: str, exit_code: int, lines: list[str], environ: Mapping[str, str] = os.environ) -> None:
     """Append one record. Several processes of one pod may write; the operator takes the first that blames no peer."""
     if env.JOB_UID not in environ:
         return
@@ -40,7 +38,7 @@ def write(
     data = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with contextlib.suppress(OSError):
         # Not created: outside a container there is no such file, and nobody would read one.
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+        fd = os.open(LOG, os.O_WRONLY | os.O_APPEND)
         try:
             os.write(fd, data)
         finally:

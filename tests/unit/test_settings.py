@@ -1,0 +1,39 @@
+"""The operator's variables: defaults that work, and a clear refusal that names the variable."""
+
+import pytest
+
+from everstep_operator.settings import OperatorSettings, SettingsError
+
+
+def test_empty_environment_gives_working_defaults() -> None:
+    settings = OperatorSettings.from_env({})
+    assert (settings.port, settings.lease_seconds, settings.workers, settings.log_level) == (8080, 6, 8, "INFO")
+    assert settings.checkpoint_url_prefixes == ()
+
+
+def test_identity_carries_the_address_that_followers_redirect_to() -> None:
+    settings = OperatorSettings.from_env(
+        {"EVERSTEP_POD_NAME": "op-1", "EVERSTEP_POD_IP": "10.0.0.7", "EVERSTEP_PORT": "9000"}
+    )
+    assert settings.identity == "op-1_10.0.0.7:9000"
+
+
+def test_prefixes_are_split_and_trimmed() -> None:
+    settings = OperatorSettings.from_env({"EVERSTEP_CHECKPOINT_URL_PREFIXES": " s3://a/ , ,s3://b/"})
+    assert settings.checkpoint_url_prefixes == ("s3://a/", "s3://b/")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("EVERSTEP_PORT", "http"),
+        ("EVERSTEP_PORT", "65536"),
+        ("EVERSTEP_LEASE_SECONDS", "2"),
+        ("EVERSTEP_LEASE_SECONDS", "-6"),
+        ("EVERSTEP_WORKERS", "0"),
+        ("EVERSTEP_LOG_LEVEL", "chatty"),
+    ],
+)
+def test_wrong_value_is_refused_by_the_name_of_its_variable(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name}: '{value}' is not"):
+        OperatorSettings.from_env({name: value})

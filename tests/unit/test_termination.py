@@ -1,0 +1,98 @@
+"""What a dying process leaves behind, read by the operator's own reader: a real process, a real file."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from everstep.contract import env
+from everstep.train import termination
+from everstep_operator.api.conditions import Cause
+from everstep_operator.plan.failure import Loss, losses
+from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A termination log as the kubelet makes it: an empty file that is there."""
+    path = tmp_path / "termination-log"
+    path.touch()
+    monkeypatch.setattr(termination, "LOG", str(path))
+    monkeypatch.setenv(env.JOB_UID, "uid-1")
+    return path
+
+
+def dies(log: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run `script` in a process that records what ends it."""
+    begin = f"from everstep.train import termination; termination.LOG = {str(log)!r}; termination.install()\n"
+    return subprocess.run(
+        [sys.executable, "-c", begin + script], check=False, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.fixture
+def judged(plan_world: ModuleType) -> Callable[[str], Loss]:
+    """What the operator makes of a worker whose torchrun ended with exit code 1 and left this message."""
+
+    def call(message: str) -> Loss:
+        ended = Exit(1, "Error", message, NOW)
+        pod = WorkerPod("digits-w0-0", "u0", 0, 0, 1, PodPhase.FAILED, node="n1", created_at=NOW, exit=ended)
+        (loss,) = losses(plan_world.World().snapshot(), {0: pod}, 1, True)
+        return loss
+
+    return call
+
+
+def test_uncaught_exception_reaches_the_operator_with_its_text(log: Path, judged: Callable[[str], Loss]) -> None:
+    done = dies(log, "raise ValueError('dataset is empty')")
+    assert done.returncode == 1
+    assert "ValueError: dataset is empty" in done.stderr  # Python's own report still comes
+    loss = judged(log.read_text())
+    assert (loss.cause, loss.exit_code) == (Cause.ERROR, 1)
+    assert "ValueError: dataset is empty" in loss.detail
+
+
+def test_fenced_process_is_known_by_its_own_exit_code(log: Path, judged: Callable[[str], Loss]) -> None:
+    dies(log, "class Fenced(Exception): exit_code = 84\nraise Fenced('record 7: a newer writer')")
+    loss = judged(log.read_text())
+    assert (loss.cause, loss.exit_code) == (Cause.FENCED, 84)
+
+
+def test_credentials_are_hidden_and_length_is_bounded(log: Path) -> None:
+    secret = "s3cr3t" * 3
+    error = RuntimeError(f"password={secret} " + "x" * 10_000)
+    termination.write_error(error)
+    text = log.read_text()
+    assert secret not in text
+    assert "password=[redacted]" in text
+    assert len(text) < 4096
+    assert len(json.loads(text)["error"]) == termination.MAX_ERROR
+
+
+def test_several_processes_of_a_pod_leave_a_line_each(log: Path) -> None:
+    for rank in ("0", "1"):
+        termination.write("Error: first", 1, [], environ={env.JOB_UID: "u", "RANK": rank})
+    assert [json.loads(line)["rank"] for line in log.read_text().splitlines()] == ["0", "1"]
+
+
+def test_outside_a_job_or_a_container_nothing_is_written(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = log.with_name("missing")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(termination, "LOG", str(missing))
+        termination.write("Error: x", 1, [])
+    monkeypatch.delenv(env.JOB_UID)
+    termination.write("Error: x", 1, [])
+    assert not missing.exists()
+    assert log.read_text() == ""
+
+
+def test_interrupt_by_a_person_is_no_error(log: Path) -> None:
+    dies(log, "raise KeyboardInterrupt")
+    assert log.read_text() == ""
