@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from testcluster import kindcluster, programs, project
@@ -18,31 +17,13 @@ def install(cluster: Cluster) -> None:
     for tag in project.build():
         cluster.load(tag)
     helm = str(programs.helm())
-    # The tag never changes, so the image's identity in an annotation is what makes Kubernetes roll the pods.
+    # The tag never changes, so the image's identity in an annotation is what makes Kubernetes roll the pods. It may be
+    # digits alone, hence --set-string.
     image_id = run("docker", "inspect", "-f", "{{.Id}}", project.OPERATOR).strip().removeprefix("sha256:")[:12]
-    subprocess.run(
-        [
-            helm,
-            "--kubeconfig",
-            str(cluster.kubeconfig),
-            "upgrade",
-            "--install",
-            "everstep",
-            str(ROOT / "charts" / "everstep"),
-            "--namespace",
-            NAMESPACE,
-            "--create-namespace",
-            "--set",
-            "image.tag=dev",
-            "--set",
-            f"podAnnotations.build={image_id}",
-            "--wait",
-            "--timeout",
-            "120s",
-        ],
-        check=True,
-        capture_output=True,
-        text=True,
+    run(
+        helm, "--kubeconfig", str(cluster.kubeconfig), "upgrade", "--install", "everstep",
+        str(ROOT / "charts" / "everstep"), "--namespace", NAMESPACE, "--create-namespace",
+        "--set", "image.tag=dev", "--set-string", f"podAnnotations.build={image_id}", "--wait", "--timeout", "120s",
         timeout=180,
-    )
+    )  # fmt: skip
     kindcluster.wait_ready()
