@@ -43,14 +43,14 @@ def test_running_job_deleted_leaves_nothing_behind(new_job: Callable[..., Job]) 
     wait_for("everything of the job is gone", lambda: not left(), 60)
     # And the name is free at once: the new job is a new one, over the same commits.
     again = Job(job.cluster, job.namespace, job.name)
-    again.apply(workers=2, steps=250, pause=0.0, every=50)
+    again.apply(workers=2, steps=300, pause=0.0, every=50)
     again.until_complete()
     again.expect_samples()
 
 
 def test_kubectl_get_and_describe_read_as_designed(new_job: Callable[..., Job]) -> None:
     job = new_job(name=f"look-{secrets.token_hex(2)}")
-    job.apply(workers=2, steps=400, pause=0.05, every=20)
+    job.apply(workers=2, steps=300, pause=0.05, every=20)
     job.until_step(20, "checkpoint.lastCommittedStep")
     head, row = job.kubectl("get", "tjob").splitlines()
     columns = dict(zip(head.split(), row.split(), strict=False))

@@ -72,6 +72,8 @@ def judge(plan_world: ModuleType) -> Any:
         (failed(137, "", "OOMKilled"), Cause.OOM_KILLED, 137, Charge.USER_CODE),
         (failed(1, KILLED, "OOMKilled"), Cause.OOM_KILLED, 137, Charge.USER_CODE),
         (failed(128, "exec: torchrun: not found", "StartError"), Cause.START_FAILED, 128, Charge.USER_CODE),
+        (failed(255, "", "Unknown"), Cause.NODE_LOST, 255, Charge.INFRASTRUCTURE),
+        (failed(137, "", "ContainerStatusUnknown"), Cause.NODE_LOST, 137, Charge.INFRASTRUCTURE),
         (failed(84), Cause.FENCED, 84, Charge.INFRASTRUCTURE),
         (failed(1, record("FencedError: round 4 owns the log", 84)), Cause.FENCED, 84, Charge.INFRASTRUCTURE),
         (failed(1, record("StoreUnusable: 403", 85)), Cause.STORE_UNUSABLE, 85, Charge.USER_CODE),

@@ -25,6 +25,8 @@ MAX_MESSAGE = untrusted.MAX_TEXT
 MAX_LINE = 500  # characters of a log line that a status keeps
 SIGKILL, SIGTERM = 9, 15
 NODE_SEEN_WITHIN = timedelta(seconds=30)
+# How the kubelet speaks of a container whose end nobody saw, because the node or its runtime restarted.
+_END_NOT_SEEN = ("Unknown", "ContainerStatusUnknown")
 
 # torch.distributed.elastic's summary: "Root Cause (first observed failure):" … "exitcode  : -9 (pid: 77)".
 _TORCHRUN_EXIT = re.compile(r"Root Cause[^\0]{0,400}?exitcode\s*:\s*(-?\d{1,3})\b")
@@ -196,6 +198,8 @@ def _process_exit_code(exit_: Exit) -> int:
 
 def _cause(exit_: Exit, code: int, record: _Record | None) -> Cause:
     message = (exit_.message or "")[:MAX_MESSAGE]
+    if exit_.reason in _END_NOT_SEEN:
+        return Cause.NODE_LOST
     if exit_.reason == "OOMKilled":
         return Cause.OOM_KILLED
     if exit_.reason in ("ContainerCannotRun", "StartError", "CreateContainerError"):
@@ -214,6 +218,8 @@ def _cause(exit_: Exit, code: int, record: _Record | None) -> Cause:
 
 
 def _describe(exit_: Exit, code: int) -> str:
+    if exit_.reason in _END_NOT_SEEN:
+        return "its node or the container runtime restarted"
     if code > 128:
         return f"ended by signal {code - 128}"
     reason = f" ({exit_.reason})" if exit_.reason and exit_.reason != "Error" else ""

@@ -114,6 +114,15 @@ def _goodput(snapshot: Snapshot, finished_at: datetime | None) -> int | None:
     return min(100, round(100 * snapshot.progress.productive_seconds / wall)) if wall > 0 else old.goodput_percent
 
 
+# Conditions that hold for one reason of Ready, with what they say otherwise: `kubectl describe` shows them all.
+_OF_ONE_REASON = (
+    (ConditionType.RECOVERING, ReadyReason.RECOVERING, "no recovery is under way"),
+    (ConditionType.RESIZING, ReadyReason.RESIZING, "the world has the size that was asked for"),
+    (ConditionType.COMPLETE, ReadyReason.COMPLETE, "training has not ended"),
+    (ConditionType.FAILED, ReadyReason.FAILED, "the job has not given up"),
+)
+
+
 def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) -> tuple[Condition, ...]:
     reason, message = verdict.reason, verdict.message[:MAX_MESSAGE]
     running = reason in (ReadyReason.RUNNING, ReadyReason.RUNNING_DEGRADED)
@@ -124,22 +133,19 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
         ConditionType.STALLED: (
             verdict.stalled is not None or reason is ReadyReason.FAILED,
             "Stalled" if verdict.stalled else reason,
-            (verdict.stalled or (message if reason is ReadyReason.FAILED else ""))[:MAX_MESSAGE],
+            (verdict.stalled or (message if reason is ReadyReason.FAILED else "nothing waits for a person"))[
+                :MAX_MESSAGE
+            ],
         ),
         ConditionType.QUORUM_REACHED: (
             not over and ready >= world.size > 0,
             "AllReady" if ready >= world.size > 0 else "Waiting",
             f"{ready} of {world.size} workers are ready",
         ),
-        ConditionType.RECOVERING: (reason is ReadyReason.RECOVERING, reason, ""),
-        ConditionType.RESIZING: (reason is ReadyReason.RESIZING, reason, ""),
-        ConditionType.COMPLETE: (reason is ReadyReason.COMPLETE, reason, ""),
-        ConditionType.FAILED: (
-            reason is ReadyReason.FAILED,
-            reason,
-            message if reason is ReadyReason.FAILED else "",
-        ),
     }
+    for type_, its_reason, otherwise in _OF_ONE_REASON:
+        holds = reason is its_reason
+        wanted[type_] = (holds, reason, message if holds else otherwise)
     seen = snapshot.progress
     if seen.checkpoint_error is not None:
         wanted[ConditionType.CHECKPOINT_HEALTHY] = (False, "CommitFailed", seen.checkpoint_error[:MAX_MESSAGE])
