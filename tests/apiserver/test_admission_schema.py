@@ -148,7 +148,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "spec.checkpoint.onPreemption: true is not implemented",
     ),
     "pending_hang_detection": ({"recovery.hang.mode": "Auto"}, "spec.recovery.hang.mode"),
-    "pending_suspend": ({"suspend": True}, "spec.suspend: true is not implemented"),
 }
 
 NAMES_REFUSED = {

@@ -219,6 +219,10 @@ class Job:
         self.workers = replicas
         self.inject(lambda: self.kubectl("scale", f"tjob/{self.name}", f"--replicas={replicas}"))
 
+    def suspend(self, wanted: bool) -> None:
+        patch = json.dumps({"spec": {"suspend": wanted}})
+        self.inject(lambda: self.kubectl("patch", "tjob", self.name, "--type=merge", "-p", patch))
+
     # What a user waits for.
 
     def until_step(self, step: int, field_: str = "progress.step") -> None:
@@ -355,6 +359,8 @@ class Job:
                 self.until_lost()
             case ["until", "recovered"]:
                 self.until_recovered()
+            case ["until", "no-pods"]:
+                self._wait("no pods", lambda: not self.pods())
             case ["until", "complete"]:
                 self.until_complete()
             case ["expect", "undisturbed"]:
@@ -368,6 +374,8 @@ class Job:
                 self.expect_restarts(kind, int(number))
             case ["expect", "cause", cause]:
                 self.expect_cause(cause)
+            case [("suspend" | "resume") as verb]:
+                self.suspend(verb == "suspend")
             case ["scale", replicas]:
                 self.scale(int(replicas))
             case [("delete-pod" | "kill-process" | "kill-torchrun" | "kill-node-of") as verb, index]:

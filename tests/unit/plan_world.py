@@ -18,6 +18,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 TEMPLATE = {
     "spec": {"containers": [{"name": "worker", "image": "example/train:1", "command": ["torchrun", "train.py"]}]}
 }
+WORDS = {"true": True, "false": False}
 
 
 class World:
@@ -130,7 +131,7 @@ class World:
             *parents, leaf = path.split(".")
             for parent in parents:
                 target = target.setdefault(parent, {})  # type: ignore[assignment]
-            target[leaf] = int(value) if value.isdigit() else value
+            target[leaf] = WORDS[value] if value in WORDS else int(value) if value.isdigit() else value
 
     def do_rule(self, kind: str, value: str, action: str) -> None:
         values = [int(v) if v.isdigit() else v for v in value.split(",")]

@@ -128,7 +128,6 @@ def test_default_spec_asks_for_nothing_that_is_pending(check: Any) -> None:
         ({"rendezvous": {"etcd": {}}}, "spec.rendezvous.etcd"),
         ({"checkpoint": {"url": "s3://b/c", "onPreemption": True}}, "spec.checkpoint.onPreemption"),
         ({"recovery": {"hang": {"mode": "Auto"}}}, "spec.recovery.hang.mode"),
-        ({"suspend": True}, "spec.suspend"),
     ],
 )
 def test_field_of_a_later_version_is_refused_not_ignored(fields: dict[str, Any], path: str) -> None:

@@ -46,12 +46,6 @@ PENDING: tuple[Check, ...] = (
         field=".recovery.hang.mode",
         holds=lambda s: s.recovery.hang.mode == HangMode.OFF,
     ),
-    Check(
-        cel="!self.suspend",
-        message=_not_yet("spec.suspend: true", "remove it, or delete the job"),
-        field=".suspend",
-        holds=lambda s: not s.suspend,
-    ),
 )
 
 

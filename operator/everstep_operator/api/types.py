@@ -316,7 +316,7 @@ class TrainingJobSpec(ApiModel):
     rendezvous: Rendezvous = section(Rendezvous, "How the workers find each other.")
     checkpoint: Checkpoint | None = Field(default=None, description="Where the training state is committed.")
     recovery: Recovery = section(Recovery, "What happens after a loss.")
-    suspend: Bool = Field(default=False, description="True: save, then no pods. False: continue at the same step.")
+    suspend: Bool = Field(default=False, description="True: no pods. False: continue from the last commit.")
     active_deadline_seconds: Annotated[Int32, Field(ge=1, le=YEAR)] | None = Field(
         default=None, description="Seconds after its start at which the job fails, whatever it does."
     )

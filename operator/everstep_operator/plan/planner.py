@@ -114,6 +114,10 @@ def _pod_name(snapshot: Snapshot, index: int) -> str:
 def _judge(snapshot: Snapshot, current: dict[int, WorkerPod]) -> _Judgement:
     job = snapshot.job
     world = job.status.world
+    if job.spec.suspend:
+        if world.size == 0 and names.next_round(snapshot) == world.round + 1:
+            return _KeepRound()
+        return _NewRound(ReadyReason.SUSPENDED, "spec.suspend is true: no workers", job.status.restarts)
     if world.round == 0 or world.size == 0:
         return _NewRound(ReadyReason.PENDING, f"creating {job.spec.replicas} workers", job.status.restarts)
     if len(current) == world.size and all(p.phase is PodPhase.SUCCEEDED for p in current.values()):
@@ -155,9 +159,11 @@ def _describe(loss: Loss) -> str:
 
 
 def _publish(snapshot: Snapshot, change: _NewRound) -> Plan:
-    """Announce the next round, then carry it out in the same pass: old pods away, new pods there."""
+    """Announce the next round, then carry it out in the same pass: old pods away, new pods there. A suspended job is a
+    round of no workers, so that what fences an old round fences its pods too."""
     job = snapshot.job
-    world = World(round=names.next_round(snapshot), size=job.spec.replicas, since=snapshot.now)
+    size = 0 if job.spec.suspend else job.spec.replicas
+    world = World(round=names.next_round(snapshot), size=size, since=snapshot.now)
     records = job.status.recoveries
     if change.loss is not None:
         records = recovery.opened(snapshot.now, change.loss, records)
@@ -186,6 +192,11 @@ def _publish_events(snapshot: Snapshot, change: _NewRound) -> tuple[Event, ...]:
         return (Event(EventReason.WORKER_LOST, f"{change.message}; recreating the world", warning=True),)
     if change.reason is ReadyReason.RESIZING:
         return (Event(EventReason.WORLD_RESIZED, change.message),)
+    if change.reason is ReadyReason.SUSPENDED:
+        return (Event(EventReason.JOB_SUSPENDED, change.message),)
+    before = snapshot.job.status.condition(ConditionType.READY)
+    if before is not None and before.reason == ReadyReason.SUSPENDED:
+        return (Event(EventReason.JOB_RESUMED, change.message),)
     return ()
 
 
@@ -204,7 +215,7 @@ def _converged_status(snapshot: Snapshot, current: dict[int, WorkerPod]) -> Stat
     job = snapshot.job
     world = job.status.world
     ready = sum(p.ready or p.phase is PodPhase.SUCCEEDED for p in current.values())
-    if world.formed_at is None and ready >= world.size:
+    if world.formed_at is None and ready >= world.size > 0:
         world = world.model_copy(update={"formed_at": snapshot.now})
     records = recovery.completed(
         job.status.recoveries, snapshot.progress, snapshot.progress.published_at, job.status.restarts.last_step
@@ -218,6 +229,8 @@ def _verdict(
 ) -> Verdict:
     """The Ready condition of a round that stands."""
     job, size = snapshot.job, snapshot.job.status.world.size
+    if job.spec.suspend:
+        return Verdict(ReadyReason.SUSPENDED, "spec.suspend is true: no workers")
     before = job.status.condition(ConditionType.READY)
     reason_before = before.reason if before is not None else None
     message = f"{ready}/{size} ready"
@@ -284,7 +297,7 @@ def _pods_to_round(
     # A pod of a later round proves that this view of the job is old: such a pod is not ours to end.
     over = (p for p in snapshot.pods if p.uid not in kept and names.is_over(job.name, p, world.round))
     actions: list[Action] = [a for p in over if (a := _remove(snapshot, p)) is not None]
-    if snapshot.service_uid is None:
+    if snapshot.service_uid is None and world.size > 0:
         actions.insert(0, CreateService(names.service_name(job.name), pods.service(job), "workers need host names"))
     missing = [i for i in range(world.size) if i not in current]
     if not missing:
@@ -312,7 +325,9 @@ def _remove(snapshot: Snapshot, pod: WorkerPod) -> DeletePod | None:
     lost = on_lost_node(pod, snapshot.nodes, snapshot.now)
     if pod.deleted_at is not None and not lost:
         return None
-    grace = 0 if lost or pod.finished else SURVIVOR_GRACE_SECONDS
+    # A suspended job's workers are healthy: they get the time that their template asks for.
+    patience = pods.grace_seconds(snapshot.job) if snapshot.job.spec.suspend else SURVIVOR_GRACE_SECONDS
+    grace = 0 if lost or pod.finished else patience
     why = f"node {pod.node} is lost" if lost else f"round {pod.round} is over"
     return DeletePod(pod.name, pod.uid, grace, why)
 

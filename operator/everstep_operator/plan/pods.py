@@ -18,6 +18,7 @@ from everstep_operator.plan.snapshot import JobView, Settings
 TOKEN_VOLUME = "everstep-token"
 TOKEN_DIR = "/var/run/secrets/everstep.dev"
 TOKEN_SECONDS = 3600
+DEFAULT_GRACE_SECONDS = 30
 
 # Stock c10d waits 30 s for late joiners and needs 15 s to notice a dead agent; a fixed-size world knows whom to expect.
 _RENDEZVOUS_TUNING = {
@@ -59,6 +60,12 @@ def service(job: JobView) -> dict[str, Any]:
             "ports": [{"name": "rendezvous", "port": labels.RENDEZVOUS_PORT}],
         },
     }
+
+
+def grace_seconds(job: JobView) -> int:
+    """What the template gives a worker to end in order, in seconds; Kubernetes' default if it says nothing."""
+    told = job.spec.template.get("spec", {}).get("terminationGracePeriodSeconds")
+    return told if isinstance(told, int) and told >= 0 else DEFAULT_GRACE_SECONDS
 
 
 def worker_pod(job: JobView, index: int, round_: int, size: int, settings: Settings) -> dict[str, Any]:

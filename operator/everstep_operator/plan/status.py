@@ -56,7 +56,8 @@ def build(
         replicas=existing,
         ready_replicas=ready,
         selector=names.selector(job.name),
-        start_time=old.start_time or snapshot.now,
+        # A job that has never had workers waits, for a queue perhaps: its deadline has not begun.
+        start_time=old.start_time or (snapshot.now if world.round > 0 else None),
         completion_time=old.completion_time or finished_at,
         world=world,
         progress=_progress(snapshot),
@@ -118,6 +119,7 @@ def _goodput(snapshot: Snapshot, finished_at: datetime | None) -> int | None:
 _OF_ONE_REASON = (
     (ConditionType.RECOVERING, ReadyReason.RECOVERING, "no recovery is under way"),
     (ConditionType.RESIZING, ReadyReason.RESIZING, "the world has the size that was asked for"),
+    (ConditionType.SUSPENDED, ReadyReason.SUSPENDED, "the job is not suspended"),
     (ConditionType.COMPLETE, ReadyReason.COMPLETE, "training has not ended"),
     (ConditionType.FAILED, ReadyReason.FAILED, "the job has not given up"),
 )
@@ -127,9 +129,10 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
     reason, message = verdict.reason, verdict.message[:MAX_MESSAGE]
     running = reason in (ReadyReason.RUNNING, ReadyReason.RUNNING_DEGRADED)
     over = reason in (ReadyReason.COMPLETE, ReadyReason.FAILED)
+    settled = running or over or reason is ReadyReason.SUSPENDED
     wanted: dict[ConditionType, tuple[bool, str, str]] = {
         ConditionType.READY: (running or reason is ReadyReason.COMPLETE, reason, message),
-        ConditionType.RECONCILING: (not running and not over, reason, message),
+        ConditionType.RECONCILING: (not settled, reason, message),
         ConditionType.STALLED: (
             verdict.stalled is not None or reason is ReadyReason.FAILED,
             "Stalled" if verdict.stalled else reason,
