@@ -25,9 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "cluster"), str(ROOT / "tests" / "e2e")]
 import itertools
 
-from driver import Job, ScenarioError, wait_for
+from driver import Job
 from figures import Better, Figure, finish, parser, spread
 from install import install
+from player import ScenarioError, wait_for
 from testcluster import handle
 from testcluster.handle import Cluster
 

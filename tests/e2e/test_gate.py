@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 
 import pytest
-from driver import BUCKET, SYSTEM, Job, wait_for
+from driver import BUCKET, SYSTEM, Job
+from player import wait_for
 from testcluster.handle import Cluster
 
 ATTEMPTS = 5

@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Callable
 
 import pytest
-from driver import Job, wait_for
+from driver import Job
+from player import wait_for
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(420)]
 

@@ -1,0 +1,321 @@
+"""Plays scenarios: what a user does to a job, whatever the job runs on. A kind of place is a subclass of `Player`."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "digits"
+FINAL = re.compile(
+    r"samples=(?P<samples>\d+) samples_xxh3=(?P<samples_hash>\w+)\s+"
+    r"final step=\d+ loss=\S+ test_accuracy=(?P<accuracy>[\d.]+) parameters_xxh3=(?P<parameters>\w+)"
+)
+
+
+class ScenarioError(AssertionError):
+    """An expectation did not hold; the text has the job's state for whoever reads the log."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the last lines of a finished run say."""
+
+    samples: int
+    samples_hash: str
+    parameters: str
+    accuracy: float
+
+    @classmethod
+    def parse(cls, log: str) -> Result | None:
+        found = FINAL.search(log)
+        if found is None:
+            return None
+        return cls(int(found["samples"]), found["samples_hash"], found["parameters"], float(found["accuracy"]))
+
+
+@cache
+def undisturbed(workers: int, steps: int) -> Result:
+    """The same script under stock torchrun on this machine, without an operator and without a fault."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers), "--standalone"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_", "PET_"))}
+    folder = f"/tmp/everstep-reference-{secrets.token_hex(4)}"
+    done = subprocess.run(
+        [*command, str(EXAMPLE / "train.py"), "--steps", str(steps), "--checkpoint", folder, "--every-steps", "100"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=environment,
+        check=False,
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    result = Result.parse(done.stdout)
+    if result is None:
+        raise ScenarioError(f"the undisturbed run failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return result
+
+
+def wait_for(what: str, probe: Callable[[], T], seconds: float = 120, poll: float = 0.25) -> T:
+    """The first true value of `probe`; ScenarioError after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if value := probe():
+            return value
+        if time.monotonic() > deadline:
+            raise ScenarioError(f"{what}: not within {seconds:g} s")
+        time.sleep(poll)
+
+
+class Player(ABC):
+    """One digits job, and what can be done to it and read of it. `play` runs a scenario text."""
+
+    name: str
+    steps: int = 0
+    workers: int = 0
+    injected_at: float = 0.0  # seconds since the epoch
+    round_before: int = 1
+
+    # What a place provides.
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where the job's commits go, as it is written in the job."""
+
+    @abstractmethod
+    def submit(self, manifest: dict[str, Any]) -> None:
+        """Apply the job."""
+
+    @abstractmethod
+    def status(self) -> dict[str, Any]:
+        """`status` of the job."""
+
+    @abstractmethod
+    def delete_pod(self, index: int) -> None: ...
+
+    @abstractmethod
+    def kill_process(self, index: int) -> None: ...
+
+    @abstractmethod
+    def kill_torchrun(self, index: int) -> None: ...
+
+    @abstractmethod
+    def kill_node_of(self, index: int) -> None: ...
+
+    @abstractmethod
+    def start_nodes(self) -> None: ...
+
+    @abstractmethod
+    def kill_operator(self) -> None: ...
+
+    @abstractmethod
+    def restart_store(self) -> None: ...
+
+    @abstractmethod
+    def scale(self, replicas: int) -> None: ...
+
+    @abstractmethod
+    def suspend(self, wanted: bool) -> None: ...
+
+    @abstractmethod
+    def nodes_of_pods(self) -> list[str]:
+        """The node of each pod that the job has."""
+
+    @abstractmethod
+    def node_names(self) -> list[str]:
+        """The nodes that may run workers."""
+
+    @abstractmethod
+    def logs(self) -> list[str]:
+        """What each worker printed, one text a pod."""
+
+    @abstractmethod
+    def storage_environment(self) -> Mapping[str, str]:
+        """What a reader of `url` on this machine needs in its environment."""
+
+    @abstractmethod
+    def until_complete(self, seconds: int = 240) -> None:
+        """Wait as a user would."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Everything that a person would look at."""
+
+    # What a user does.
+
+    def manifest(self, workers: int, steps: int, pause: float, every: int) -> dict[str, Any]:
+        """The example's own manifest with the sizes of the scenario."""
+        manifest: dict[str, Any] = yaml.safe_load((EXAMPLE / "trainingjob.yaml").read_text())
+        manifest["metadata"]["name"] = self.name
+        spec = manifest["spec"]
+        spec["replicas"] = workers
+        spec["checkpoint"].update(url=self.url, everySteps=every)
+        worker = spec["template"]["spec"]["containers"][0]
+        worker["command"] += ["--steps", str(steps), "--step-seconds", str(pause)]
+        # Small enough that four of them and the cluster's own pods fit on two cores.
+        worker["resources"]["requests"] = {"cpu": "50m", "memory": "200Mi"}
+        return manifest
+
+    def apply(self, workers: int, steps: int, pause: float, every: int) -> None:
+        self.workers, self.steps = workers, steps
+        self.submit(self.manifest(workers, steps, pause, every))
+
+    def inject(self, fault: Callable[[], float | None]) -> None:
+        """Do it, and remember in which round and when: the moment that `fault` returns, or when it was called."""
+        self.round_before = self.status()["world"]["round"]
+        began = time.time()
+        self.injected_at = fault() or began
+
+    # What a user waits for.
+
+    def until_step(self, step: int, field_: str = "progress.step") -> None:
+        def reached() -> bool:
+            value: Any = self.status()
+            for part in field_.split("."):
+                value = (value or {}).get(part)
+            return value is not None and value >= step
+
+        self._wait(f"{field_} >= {step}", reached)
+
+    def until_lost(self) -> None:
+        self._wait("a new round", lambda: self.status()["world"]["round"] > self.round_before)
+
+    def until_recovered(self) -> dict[str, Any]:
+        """The record of the recovery from the last injected fault."""
+
+        def recovered() -> dict[str, Any] | None:
+            status = self.status()
+            newest = (status.get("recoveries") or [{}])[0]
+            done = status["world"]["round"] > self.round_before and "firstStepMs" in newest
+            return newest if done else None
+
+        found: dict[str, Any] | None = self._wait("every rank's next step", recovered)
+        assert found is not None
+        return found
+
+    def _wait(self, what: str, probe: Callable[[], T], seconds: float = 120) -> T:
+        try:
+            return wait_for(what, probe, seconds)
+        except ScenarioError as e:
+            raise ScenarioError(f"{e}\n{self.describe()}") from e
+
+    # What a user sees.
+
+    def result(self) -> Result:
+        logs = self.logs()
+        found = [r for log in logs if (r := Result.parse(log)) is not None]
+        if len(found) != 1:
+            raise ScenarioError(f"{len(found)} workers printed a result, expected rank 0 alone\n" + "\n".join(logs))
+        return found[0]
+
+    def expect_undisturbed(self) -> None:
+        got, wanted = self.result(), undisturbed(self.workers, self.steps)
+        if got != wanted:
+            raise ScenarioError(f"got {got}\nan undisturbed run gives {wanted}\n{self.describe()}")
+        self.expect_samples()
+
+    def expect_samples(self) -> None:
+        """Each step trained on its own samples exactly once in the lineage of the parameters; no commit is torn."""
+        got, wanted = self.result(), undisturbed(1, self.steps)
+        if (got.samples, got.samples_hash) != (wanted.samples, wanted.samples_hash):
+            raise ScenarioError(f"samples: got {got}\nexpected {wanted}")
+        if got.accuracy < 0.95:
+            raise ScenarioError(f"test accuracy is {got.accuracy}")
+        self.verify_commits()
+
+    def verify_commits(self) -> None:
+        """Every commit that retention kept is whole, read by the library from outside the cluster."""
+        environment = {**os.environ, **self.storage_environment()}
+        script = "import sys, everstep; print('\\n'.join(everstep.Checkpointer(sys.argv[1]).verify()))"
+        done = subprocess.run(
+            [sys.executable, "-c", script, self.url],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        if done.returncode != 0 or done.stdout.strip():
+            raise ScenarioError(f"commits do not verify: {done.stdout}{done.stderr[-1000:]}")
+
+    def expect_spread(self, most: int) -> None:
+        nodes = self.nodes_of_pods()
+        counts = {n: nodes.count(n) for n in self.node_names()}
+        if any(not 0 < c <= most for c in counts.values()):
+            raise ScenarioError(f"workers by node: {counts}")
+
+    def expect_restarts(self, kind: str, count: int) -> None:
+        restarts = self.status()["restarts"]
+        if restarts.get(kind, 0) != count:
+            raise ScenarioError(f"restarts are {restarts}, expected {kind}={count}\n{self.describe()}")
+
+    def expect_cause(self, cause: str) -> None:
+        newest = self.status()["recoveries"][0]
+        if newest["cause"] != cause:
+            raise ScenarioError(f"the newest recovery is {newest}, expected cause {cause}\n{self.describe()}")
+
+    def play(self, text: str) -> None:
+        """Run a scenario; an error names its line."""
+        for number, line in enumerate(text.splitlines(), 1):
+            words = shlex.split(line, comments=True)
+            if not words:
+                continue
+            try:
+                self._step(words)
+            except ScenarioError as e:
+                raise ScenarioError(f"line {number}: {line}\n{e}") from e
+
+    def _step(self, words: list[str]) -> None:
+        match words:
+            case ["job", *sizes]:
+                size = dict(s.split("=") for s in sizes)
+                self.apply(int(size["workers"]), int(size["steps"]), float(size["pause"]), int(size["every"]))
+            case ["until", "step", step]:
+                self.until_step(int(step))
+            case ["until", "committed", step]:
+                self.until_step(int(step), "checkpoint.lastCommittedStep")
+            case ["until", "lost"]:
+                self.until_lost()
+            case ["until", "recovered"]:
+                self.until_recovered()
+            case ["until", "no-pods"]:
+                self._wait("no pods", lambda: not self.nodes_of_pods())
+            case ["until", "complete"]:
+                self.until_complete()
+            case ["expect", "undisturbed"]:
+                self.expect_undisturbed()
+            case ["expect", "samples"]:
+                self.expect_samples()
+            case ["expect", "spread", most]:
+                self.expect_spread(int(most))
+            case ["expect", "restarts", count]:
+                kind, number = count.split("=")
+                self.expect_restarts(kind, int(number))
+            case ["expect", "cause", cause]:
+                self.expect_cause(cause)
+            case [("suspend" | "resume") as verb]:
+                self.suspend(verb == "suspend")
+            case ["scale", replicas]:
+                self.scale(int(replicas))
+            case [("delete-pod" | "kill-process" | "kill-torchrun" | "kill-node-of") as verb, index]:
+                getattr(self, verb.replace("-", "_"))(int(index))
+            case [("kill-operator" | "restart-store" | "start-nodes") as verb]:
+                getattr(self, verb.replace("-", "_"))()
+            case _:
+                raise ScenarioError(f"unknown line: {shlex.join(words)}")
