@@ -96,3 +96,12 @@ def test_outside_a_job_or_a_container_nothing_is_written(log: Path, monkeypatch:
 def test_interrupt_by_a_person_is_no_error(log: Path) -> None:
     dies(log, "raise KeyboardInterrupt")
     assert log.read_text() == ""
+
+
+def test_record_goes_where_the_kubelet_says(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.touch()
+    monkeypatch.setenv(env.TERMINATION_LOG, str(elsewhere))
+    dies(log, "raise ValueError('boom')")
+    assert "ValueError: boom" in elsewhere.read_text()
+    assert log.read_text() == ""

@@ -20,3 +20,6 @@ CHECKPOINT_EVERY_STEPS = "EVERSTEP_CHECKPOINT_EVERY_STEPS"
 # Where progress reports go, and the file that holds this pod's token for them.
 REPORT_URL = "EVERSTEP_REPORT_URL"
 TOKEN_FILE = "EVERSTEP_TOKEN_FILE"
+
+# Where the container's termination message goes, if not to /dev/termination-log (local mode).
+TERMINATION_LOG = "EVERSTEP_TERMINATION_LOG"

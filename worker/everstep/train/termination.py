@@ -38,7 +38,7 @@ def write(error: str, exit_code: int, lines: list[str], environ: Mapping[str, st
     data = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with contextlib.suppress(OSError):
         # Not created: outside a container there is no such file, and nobody would read one.
-        fd = os.open(LOG, os.O_WRONLY | os.O_APPEND)
+        fd = os.open(environ.get(env.TERMINATION_LOG, LOG), os.O_WRONLY | os.O_APPEND)
         try:
             os.write(fd, data)
         finally:

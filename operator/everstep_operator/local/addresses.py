@@ -1,0 +1,168 @@
+"""Which loopback address and which rendezvous port a pod has, known before the pod starts.
+
+There is no DNS here, and pods share one network stack. So each pod host name gets an address of its own in 127/8 (where
+only one is routed, all share 127.0.0.1), and names in the environment of its peers are replaced by it. torch's TCPStore
+listens on every interface whatever its host says (seen with torch 2.13: a second store on 29400 is refused although its
+address is another), so the port of each rendezvous endpoint is replaced by one that no other pod has.
+
+Invariant: a name means the same address and port to every pod that asks, until the last of them has released it.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import sys
+from dataclasses import dataclass, field
+
+# The variables in which a port is torch's store and not one that the user's program listens on.
+ENDPOINTS = frozenset({"PET_RDZV_ENDPOINT"})
+# Below the ports that systems hand out by themselves, and where a person looks for a rendezvous.
+FIRST_PORT, LAST_PORT = 29400, 32767
+MAX_ADDRESSES = 4000
+
+_NAME = re.compile(
+    r"(?<![\w.-])(?P<host>[a-z0-9][a-z0-9-]*)\.(?P<subdomain>[a-z0-9][a-z0-9-]*)\.(?P<namespace>[a-z0-9][a-z0-9-]*)"
+    r"\.svc(?:\.cluster\.local)?(?![\w-])(?::(?P<port>\d{1,5})(?!\d))?"
+)
+_LOCAL = re.compile(r"(?:localhost|127\.0\.0\.1):(?P<port>\d{1,5})")
+
+
+class AddressesExhausted(Exception):
+    """No address or port is left; the text says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PodHost:
+    """A pod's host name: `<host>.<subdomain>.<namespace>.svc`; the subdomain is empty for a pod without one."""
+
+    namespace: str
+    host: str
+    subdomain: str = ""
+
+
+@dataclass(slots=True)
+class _Port:
+    number: int
+    lock: socket.socket | None
+
+
+@dataclass(slots=True)
+class _Entry:
+    address: str
+    holders: set[str] = field(default_factory=set)
+    ports: dict[int, _Port] = field(default_factory=dict)
+
+
+class Addresses:
+    """Of one machine. `holder` is whoever keeps an entry alive, a pod's UID."""
+
+    def __init__(self, *, routed: bool = sys.platform.startswith("linux")) -> None:
+        """`routed`: whether all of 127/8 reaches this machine, as on Linux."""
+        self._routed = routed
+        self._entries: dict[PodHost, _Entry] = {}
+        self._next = 0
+
+    def address_of(self, host: PodHost, holder: str) -> str:
+        """The pod's address. Raises AddressesExhausted."""
+        return self._entry(host, holder).address
+
+    def port_of(self, host: PodHost, port: int, holder: str) -> int:
+        """The port that stands for `port` of this pod; nobody else gets it meanwhile. Raises AddressesExhausted."""
+        entry = self._entry(host, holder)
+        if port not in entry.ports:
+            entry.ports[port] = self._reserve()
+        return entry.ports[port].number
+
+    def translate(self, variable: str, value: str, own: PodHost, holder: str) -> str:
+        """`value` with pod host names as addresses; in a rendezvous endpoint the port too, and localhost is `own`."""
+        endpoint = variable in ENDPOINTS
+
+        def address(match: re.Match[str]) -> str:
+            host = PodHost(match["namespace"], match["host"], match["subdomain"])
+            found = self.address_of(host, holder)
+            if match["port"] is None:
+                return found
+            return f"{found}:{self.port_of(host, int(match['port']), holder) if endpoint else match['port']}"
+
+        if endpoint and (local := _LOCAL.fullmatch(value)) is not None:
+            return f"{self.address_of(own, holder)}:{self.port_of(own, int(local['port']), holder)}"
+        return _NAME.sub(address, value)
+
+    def before_start(self, host: PodHost) -> None:
+        """Called when this pod is about to listen. Elsewhere than on Linux nothing can listen beside a reservation."""
+        entry = self._entries.get(host)
+        if entry is not None and not sys.platform.startswith("linux"):
+            for port in entry.ports.values():
+                _close(port)
+
+    def release(self, holder: str) -> None:
+        """Let go of all that `holder` asked for; what nobody else holds is free again."""
+        for host, entry in list(self._entries.items()):
+            entry.holders.discard(holder)
+            if not entry.holders:
+                for port in entry.ports.values():
+                    _close(port)
+                del self._entries[host]
+
+    @property
+    def held(self) -> int:
+        """How many names are in use."""
+        return len(self._entries)
+
+    def _entry(self, host: PodHost, holder: str) -> _Entry:
+        entry = self._entries.get(host)
+        if entry is None:
+            entry = self._entries[host] = _Entry(self._free_address())
+        entry.holders.add(holder)
+        return entry
+
+    def _free_address(self) -> str:
+        if not self._routed:
+            return "127.0.0.1"
+        used = {entry.address for entry in self._entries.values()}
+        # Onwards, not the lowest: the address of a pod that has just ended may still be in its peers' connections.
+        for _ in range(MAX_ADDRESSES):
+            high, low = divmod(self._next, 250)
+            self._next = (self._next + 1) % MAX_ADDRESSES
+            address = f"127.0.{high}.{low + 2}"
+            if address not in used:
+                return address
+        raise AddressesExhausted(f"all {MAX_ADDRESSES} loopback addresses are in use; delete finished jobs")
+
+    def _reserve(self) -> _Port:
+        used = {port.number for entry in self._entries.values() for port in entry.ports.values()}
+        for number in range(FIRST_PORT, LAST_PORT + 1):
+            if number not in used and (lock := _lock(number)) is not None:
+                return _Port(number, lock)
+        raise AddressesExhausted(
+            f"no port from {FIRST_PORT} to {LAST_PORT} is free for a rendezvous; end other programs"
+        )
+
+
+def _lock(port: int) -> socket.socket | None:
+    """A socket that keeps `port` from others on all interfaces; None if it is taken.
+
+    Bound alone, so that another program's port shows; made shareable afterwards, so that the pod's own store, which
+    asks for SO_REUSEADDR as every server does, can listen while this reservation stands.
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    lock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family is socket.AF_INET6:
+            lock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        lock.bind(("::" if family is socket.AF_INET6 else "0.0.0.0", port))  # noqa: S104 - reserves, never listens
+        lock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError as e:
+        lock.close()
+        if e.errno in (errno.EADDRINUSE, errno.EACCES):
+            return None
+        raise
+    return lock
+
+
+def _close(port: _Port) -> None:
+    if port.lock is not None:
+        port.lock.close()
+        port.lock = None

@@ -1,0 +1,75 @@
+"""PURE: quantities, what a pod asks for, what a node has.
+
+Invariant: sums are exact (fractions, not floats); cpu and memory that a node does not state are without a bound.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any
+
+_QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?:([KMGTPE]i)|([numkMGTPE])|[eE]([+-]?\d{1,3}))?")
+_BINARY = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", 1)}
+_DECIMAL = {"n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1000), "k": Fraction(10**3)} | {
+    letter: Fraction(1000**power) for power, letter in enumerate("MGTPE", 2)
+}
+# A laptop has what it has; only GPUs and the like must be stated to be there.
+UNBOUNDED = frozenset({"cpu", "memory", "ephemeral-storage"})
+
+
+def quantity(text: str) -> Fraction:
+    """`100m`, `1.5Gi`, `2e3`, as a number. Raises ValueError."""
+    match = _QUANTITY.fullmatch(str(text).strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a quantity such as 500m, 2 or 1.5Gi")
+    number, binary, decimal, exponent = match.groups()
+    factor: Fraction | int = 1
+    if binary:
+        factor = _BINARY[binary]
+    elif decimal:
+        factor = _DECIMAL[decimal]
+    elif exponent:
+        factor = Fraction(10) ** int(exponent)
+    return Fraction(number) * factor
+
+
+def requests_of(spec: Mapping[str, Any]) -> dict[str, Fraction]:
+    """What a pod asks for in all; a limit stands for a request that is not made. Raises ValueError."""
+    main = _sum(_requests(c) for c in spec.get("containers") or ())
+    for init in spec.get("initContainers") or ():
+        # They run one by one, before the others.
+        for name, amount in _requests(init).items():
+            main[name] = max(main.get(name, Fraction(0)), amount)
+    return {**main, "pods": Fraction(1)}
+
+
+def _requests(container: Mapping[str, Any]) -> dict[str, Fraction]:
+    resources = container.get("resources") or {}
+    stated = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: quantity(text) for name, text in stated.items()}
+
+
+def _sum(parts: Iterable[Mapping[str, Fraction]]) -> dict[str, Fraction]:
+    total: dict[str, Fraction] = {}
+    for part in parts:
+        for name, amount in part.items():
+            total[name] = total.get(name, Fraction(0)) + amount
+    return total
+
+
+def lacking(
+    capacity: Mapping[str, Fraction], used: Iterable[Mapping[str, Fraction]], wanted: Mapping[str, Fraction]
+) -> tuple[str, ...]:
+    """The resources of which the node has too little left, sorted."""
+    taken = _sum(used)
+    return tuple(
+        sorted(
+            name
+            for name, amount in wanted.items()
+            if amount > 0
+            and not (name in UNBOUNDED and name not in capacity)
+            and taken.get(name, Fraction(0)) + amount > capacity.get(name, Fraction(0))
+        )
+    )

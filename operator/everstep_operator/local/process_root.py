@@ -1,0 +1,65 @@
+"""The folder below which everything of one run of local mode lies, and how that of a dead run is found.
+
+Its name begins with `everstep-`, in the system's folder for temporary files. A lock on a file in it, which the system
+drops with the process, says that its run is alive; no process number is believed, for numbers come back.
+
+Invariant: a folder whose lock can be taken belongs to nobody, and is removed by the next run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+PREFIX = "everstep-"
+NEW = ".new-everstep-"
+LOCK = "lock"
+
+
+class Root:
+    """A fresh folder, mode 0700, removed by `close`. Short, for a socket's path must fit into 104 bytes."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        remove_stale(parent)
+        made = Path(tempfile.mkdtemp(prefix=NEW, dir=parent))
+        self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Under its final name only when it is locked: another run that starts now must not take it for stale.
+        self.path = made.rename(parent / (PREFIX + made.name.removeprefix(NEW)))
+
+    def __enter__(self) -> Root:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+
+def remove_stale(parent: Path) -> tuple[Path, ...]:
+    """Remove the folders of runs that have died; which."""
+    removed = []
+    for folder in sorted(parent.glob(PREFIX + "*")):
+        # Others' folders, and other programs' that happen to have such a name, are not ours to touch.
+        if folder.is_symlink() or not (folder / LOCK).is_file() or folder.stat().st_uid != os.getuid():
+            continue
+        with contextlib.suppress(OSError):
+            fd = os.open(folder / LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+            finally:
+                os.close(fd)
+    return tuple(removed)
