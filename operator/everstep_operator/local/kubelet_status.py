@@ -156,6 +156,7 @@ def _conditions(view: PodView, now_phase: str, previous: Sequence[Mapping[str, A
 def _condition(
     kind: str, status: str, reason: str, message: str, before: Mapping[str, Any] | None, now: datetime
 ) -> dict[str, Any]:
+    condition: dict[str, Any] = {"type": kind, "status": status, "lastTransitionTime": rfc3339(now)}
     if before is not None and before.get("status") == status and before.get("lastTransitionTime"):
         condition["lastTransitionTime"] = before["lastTransitionTime"]
     if reason:
