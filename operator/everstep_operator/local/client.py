@@ -25,6 +25,7 @@ from everstep_operator.kube.client import (
 from everstep_operator.kube.errors import ServerError
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import KubeObject
+from everstep_operator.local.applying import apply_object
 from everstep_operator.local.deleting import delete
 from everstep_operator.local.refusals import Refusal, bad_request
 from everstep_operator.local.selectors import parse
@@ -139,6 +140,33 @@ class MemoryClient:
             ),
             where,
         )
+
+    async def apply(
+        self,
+        resource: Resource[T],
+        namespace: str | None,
+        name: str,
+        body: Mapping[str, Any],
+        *,
+        field_manager: str,
+        force: bool = False,
+        subresource: str | None = None,
+    ) -> T:
+        where = Where("apply", resource, namespace, name, subresource)
+
+        def write() -> Stored:
+            return apply_object(
+                self._server,
+                self._server.kinds.of(resource),
+                namespace,
+                name,
+                body,
+                manager=field_manager,
+                force=force,
+                subresource=subresource,
+            )
+
+        return self._decoded(resource, self._answer(where, write), where)
 
     async def merge_patch(
         self,

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from everstep_operator.local.builtin import BUILTIN
 from everstep_operator.local.client import MemoryClient
 from everstep_operator.local.collector import Collector
-from everstep_operator.local.kinds import NAMESPACES, Kind, Kinds
+from everstep_operator.local.custom import custom_kind, training_jobs
+from everstep_operator.local.kinds import NAMESPACES, Kinds
+from everstep_operator.local.merging import copied
 from everstep_operator.local.server import POD_TABLE, Server
 from everstep_operator.local.store import HISTORY, Store
 from everstep_operator.local.tokens import Claims, TokenAuthority
@@ -35,14 +38,13 @@ class MemoryCluster:
         seed: int = 0,
         history: int = HISTORY,
         namespaces: Iterable[str] = ("default",),
-        kinds: Iterable[Kind] = BUILTIN,
     ) -> None:
-        """Makes `namespaces`, each with its service account `default`."""
+        """Makes `namespaces`, each with its service account `default`, and serves TrainingJobs."""
         rng = random.Random(seed)  # noqa: S311 - names and UIDs of a simulation
         self._clock = clock
         self._collector = Collector()
         self._collection: asyncio.Handle | None = None
-        self._server = Server(Store(history), Kinds(kinds), clock, rng, self._touched)
+        self._server = Server(Store(history), Kinds((*BUILTIN, training_jobs())), clock, rng, self._touched)
         self._tokens = TokenAuthority(rng.randbytes(32), lambda: clock.now().timestamp(), self._pod_is)
         for name in namespaces:
             self.create_namespace(name)
@@ -64,6 +66,10 @@ class MemoryCluster:
         """As `client().create(NAMESPACES, …)`, for where no loop runs yet."""
         self._server.create(self._server.kinds.of(NAMESPACES), None, {"metadata": {"name": name}}, MANAGER)
         self.collect()  # which gives it its service account
+
+    def install(self, definition: Mapping[str, Any]) -> None:
+        """Serve the custom resource of a CRD with one version. Raises ValueError for what is not implemented here."""
+        self._server.kinds.install(custom_kind(copied(definition)))
 
     def issue_token(
         self, namespace: str, service_account: str, pod_name: str, pod_uid: str, audience: str, seconds: float

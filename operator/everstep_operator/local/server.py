@@ -15,6 +15,7 @@ from everstep_operator.kube.wire import rfc3339
 from everstep_operator.local import metadata
 from everstep_operator.local.kinds import BINDINGS, Kind, Kinds
 from everstep_operator.local.merging import at_path, copied, merged, put_at, without_nulls
+from everstep_operator.local.ownership import settle
 from everstep_operator.local.refusals import (
     Refusal,
     already_exists,
@@ -69,7 +70,9 @@ class Server:
 
     # ---- create -----------------------------------------------------------------------------------------------------
 
-    def create(self, kind: Kind, namespace: str | None, body: Mapping[str, Any], manager: str) -> Stored:
+    def create(
+        self, kind: Kind, namespace: str | None, body: Mapping[str, Any], manager: str, operation: str = "Update"
+    ) -> Stored:
         """Raises Refusal: 400, 403 in a terminating namespace, 404 without one, 409 for a taken name, 422."""
         given = self._typed(kind, {"apiVersion": kind.api_version, "kind": kind.kind, **copied(body)}, {})
         self._check_kind(kind, given)
@@ -92,10 +95,12 @@ class Server:
         if kind.has_status and not kind.status_on_create:
             given.pop("status", None)
         new = kind.prepare(given, None)
+        # An apply owns what it says; any other create owns the defaults too.
+        own = given if operation == "Apply" else new
         self._validate(kind, new, None)
         if self.store.table(kind.id).get((namespace or "", name)) is not None:
             raise already_exists(kind.full_plural, name)
-        stored = self.store.put(kind.id, new, None, (), ((manager, "Update", "", None, new),))
+        stored = self.store.put(kind.id, new, None, (), ((manager, operation, "", None, own),))
         if "ownerReferences" in stored.meta or kind.id == NAMESPACE_TABLE:
             self.touched(stored.uid)
         return stored
@@ -206,7 +211,7 @@ class Server:
         new = kind.prepare(self._isolated(kind, given, old.raw, subresource), old.raw)
         meta = new["metadata"]
         if new == {**old.raw, "metadata": {k: v for k, v in old.meta.items() if k != "resourceVersion"}}:
-            if managers is not None and managers != old.managers:
+            if managers is not None and managers != self.settle(kind, old.managers, old.writes):
                 return self.store.put(kind.id, new, old, managers, ())
             return old
         self._validate(kind, new, old.raw)
@@ -240,9 +245,10 @@ class Server:
             self.touched(stored.uid)
         return stored
 
-    def settle(self, kind: Kind, managers: Any, writes: Any) -> Any:
+    @staticmethod
+    def settle(kind: Kind, managers: Any, writes: tuple[Write, ...]) -> Any:
         """Who owns what after `writes`."""
-        return managers
+        return settle(managers or {}, writes, kind.shape)
 
     def remove(self, kind: Kind, old: Stored) -> Stored:
         """Take the object out of the store; its last state."""

@@ -1,0 +1,107 @@
+"""`x-kubernetes-validations`: the rules of a CRD in the Common Expression Language.
+
+Evaluated by cel-python. It was compared with common-expression-language (Rust) on this project's rules: both give the
+right verdicts, the Rust one is 7 times as fast but counts bytes where CEL counts characters in `size()` and accepts
+comparisons that CEL's types forbid. Speed comes from elsewhere: a verdict depends on the values alone, so it is kept.
+
+Invariant: a rule that cannot be evaluated is a broken rule, as on the server; it never passes for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+KEPT_VERDICTS = 4096  # per set of rules
+_OLD = re.compile(r"\boldSelf\b")
+_USE = re.compile(r"(?<![\w.'\"])(?:self|oldSelf)\b(?:\.(?P<field>[a-zA-Z_]\w*)(?!\w*\())?")
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+class Rules:
+    """The rules of one node of a schema, compiled when first used."""
+
+    def __init__(self, rules: Sequence[Mapping[str, Any]], *, root: bool = False) -> None:
+        """`root`: of the whole object, whose metadata shows its name alone."""
+        self._rules = rules
+        self._root = root
+        self._transition = [bool(_OLD.search(rule["rule"])) for rule in rules]
+        self._fields = _fields([rule["rule"] for rule in rules])
+        self._programs: list[Any] | None = None
+        self._kept: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+
+    def broken(self, value: Any, old: Any) -> list[tuple[str, str]]:
+        """(fieldPath, message) of each rule that does not hold; without an old value, of those that need none."""
+        value, old = self._seen(value), self._seen(old) if any(self._transition) else None
+        text = _encode(value) + b"\0" + (b"" if old is None else _encode(old))
+        key = hashlib.blake2b(text, digest_size=16).digest()
+        verdict = self._kept.get(key)
+        if verdict is None:
+            verdict = self._kept[key] = self._evaluate(value, old)
+            if len(self._kept) > KEPT_VERDICTS:
+                self._kept.popitem(last=False)
+        return [(self._rules[index].get("fieldPath", ""), self._message(index)) for index in verdict]
+
+    def _seen(self, value: Any) -> Any:
+        """The part of `value` that the rules look at: what else changes does not change the verdict."""
+        if self._fields is None or not isinstance(value, dict):
+            return value
+        seen = {name: value[name] for name in self._fields if name in value}
+        if self._root and "metadata" in seen:
+            seen["metadata"] = {k: v for k, v in seen["metadata"].items() if k in ("name", "generateName")}
+        return seen
+
+    def _message(self, index: int) -> str:
+        rule = self._rules[index]
+        return str(rule.get("message") or f"failed rule: {rule['rule']}")
+
+    def _evaluate(self, value: Any, old: Any) -> tuple[int, ...]:
+        from celpy.adapter import json_to_cel  # noqa: PLC0415 - 0.3 s that only custom resources need
+        from celpy.evaluation import CELEvalError  # noqa: PLC0415
+
+        if self._programs is None:
+            self._programs = _compile([rule["rule"] for rule in self._rules])
+        asked = [n for n, transition in enumerate(self._transition) if old is not None or not transition]
+        try:
+            names = {"self": json_to_cel(value)}
+            if old is not None:
+                names["oldSelf"] = json_to_cel(old)
+        except ValueError:
+            return tuple(asked)  # a whole number beyond 64 bits
+
+        def holds(program: Any) -> bool:
+            try:
+                return bool(program.evaluate(names))
+            except CELEvalError:
+                return False
+
+        return tuple(n for n in asked if not holds(self._programs[n]))
+
+
+def _fields(texts: Sequence[str]) -> tuple[str, ...] | None:
+    """The fields of `self` and `oldSelf` that the rules name; None where one takes the value as a whole."""
+    found: set[str] = set()
+    for text in texts:
+        for use in _USE.finditer(text):
+            if use["field"] is None:
+                return None
+            found.add(use["field"])
+    return tuple(sorted(found))
+
+
+def _compile(texts: Sequence[str]) -> list[Any]:
+    """Raises celpy.CELParseError for a rule that is no CEL."""
+    import celpy  # noqa: PLC0415
+    from celpy import celtypes  # noqa: PLC0415
+
+    def split(text: Any, separator: Any) -> Any:
+        """Of the server's string library, the one function that this project's rules use."""
+        return celtypes.ListType([celtypes.StringType(part) for part in str(text).split(str(separator))])
+
+    environment = celpy.Environment()
+    return [environment.program(environment.compile(text), functions={"split": split}) for text in texts]
