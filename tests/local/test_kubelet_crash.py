@@ -1,0 +1,101 @@
+"""The kubelet's own death: whatever ends it, nothing that it started goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from everstep_operator.local.process_root import Root
+
+# A run of local mode with two pods, each of which has processes in other sessions that ignore SIGTERM.
+PROGRAM = """
+import asyncio, signal, sys
+from pathlib import Path
+from everstep_operator.local.cluster import MemoryCluster
+from everstep_operator.local.kubelet_sources import PODS
+from everstep_operator.local.node_pool import LocalNodes
+from everstep_operator.runtime.clock import SystemClock
+
+FAMILY = '''
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(2):
+    if os.fork():
+        break
+    os.setsid()
+open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\\\n")
+time.sleep(600)
+'''
+
+async def main():
+    folder = Path(sys.argv[1])
+    clock = SystemClock()
+    cluster = MemoryCluster(clock)
+    nodes = LocalNodes(cluster.client(), cluster.issue_token, clock=clock, temporary=folder)
+    source = {"serviceAccountToken": {"audience": "a", "path": "token"}}
+    for name in ("a", "b"):
+        worker = {"name": "worker", "image": "x", "command": ["python", "-c", FAMILY]}
+        worker["env"] = [{"name": "PIDS", "value": str(folder / "pids")}]
+        spec = {"restartPolicy": "Never", "containers": [worker]}
+        spec["volumes"] = [{"name": "t", "projected": {"sources": [source]}}]
+        await cluster.client().create(PODS, "default", {"metadata": {"name": name}, "spec": spec})
+    task = asyncio.create_task(nodes.run())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+    await asyncio.gather(task, return_exceptions=True)
+
+asyncio.run(main())
+"""
+
+
+def until(what: str, holds: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_survives_a_kubelet_that_dies(
+    number: signal.Signals, tmp_path: Path, kubelet_world: ModuleType
+) -> None:
+    kubelet = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], start_new_session=True)
+    pids: list[int] = []
+    try:
+
+        def all_there() -> bool:
+            pids[:] = [int(p) for p in (tmp_path / "pids").read_text().split()] if (tmp_path / "pids").exists() else []
+            return len(pids) == 6
+
+        until("six processes", all_there, 30)
+        assert all(kubelet_world.alive(pid) for pid in pids)
+        assert len(list(tmp_path.rglob("token"))) == 2
+        os.kill(kubelet.pid, number)
+        kubelet.wait(10)
+        until("all are dead", lambda: not any(kubelet_world.alive(pid) for pid in pids), 3)
+        until("the tokens are gone", lambda: not list(tmp_path.rglob("token")), 3)
+    finally:
+        kubelet.kill()
+        kubelet.wait(10)
+        for pid in filter(kubelet_world.alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_next_run_removes_the_folder_of_a_killed_one(tmp_path: Path, kubelet_world: ModuleType) -> None:
+    kubelet = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], start_new_session=True)
+    try:
+        until("it runs", lambda: list(tmp_path.rglob("token")), 30)
+    finally:
+        kubelet.kill()
+        kubelet.wait(10)
+    (left,) = tmp_path.glob("everstep-*")
+    until("the guards are done", lambda: not list(left.glob("node-*/*")), 5)
+    with Root(tmp_path) as root:
+        assert list(tmp_path.glob("everstep-*")) == [root.path]
