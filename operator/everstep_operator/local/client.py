@@ -2,13 +2,14 @@
 
 Invariant: what a caller can see of it, results, errors and their order, is what the HTTP transport over a real API
 server shows; `tests/conformance` holds both to it. Without faults a call does not wait, so a caller that loops without
-awaiting anything else starves its loop.
+awaiting anything else starves its loop. Nothing is repeated here: the transport's own retries are not imitated.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,39 +23,78 @@ from everstep_operator.kube.client import (
     TokenReview,
     WatchEvent,
 )
-from everstep_operator.kube.errors import ServerError
+from everstep_operator.kube.errors import ConnectionFailed, ServerError
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import KubeObject
 from everstep_operator.local.applying import apply_object
 from everstep_operator.local.deleting import delete
-from everstep_operator.local.refusals import Refusal, bad_request
+from everstep_operator.local.faults import Delay, Disconnect, Expire, Faults, LoseAnswer, Refuse, Request, Stale
+from everstep_operator.local.kinds import Kind
+from everstep_operator.local.refusals import Refusal, bad_request, expired, not_found
 from everstep_operator.local.selectors import parse
 from everstep_operator.local.server import Server
 from everstep_operator.local.store import Stored
+from everstep_operator.local.stream import Stream
 from everstep_operator.local.tokens import TokenAuthority
 from everstep_operator.local.watching import Feed
-from everstep_operator.runtime.clock import cancel
 
 T = TypeVar("T", bound=KubeObject)
 A = TypeVar("A")
 
-BOOKMARK_LEAD = 2.0  # seconds before the end of a watch at which the server sends its last bookmark
-BOOKMARK_EVERY = 60.0
+
+class Where:
+    """Which request it is; the text is made only for an error. Raises ValueError where a URL could not be made."""
+
+    __slots__ = ("name", "namespace", "resource", "sub", "verb")
+
+    def __init__(
+        self,
+        verb: str,
+        resource: Resource[Any],
+        namespace: str | None,
+        name: str | None = None,
+        sub: str | None = None,
+        *,
+        named: bool = True,
+    ) -> None:
+        self.verb, self.resource, self.namespace, self.name, self.sub = verb, resource, namespace, name, sub
+        if not resource.namespaced:
+            if namespace is not None:
+                raise ValueError(f"{resource.plural} have no namespace; call with namespace=None, not {namespace!r}")
+        elif namespace is None and named and name is not None:
+            raise ValueError(f"one of the {resource.plural} is named {name!r} in every namespace; give the namespace")
+
+    def __str__(self) -> str:
+        place = "/".join(part for part in (self.namespace, self.name) if part)
+        plural = self.resource.plural + (f"/{self.sub}" if self.sub else "")
+        return " ".join(part for part in (self.verb, plural, place) if part)
+
+    def request(self) -> Request:
+        return Request(self.verb, self.resource.plural, self.namespace or "", self.name or "", self.sub or "")
 
 
 class MemoryClient:
     """Implements `kube.client.KubeClient`; made by `MemoryCluster.client`."""
 
-    def __init__(self, server: Server, tokens: TokenAuthority, manager: str) -> None:
+    def __init__(self, server: Server, tokens: TokenAuthority, manager: str, faults: Faults | None) -> None:
         self._server, self._tokens, self._manager = server, tokens, manager
+        self.faults = faults
 
     async def get(self, resource: Resource[T], namespace: str | None, name: str) -> T:
         where = Where("get", resource, namespace, name)
+        at = None if self.faults is None else (await self._disturbed(where.request(), str(where))).at
 
         def read() -> Stored:
-            return self._server.find(self._server.kinds.of(resource), namespace, name)
+            kind = self._server.kinds.of(resource)
+            if at is None:
+                return self._server.find(kind, namespace, name)
+            table = self._server.store.table(kind.id)
+            found = table.at((namespace or "", name), max(at, table.floor))
+            if found is None:
+                raise not_found(kind.full_plural, name)
+            return found
 
-        return self._decoded(resource, self._answer(where, read), where)
+        return _decoded(resource, _answer(where, read), where)
 
     async def list(
         self,
@@ -65,7 +105,8 @@ class MemoryClient:
         limit: int = PAGE,
         resource_version: str | None = None,
     ) -> ListResult[T]:
-        where = Where("list", resource, namespace, None)
+        where = Where("list", resource, namespace)
+        at = None if self.faults is None else (await self._disturbed(where.request(), str(where))).at
         store = self._server.store
 
         def read() -> list[Stored]:
@@ -74,11 +115,12 @@ class MemoryClient:
             if asked > store.version:
                 raise Refusal(504, "Timeout", f"Too large resource version: {asked}, current: {store.version}")
             selector = parse(label_selector) if label_selector else None
-            found = store.table(kind.id).select(namespace)
+            table = store.table(kind.id)
+            found = table.select(namespace, None if at is None else max(at, table.floor))
             return found if selector is None else [one for one in found if selector(one.labels)]
 
-        items = tuple(self._decoded(resource, one, where) for one in self._answer(where, read))
-        return ListResult(items, str(store.version))
+        items = tuple([_decoded(resource, one, where) for one in _answer(where, read)])
+        return ListResult(items, str(store.version if at is None else at))
 
     async def watch(
         self,
@@ -89,56 +131,31 @@ class MemoryClient:
         label_selector: str | None = None,
         timeout_seconds: int = 60,
     ) -> AsyncGenerator[WatchEvent[T], None]:
-        where = Where("watch", resource, namespace, None)
-        table = self._server.store.table(self._answer(where, lambda: self._server.kinds.of(resource)).id)
+        where = Where("watch", resource, namespace)
+        if self.faults is not None:
+            await self._disturbed(where.request(), str(where))
 
         def open_feed() -> Feed:
+            kind = self._server.kinds.of(resource)
             selector = parse(label_selector) if label_selector else None
+            table = self._server.store.table(kind.id)
             return Feed(table, namespace, selector, _version(resource_version) or None)
 
-        feed = self._answer(where, open_feed)
-        wake, due = asyncio.Event(), _Due()
-        table.wakers[due] = wake.set
-        timer = asyncio.ensure_future(self._time(due, wake, timeout_seconds))
-        try:
-            while True:
-                wake.clear()
-                for told in self._answer(where, feed.take):
-                    yield Changed(told.type, self._decoded(resource, told.object, where))
-                if due.bookmark:
-                    due.bookmark = False
-                    if (position := feed.bookmark()) is not None:
-                        yield Bookmark(str(position))
-                        continue
-                if due.end:
-                    return
-                await wake.wait()
-        finally:
-            del table.wakers[due]
-            await cancel(timer)
-
-    async def _time(self, due: _Due, wake: asyncio.Event, seconds: float) -> None:
-        """Say when a bookmark is due, and when the stream ends."""
-        left = float(seconds)
-        while left > BOOKMARK_LEAD:
-            pause = min(BOOKMARK_EVERY, left - BOOKMARK_LEAD)
-            await self._server.clock.sleep(pause)
-            left -= pause
-            due.bookmark = True
-            wake.set()
-        await self._server.clock.sleep(left)
-        due.end = True
-        wake.set()
+        feed = _answer(where, open_feed)
+        async with Stream(
+            feed, self._server.clock, timeout_seconds, self.faults, where.request(), str(where)
+        ) as stream:
+            async with aclosing(stream.events()) as events:
+                async for told in events:
+                    if isinstance(told, int):
+                        yield Bookmark(str(told))
+                    else:
+                        yield Changed(told.type, _decoded(resource, told.object, where))
 
     async def create(self, resource: Resource[T], namespace: str | None, body: Mapping[str, Any]) -> T:
-        where = Where("create", resource, namespace, None)
-        where.name = body.get("metadata", {}).get("name")
-        return self._decoded(
-            resource,
-            self._answer(
-                where, lambda: self._server.create(self._server.kinds.of(resource), namespace, body, self._manager)
-            ),
-            where,
+        where = Where("create", resource, namespace, body.get("metadata", {}).get("name"), named=False)
+        return await self._write(
+            resource, where, lambda kind: self._server.create(kind, namespace, body, self._manager)
         )
 
     async def apply(
@@ -154,10 +171,10 @@ class MemoryClient:
     ) -> T:
         where = Where("apply", resource, namespace, name, subresource)
 
-        def write() -> Stored:
+        def write(kind: Kind) -> Stored:
             return apply_object(
                 self._server,
-                self._server.kinds.of(resource),
+                kind,
                 namespace,
                 name,
                 body,
@@ -166,7 +183,7 @@ class MemoryClient:
                 subresource=subresource,
             )
 
-        return self._decoded(resource, self._answer(where, write), where)
+        return await self._write(resource, where, write)
 
     async def merge_patch(
         self,
@@ -182,18 +199,12 @@ class MemoryClient:
         where = Where("patch", resource, namespace, name, subresource)
         if resource_version is not None:
             body = {**body, "metadata": {**body.get("metadata", {}), "resourceVersion": resource_version}}
+        manager = field_manager or self._manager
 
-        def write() -> Stored:
-            return self._server.merge_patch(
-                self._server.kinds.of(resource),
-                namespace,
-                name,
-                body,
-                subresource=subresource,
-                manager=field_manager or self._manager,
-            )
+        def write(kind: Kind) -> Stored:
+            return self._server.merge_patch(kind, namespace, name, body, subresource=subresource, manager=manager)
 
-        return self._decoded(resource, self._answer(where, write), where)
+        return await self._write(resource, where, write)
 
     async def patch_status(
         self,
@@ -217,11 +228,9 @@ class MemoryClient:
 
     async def replace(self, resource: Resource[T], namespace: str | None, name: str, body: Mapping[str, Any]) -> T:
         where = Where("replace", resource, namespace, name)
-
-        def write() -> Stored:
-            return self._server.replace(self._server.kinds.of(resource), namespace, name, body, self._manager)
-
-        return self._decoded(resource, self._answer(where, write), where)
+        return await self._write(
+            resource, where, lambda kind: self._server.replace(kind, namespace, name, body, self._manager)
+        )
 
     async def delete(
         self,
@@ -236,10 +245,10 @@ class MemoryClient:
     ) -> None:
         where = Where("delete", resource, namespace, name)
 
-        def write() -> None:
+        def write(kind: Kind) -> None:
             delete(
                 self._server,
-                self._server.kinds.of(resource),
+                kind,
                 namespace,
                 name,
                 uid=uid,
@@ -248,32 +257,78 @@ class MemoryClient:
                 propagation=propagation,
             )
 
-        self._answer(where, write)
+        await self._written(resource, where, write)
 
     async def review_token(self, token: str, audiences: Sequence[str]) -> TokenReview:
+        if self.faults is not None:
+            await self._disturbed(Request("review", "tokenreviews"), "review token")
         return self._tokens.review(token, audiences)
 
-    def _answer(self, where: Where, request: Callable[[], A]) -> A:
-        try:
-            return request()
-        except Refusal as refusal:
-            raise refusal.error(str(where)) from None
+    async def _write(self, resource: Resource[T], where: Where, write: Callable[[Kind], Stored]) -> T:
+        return _decoded(resource, await self._written(resource, where, write), where)
 
-    @staticmethod
-    def _decoded(resource: Resource[T], stored: Stored, where: Where) -> T:
-        try:
-            return stored.decode(resource.struct)
-        except msgspec.ValidationError as error:
-            raise ServerError(f"the answer cannot be decoded: {error}", where=str(where)) from error
+    async def _written(self, resource: Resource[Any], where: Where, write: Callable[[Kind], A]) -> A:
+        if self.faults is None:
+            return _answer(where, lambda: write(self._server.kinds.of(resource)))
+        lost = (await self._disturbed(where.request(), str(where))).lost
+        answer = _answer(where, lambda: write(self._server.kinds.of(resource)))
+        if lost:
+            raise ConnectionFailed("the answer was lost", where=str(where))
+        return answer
+
+    async def _disturbed(self, request: Request, where: str) -> _Struck:
+        """Let the faults strike; what of them is still to come."""
+        faults = self.faults
+        assert faults is not None
+        at, lost = None, False
+        if faults.is_cut:
+            raise ConnectionFailed("no connection", where=where)
+        for fault in faults.strike(request):
+            match fault:
+                case Delay(seconds):
+                    await self._server.clock.sleep(seconds)
+                case Refuse():
+                    raise fault.refusal().error(where)
+                case Disconnect():
+                    raise ConnectionFailed("no connection", where=where)
+                case Expire():
+                    raise expired(0, self._server.store.version).error(where)
+                case Stale(versions):
+                    at = max(1, self._server.store.floor, self._server.store.version - versions)
+                case LoseAnswer():
+                    lost = True
+                case _:
+                    raise ValueError(f"{fault} strikes events of a watch, not {request}; add it for the verb 'event'")
+        if faults.is_cut:
+            raise ConnectionFailed("no connection", where=where)
+        if lost and request.verb in _READS:
+            raise ConnectionFailed("the answer was lost", where=where)
+        return _Struck(at, lost)
 
 
-class _Due:
-    """What the clock asks of one watch."""
+@dataclass(frozen=True, slots=True)
+class _Struck:
+    """`at`: the version that a read sees, None for the newest; `lost`: the answer will not arrive."""
 
-    __slots__ = ("bookmark", "end")
+    at: int | None
+    lost: bool
 
-    def __init__(self) -> None:
-        self.bookmark = self.end = False
+
+_READS = ("get", "list", "watch", "review")
+
+
+def _answer(where: Where, request: Callable[[], A]) -> A:
+    try:
+        return request()
+    except Refusal as refusal:
+        raise refusal.error(str(where)) from None
+
+
+def _decoded(resource: Resource[T], stored: Stored, where: Where) -> T:
+    try:
+        return stored.decode(resource.struct)
+    except msgspec.ValidationError as error:
+        raise ServerError(f"the answer cannot be decoded: {error}", where=str(where)) from error
 
 
 def _version(text: str | None) -> int:
@@ -283,26 +338,3 @@ def _version(text: str | None) -> int:
     if not text.isdigit():
         raise bad_request(f"resourceVersion: {text[:60]!r} is no resource version")
     return int(text)
-
-
-class Where:
-    """Which request it is; the text is made only for an error. Raises ValueError where a URL could not be made."""
-
-    __slots__ = ("name", "namespace", "resource", "sub", "verb")
-
-    def __init__(
-        self, verb: str, resource: Resource[Any], namespace: str | None, name: str | None, sub: str | None = None
-    ) -> None:
-        self.verb, self.resource, self.namespace, self.name, self.sub = verb, resource, namespace, name, sub
-        if resource.namespaced:
-            if name is not None and namespace is None:
-                raise ValueError(
-                    f"one of the {resource.plural} is named {name!r} in every namespace; give the namespace"
-                )
-        elif namespace is not None:
-            raise ValueError(f"{resource.plural} have no namespace; call with namespace=None instead of {namespace!r}")
-
-    def __str__(self) -> str:
-        place = "/".join(part for part in (self.namespace, self.name) if part)
-        plural = self.resource.plural + (f"/{self.sub}" if self.sub else "")
-        return " ".join(part for part in (self.verb, plural, place) if part)

@@ -18,6 +18,7 @@ from everstep_operator.local.builtin import BUILTIN
 from everstep_operator.local.client import MemoryClient
 from everstep_operator.local.collector import Collector
 from everstep_operator.local.custom import custom_kind, training_jobs
+from everstep_operator.local.faults import Faults
 from everstep_operator.local.kinds import NAMESPACES, Kinds
 from everstep_operator.local.merging import copied
 from everstep_operator.local.server import POD_TABLE, Server
@@ -58,9 +59,9 @@ class MemoryCluster:
         """Of the newest change."""
         return str(self._server.store.version)
 
-    def client(self, *, manager: str = MANAGER) -> MemoryClient:
+    def client(self, *, manager: str = MANAGER, faults: Faults | None = None) -> MemoryClient:
         """A connection of its own; `manager` owns the fields of writes that name no field manager."""
-        return MemoryClient(self._server, self._tokens, manager)
+        return MemoryClient(self._server, self._tokens, manager, faults)
 
     def create_namespace(self, name: str) -> None:
         """As `client().create(NAMESPACES, …)`, for where no loop runs yet."""

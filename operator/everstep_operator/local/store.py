@@ -179,6 +179,11 @@ class Store:
         self._uids: dict[str, tuple[TableId, Key]] = {}
         self._dependents: dict[str, dict[str, None]] = {}  # owner's UID -> UIDs of its dependents, in order
 
+    @property
+    def floor(self) -> int:
+        """The oldest version that was not compacted away."""
+        return self._floor
+
     def table(self, table: TableId) -> Table:
         found = self._tables.get(table)
         if found is None:

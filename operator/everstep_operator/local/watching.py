@@ -6,6 +6,7 @@ resource version of the change that did it. Invariant: the versions of one feed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from everstep_operator.kube.client import EventType
@@ -32,6 +33,12 @@ class Feed:
             self._first = []
         self._began = start if start is not None else table.last
         self._cursor = table.cursor(self._began)
+
+    def subscribe(self, wake: Callable[[], None]) -> Callable[[], None]:
+        """Call `wake` after every change of the resource; the result ends that."""
+        ticket = object()
+        self._table.wakers[ticket] = wake
+        return lambda: self._table.wakers.pop(ticket, None) and None
 
     def take(self) -> list[Told]:
         """What happened since the last call."""
