@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from everstep_operator.kube.wire import ObjectMeta, Unstructured
+from everstep_operator.local.kubelet_sources import NotStartable
+from everstep_operator.local.kubelet_start import Starter
+
 Start = Callable[..., Any]
 NS = "default"
 # Two generations in sessions of their own, that ignore SIGTERM: what a launcher leaves when it is killed.
@@ -218,3 +222,24 @@ async def test_log_is_bounded_and_keeps_its_end(machine: Start) -> None:
     lines = [int(line.split()[0]) for line in await m.log("floods")]
     assert sizes < 200_000 + 100_000
     assert lines == list(range(lines[0], 20000))
+
+
+async def test_processes_of_a_pod_are_all_found(machine: Start) -> None:
+    m = await machine()
+    await m.create("launcher", sys.executable, "-c", FAMILY)
+    pids = await family(m, "launcher")
+    assert sorted(m.nodes.processes(NS, "launcher")) == sorted(pids)
+    with pytest.raises(KeyError, match="does not run on this machine"):
+        m.nodes.processes(NS, "nobody")
+    with pytest.raises(KeyError, match="'side' is not in the pod, which has worker"):
+        await m.log("launcher", "side")
+
+
+async def test_field_of_a_wrong_type_is_told(machine: Start) -> None:
+    m = await machine()
+    worker = {"name": "worker", "command": ["true"], "env": "text"}
+    spec = {"restartPolicy": "Never", "containers": [worker]}
+    pod = Unstructured(metadata=ObjectMeta(name="odd", namespace=NS, uid="odd"), spec=spec)
+    with pytest.raises(NotStartable, match="a field has a wrong type"):
+        await Starter(m.nodes._host, m.nodes.folder / "odd").prepare(pod, [worker])
+    m.nodes.addresses.release("odd")

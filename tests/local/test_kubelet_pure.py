@@ -16,6 +16,8 @@ from everstep_operator.local.kubelet_env import PathMap, expand
 from everstep_operator.local.kubelet_status import PodView, Running, Terminated, Waiting, phase, pod_status
 from everstep_operator.local.node_resources import quantity, requests_of
 from everstep_operator.local.node_scheduler import Seat, place
+from everstep_operator.local.process_guard import MAX_LINE, Log
+from everstep_operator.local.process_log import last_text, read, tail
 from everstep_operator.local.process_root import Root, remove_stale
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -188,3 +190,30 @@ def test_folder_of_a_dead_run_is_removed_and_that_of_a_living_one_is_not(tmp_pat
     assert unrelated.exists()
     living.close()
     assert not living.path.exists()
+
+
+def test_log_gives_back_what_was_written_to_it(tmp_path: Path) -> None:
+    log = Log(str(tmp_path / "log"), limit=10**6)
+    long = "é" * (2 * MAX_LINE)
+    log.feed("stdout", b"one\ntw")
+    log.feed("stderr", b"error\n")
+    log.feed("stdout", b"o\n\n" + long.encode() + b"\nunfinished")
+    log.finish()
+    lines = list(read(tmp_path / "log"))
+    texts = {stream: [line.text for line in lines if line.stream == stream] for stream in ("stdout", "stderr")}
+    assert texts["stderr"] == ["error"]
+    assert [text for text in texts["stdout"] if text != long] == ["one", "two", "", "unfinished"]
+    assert long in texts["stdout"]
+
+
+def test_tail_is_found_across_a_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = Log(str(path), limit=10**6)
+    for number in range(20_000):
+        log.feed("stdout", f"line {number} {'x' * 20}\n".encode())
+    everything = list(read(path))
+    assert path.with_name("log.1").exists()
+    for count in (0, 1, 100, 5_000, 10**6):
+        assert tail(path, count) == everything[max(0, len(everything) - count) :]
+    assert last_text(path, lines=2, size=2048).splitlines() == [line.text for line in everything[-2:]]
+    assert len(last_text(path, lines=80, size=100)) == 100

@@ -73,7 +73,11 @@ class Starter:
             volumes = Volumes(self._folder / "volumes", facts, self._host.issue_token)
             self._tokens = await volumes.make(sources, self._host.clock.monotonic())
             self._volumes = volumes
-        return {str(c["name"]): await self._spec(c, facts, sources, self._volumes) for c in containers}
+        try:
+            return {str(c["name"]): await self._spec(c, facts, sources, self._volumes) for c in containers}
+        except (AttributeError, TypeError, ValueError, KeyError) as e:
+            # A template is open to any field; a real API server would have refused this one.
+            raise NotStartable(f"the pod's spec cannot be carried out, a field has a wrong type: {e}") from e
 
     async def _spec(
         self, container: Mapping[str, Any], facts: PodFacts, sources: Sources, volumes: Volumes

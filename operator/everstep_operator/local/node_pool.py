@@ -24,7 +24,9 @@ from everstep_operator.local.kubelet_volumes import TokenIssuer
 from everstep_operator.local.node import BACKOFF, LEASE_NAMESPACE, NODES, Node, NodeTiming
 from everstep_operator.local.node_controller import NodeController
 from everstep_operator.local.node_scheduler import Scheduler
+from everstep_operator.local.process_guard import descendants
 from everstep_operator.local.process_log import LogLine, follow, read
+from everstep_operator.local.process_log import tail as last_lines
 from everstep_operator.local.process_root import Root
 from everstep_operator.runtime.cache import Deleted, Delta
 from everstep_operator.runtime.clock import Clock
@@ -114,6 +116,10 @@ class LocalNodes:
         """The main process of each running container of a pod, to be watched or killed. Raises KeyError."""
         return self._run_of(namespace, pod).pids()
 
+    def processes(self, namespace: str, pod: str) -> tuple[int, ...]:
+        """Every process of a pod that runs, children after their parents. Raises KeyError."""
+        return tuple(p for main in self.pids(namespace, pod).values() for p in (main, *descendants(main)))
+
     async def logs(
         self, namespace: str, pod: str, *, container: str | None = None, tail: int | None = None, follow_: bool = False
     ) -> AsyncIterator[LogLine]:
@@ -124,7 +130,7 @@ class LocalNodes:
         run = self._run_of(namespace, pod)
         path = run.log_path(container)
         if not follow_:
-            for line in read(path, tail):
+            for line in read(path) if tail is None else last_lines(path, tail):
                 yield line
             return
         async for line in follow(path, self._clock, lambda: run.ended, tail):

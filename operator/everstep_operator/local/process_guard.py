@@ -72,12 +72,12 @@ def _cut(line: bytes, tag: bytes) -> list[tuple[bytes, bytes]]:
     return [*((b"P", part) for part in parts[:-1]), (tag, parts[-1])]
 
 
-def descendants() -> list[int]:
-    """Living processes below this one, whatever session or group they are in."""
+def descendants(root: int) -> list[int]:
+    """Living processes below `root`, whatever session or group they are in; parents before their children."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
-    found, todo = [], [os.getpid()]
+    found, todo = [], [root]
     while todo:
         below = children.get(todo.pop(), [])
         found += below
@@ -226,7 +226,7 @@ class Guard:
         deadline = time.monotonic() + KILL_SECONDS
         while time.monotonic() < deadline:
             self._reap()
-            victims = descendants()
+            victims = descendants(os.getpid())
             if not victims:
                 return
             for pid in victims:

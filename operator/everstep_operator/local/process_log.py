@@ -7,7 +7,8 @@ than half of the log's bound.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +16,7 @@ from typing import BinaryIO
 from everstep_operator.runtime.clock import Clock
 
 POLL_SECONDS = 0.1
+CHUNK = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,32 +28,44 @@ class LogLine:
     text: str
 
 
-def read(path: Path, tail: int | None = None) -> list[LogLine]:
-    """The lines of the log, or the last `tail` of them."""
+def read(path: Path) -> Iterator[LogLine]:
+    """All lines of the log, in memory only a part at a time."""
     lines = _Lines()
-    found = lines.feed(_older(path))
-    if (file := _open(path)) is not None:
-        with file:
-            found += lines.feed(file.read())
-    return _last(found + lines.finish(), tail)
+    for file in (_older(path), path):
+        if (opened := _open(file)) is not None:
+            with opened:
+                while data := opened.read(CHUNK):
+                    yield from lines.feed(data)
+    yield from lines.finish()
+
+
+def tail(path: Path, count: int) -> list[LogLine]:
+    """The last `count` lines; reads no more of the log than it has to."""
+    size = 64 * 1024
+    while True:
+        data, whole = _end(path, size)
+        lines = _Lines()
+        found = lines.feed(data) + lines.finish()
+        if whole or len(found) >= count:
+            return found[max(0, len(found) - count) :]
+        size *= 4
 
 
 def last_text(path: Path, lines: int, size: int) -> str:
     """The last `lines` lines in at most `size` bytes, as a kubelet quotes them in a status."""
-    text = "".join(line.text + "\n" for line in read(path, lines))
+    text = "".join(line.text + "\n" for line in tail(path, lines))
     return text.encode()[-size:].decode("utf-8", "ignore")
 
 
 async def follow(
-    path: Path, clock: Clock, ended: Callable[[], bool], tail: int | None = None
+    path: Path, clock: Clock, ended: Callable[[], bool], count: int | None = None
 ) -> AsyncIterator[LogLine]:
-    """What `read` gives, then each new line until `ended`."""
+    """What `read` gives, or `tail` with `count`; then each new line until `ended`."""
     lines = _Lines()
     last = ended()  # asked before reading: what was written until then is read
     file = _open(path)
     try:
-        found = lines.feed(_older(path)) + lines.feed(file.read() if file is not None else b"")
-        for line in _last(found, tail):
+        for line in _so_far(lines, path, file, count):
             yield line
         while not last:
             await clock.sleep(POLL_SECONDS)
@@ -71,6 +85,18 @@ async def follow(
     finally:
         if file is not None:
             file.close()
+
+
+def _so_far(lines: _Lines, path: Path, file: BinaryIO | None, count: int | None) -> Iterable[LogLine]:
+    """What is there already; leaves `file` at its end."""
+    found: deque[LogLine] = deque(maxlen=count)
+    if (older := _open(_older(path))) is not None:
+        with older:
+            while data := older.read(CHUNK):
+                found.extend(lines.feed(data))
+    while file is not None and (data := file.read(CHUNK)):
+        found.extend(lines.feed(data))
+    return found
 
 
 class _Lines:
@@ -102,15 +128,24 @@ class _Lines:
         return found
 
 
-def _last(lines: list[LogLine], tail: int | None) -> list[LogLine]:
-    return lines if tail is None else lines[max(0, len(lines) - tail) :]
+def _older(path: Path) -> Path:
+    return path.with_name(path.name + ".1")
 
 
-def _older(path: Path) -> bytes:
-    try:
-        return path.with_name(path.name + ".1").read_bytes()
-    except FileNotFoundError:
-        return b""
+def _end(path: Path, size: int) -> tuple[bytes, bool]:
+    """About the last `size` bytes, from the beginning of a line; and whether that is all there is."""
+    data = b""
+    for file in (path, _older(path)):
+        if (opened := _open(file)) is None:
+            continue
+        with opened:
+            begin = max(0, opened.seek(0, 2) - (size - len(data)))
+            opened.seek(begin)
+            part = opened.read(size)
+            if begin > 0:
+                return part.partition(b"\n")[2] + data, False
+            data = part + data
+    return data, True
 
 
 def _open(path: Path) -> BinaryIO | None:
