@@ -12,9 +12,11 @@ import pytest
 
 from everstep_operator.kube.errors import ServerError
 from everstep_operator.kube.resources import LEASES
+from everstep_operator.local.kubelet_report import StatusReporter
 from everstep_operator.local.kubelet_sources import PODS
 from everstep_operator.local.node import NodeTiming
 from everstep_operator.local.node_controller import UNREACHABLE
+from everstep_operator.runtime.clock import cancel
 
 Start = Callable[..., Any]
 NS = "default"
@@ -94,6 +96,29 @@ async def test_killed_node_takes_its_pods_and_says_nothing(machine: Start, kubel
     assert (await m.pod("a")).status["phase"] == "Running"  # nobody is there to say otherwise
     await m.create("b", "sleep", "600")
     assert await node_of(m, "b") != name
+
+
+async def test_killed_kubelet_does_not_finish_the_write_it_had_begun(machine: Start) -> None:
+    m = await machine(names=())
+    await m.create("a", "true")
+    pod = await m.pod("a")
+    client = m.cluster.client()
+    read = client.get
+
+    async def killed_meanwhile(*arguments: Any) -> Any:
+        found = await read(*arguments)
+        reporter.mute()
+        return found
+
+    client.get = killed_meanwhile
+    reporter = StatusReporter(
+        client, pod.key, pod.metadata.uid, clock=m.cluster.clock, rng=lambda: 0.5, gone=lambda: None
+    )
+    task = asyncio.create_task(reporter.run())
+    reporter.show(lambda _previous, _now: {"phase": "Running"})
+    await asyncio.wait_for(reporter.flush(), 5)
+    await cancel(task)
+    assert (await m.pod("a")).status["phase"] == "Pending"
 
 
 async def test_node_that_comes_back_reports_what_it_lost(machine: Start) -> None:

@@ -15,10 +15,10 @@ from everstep_operator.local.addresses import Addresses, PodHost
 from everstep_operator.local.kubelet_env import PathMap, expand
 from everstep_operator.local.kubelet_status import PodView, Running, Terminated, Waiting, phase, pod_status
 from everstep_operator.local.node_resources import quantity, requests_of
-from everstep_operator.local.node_scheduler import Seat, place
+from everstep_operator.local.node_scheduler import Seat, obstacle, place
 from everstep_operator.local.process_guard import MAX_LINE, Log
 from everstep_operator.local.process_log import last_text, read, tail
-from everstep_operator.local.process_root import Root, remove_stale
+from everstep_operator.local.process_root import LOCK, Root, remove_stale
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HOST = PodHost("ns", "w0", "sub")
@@ -77,13 +77,28 @@ def test_pod_that_fits_nowhere_is_told_why_of_each_node() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("spec", "ready", "why"),
+    [
+        ({}, "True", ""),
+        ({}, "Unknown", "node(s) were not ready"),
+        ({"unschedulable": True}, "True", "node(s) were unschedulable"),
+        ({"taints": [{"key": "k", "effect": "PreferNoSchedule"}]}, "True", ""),
+        ({"taints": [{"key": "k", "effect": "NoExecute"}]}, "True", "node(s) had untolerated taint {k: }"),
+    ],
+)
+def test_node_takes_pods_only_when_nothing_speaks_against_it(spec: dict[str, Any], ready: str, why: str) -> None:
+    status = {"conditions": [{"type": "Ready", "status": ready}]}
+    assert obstacle(Unstructured(spec=spec, status=status)) == why
+
+
 def test_cpu_and_memory_are_unbounded_unless_stated() -> None:
     asks = {"containers": [{"resources": {"requests": {"cpu": "999", "memory": "9Ti"}}}]}
     assert isinstance(place(pod(**asks), [seat("n1")]), Seat)
 
 
 def test_name_means_one_address_and_port_until_all_have_let_go() -> None:
-    addresses = Addresses(routed=True)
+    addresses = Addresses(linux=True)
     address, port = addresses.address_of(HOST, "a"), addresses.port_of(HOST, 29400, "a")
     name = "w0.sub.ns.svc"
     assert addresses.translate("PET_RDZV_ENDPOINT", f"{name}.cluster.local:29400", HOST, "b") == f"{address}:{port}"
@@ -105,17 +120,21 @@ def test_reserved_port_is_the_stores_to_listen_on_and_nobody_elses() -> None:
 
 
 def test_text_that_only_looks_like_a_name_is_left_alone() -> None:
-    addresses = Addresses(routed=True)
+    addresses = Addresses(linux=True)
     for text in ("a.b.svc:80", "w0.sub.ns.service", "localhost:29400", "x.w0.sub.ns.svc.local.com"):
         assert addresses.translate("URL", text, HOST, "a") == text
     addresses.release("a")
 
 
 def test_unrouted_loopback_has_one_address_and_many_ports() -> None:
-    addresses = Addresses(routed=False)
+    addresses = Addresses(linux=False)
     other = PodHost("ns", "v0", "sub")
     assert addresses.address_of(HOST, "a") == addresses.address_of(other, "a") == "127.0.0.1"
-    assert addresses.port_of(HOST, 29400, "a") != addresses.port_of(other, 29400, "a")
+    port = addresses.port_of(HOST, 29400, "a")
+    addresses.before_start(HOST)
+    with socket.socket() as alone:
+        alone.bind(("127.0.0.1", port))  # where a reservation would be in the way, it is given up
+    assert addresses.port_of(other, 29400, "a") != port
     addresses.release("a")
 
 
@@ -182,7 +201,7 @@ def test_folder_of_a_dead_run_is_removed_and_that_of_a_living_one_is_not(tmp_pat
     living = Root(tmp_path)
     dead = tmp_path / "everstep-dead"
     dead.mkdir()
-    (dead / "lock").touch()
+    (dead / LOCK).touch()
     unrelated = tmp_path / "everstep-unrelated"
     unrelated.mkdir()
     assert remove_stale(tmp_path) == (dead,)

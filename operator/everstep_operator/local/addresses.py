@@ -58,9 +58,9 @@ class _Entry:
 class Addresses:
     """Of one machine. `holder` is whoever keeps an entry alive, a pod's UID."""
 
-    def __init__(self, *, routed: bool = sys.platform.startswith("linux")) -> None:
-        """`routed`: whether all of 127/8 reaches this machine, as on Linux."""
-        self._routed = routed
+    def __init__(self, *, linux: bool = sys.platform.startswith("linux")) -> None:
+        """On Linux all of 127/8 reaches this machine, and a reserved port can be listened on."""
+        self._linux = linux
         self._entries: dict[PodHost, _Entry] = {}
         self._next = 0
 
@@ -93,7 +93,7 @@ class Addresses:
     def before_start(self, host: PodHost) -> None:
         """Called when this pod is about to listen. Elsewhere than on Linux nothing can listen beside a reservation."""
         entry = self._entries.get(host)
-        if entry is not None and not sys.platform.startswith("linux"):
+        if entry is not None and not self._linux:
             for port in entry.ports.values():
                 _close(port)
 
@@ -119,7 +119,7 @@ class Addresses:
         return entry
 
     def _free_address(self) -> str:
-        if not self._routed:
+        if not self._linux:
             return "127.0.0.1"
         used = {entry.address for entry in self._entries.values()}
         # Onwards, not the lowest: the address of a pod that has just ended may still be in its peers' connections.

@@ -157,7 +157,7 @@ class Scheduler:
         for node in self._nodes.list():
             stated = node.status.get("allocatable") or node.status.get("capacity") or {}
             capacity = {name: quantity(text) for name, text in stated.items()}
-            seats[node.metadata.name] = Seat(node.metadata.name, capacity, node.metadata.labels, _obstacle(node))
+            seats[node.metadata.name] = Seat(node.metadata.name, capacity, node.metadata.labels, obstacle(node))
         for pod in pods:
             node_name = pod.spec.get("nodeName") or self._bound.get(pod.metadata.uid)
             if node_name in seats and pod.status.get("phase") not in FINISHED:
@@ -187,7 +187,8 @@ def _is_waiting(pod: Unstructured) -> bool:
     )
 
 
-def _obstacle(node: Unstructured) -> str:
+def obstacle(node: Unstructured) -> str:
+    """Why no pod may go to the node; empty if one may."""
     for taint in node.spec.get("taints") or ():
         if taint.get("effect") in ("NoSchedule", "NoExecute"):
             return f"node(s) had untolerated taint {{{taint.get('key')}: {taint.get('value') or ''}}}"

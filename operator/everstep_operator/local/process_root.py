@@ -18,7 +18,7 @@ from types import TracebackType
 
 PREFIX = "everstep-"
 NEW = ".new-everstep-"
-LOCK = "lock"
+LOCK = ".everstep-local.lock"  # nobody else has such a file
 
 
 class Root:
