@@ -142,15 +142,15 @@ class MemoryClient:
             return Feed(table, namespace, selector, _version(resource_version) or None)
 
         feed = _answer(where, open_feed)
-        async with Stream(
-            feed, self._server.clock, timeout_seconds, self.faults, where.request(), str(where)
-        ) as stream:
-            async with aclosing(stream.events()) as events:
-                async for told in events:
-                    if isinstance(told, int):
-                        yield Bookmark(str(told))
-                    else:
-                        yield Changed(told.type, _decoded(resource, told.object, where))
+        async with (
+            Stream(feed, self._server.clock, timeout_seconds, self.faults, where.request(), str(where)) as stream,
+            aclosing(stream.events()) as events,
+        ):
+            async for told in events:
+                if isinstance(told, int):
+                    yield Bookmark(str(told))
+                else:
+                    yield Changed(told.type, _decoded(resource, told.object, where))
 
     async def create(self, resource: Resource[T], namespace: str | None, body: Mapping[str, Any]) -> T:
         where = Where("create", resource, namespace, body.get("metadata", {}).get("name"), named=False)

@@ -120,8 +120,8 @@ def _label(key: str, value: Any) -> list[FieldError]:
 
 def _owners(owners: Any) -> list[FieldError]:
     found = []
-    for index, owner in enumerate(owners):
-        path = f"metadata.ownerReferences[{index}]"
+    path = "metadata.ownerReferences"  # the server names no index
+    for owner in owners:
         found += [
             required(f"{path}.{field}")
             if field == "apiVersion"

@@ -1,0 +1,46 @@
+"""Whose token it is: the check by which the operator knows its workers."""
+
+from __future__ import annotations
+
+from conformity.bodies import pod
+from conformity.world import World
+
+from everstep_operator.kube.client import TokenIdentity, TokenRefused
+from everstep_operator.kube.resources import PODS
+
+AUDIENCE = "everstep.dev/operator"
+
+
+async def test_token_names_its_pod_for_its_audience(world: World) -> None:
+    made = await world.client.create(PODS, world.namespace, pod("w"))
+    token = world.token("w", made.metadata.uid, AUDIENCE)
+    identity = await world.client.review_token(token, ["another", AUDIENCE])
+    assert isinstance(identity, TokenIdentity)
+    assert identity.username == f"system:serviceaccount:{world.namespace}:default"
+    assert (identity.namespace, identity.pod_name, identity.pod_uid) == (world.namespace, "w", made.metadata.uid)
+    assert identity.audiences == (AUDIENCE,)
+
+
+async def test_token_is_refused_for_another_audience(world: World) -> None:
+    made = await world.client.create(PODS, world.namespace, pod("w"))
+    token = world.token("w", made.metadata.uid, AUDIENCE)
+    assert isinstance(await world.client.review_token(token, ["another"]), TokenRefused)
+
+
+async def test_what_is_no_token_is_refused_and_not_quoted(world: World) -> None:
+    for text in ("no.such.token", "x", "a.b", "ä.ö"):
+        review = await world.client.review_token(text, [AUDIENCE])
+        assert isinstance(review, TokenRefused)
+        assert "such" not in review.reason
+
+
+async def test_token_dies_with_its_pod(world: World) -> None:
+    made = await world.client.create(PODS, world.namespace, pod("w"))
+    token = world.token("w", made.metadata.uid, AUDIENCE)
+    await world.client.delete(PODS, world.namespace, "w", grace_seconds=0)
+    await world.client.create(PODS, world.namespace, pod("w"))
+
+    async def refused() -> bool:
+        return isinstance(await world.client.review_token(token, [AUDIENCE]), TokenRefused)
+
+    await world.eventually("the token died with its pod", refused)
