@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -174,6 +175,14 @@ async def test_deadline_fails_the_pod(machine: Start) -> None:
     assert (await m.pod("late")).status["reason"] == "DeadlineExceeded"
 
 
+async def test_deadline_fails_a_pod_that_could_not_start(machine: Start) -> None:
+    m = await machine()
+    await m.create("late", "true", spec={"activeDeadlineSeconds": 1}, envFrom=[{"secretRef": {"name": "none"}}])
+    pod = await m.until_phase("late", "Failed")
+    assert pod.status["reason"] == "DeadlineExceeded"
+    assert "waiting" in await m.state("late")
+
+
 async def test_init_containers_run_one_by_one_before_the_others(machine: Start) -> None:
     m = await machine()
     volume = {"volumeMounts": [{"name": "shared", "mountPath": "/shared"}]}
@@ -243,3 +252,12 @@ async def test_field_of_a_wrong_type_is_told(machine: Start) -> None:
     with pytest.raises(NotStartable, match="a field has a wrong type"):
         await Starter(m.nodes._host, m.nodes.folder / "odd").prepare(pod, [worker])
     m.nodes.addresses.release("odd")
+
+
+async def test_last_word_of_the_worker_library_reaches_the_status(machine: Start) -> None:
+    m = await machine()
+    script = "from everstep.train import termination; termination.install(); raise ValueError('no data')"
+    job = [{"name": "EVERSTEP_JOB_UID", "value": "uid"}]
+    await m.create("dies", "python", "-c", script, env=job, terminationMessagePolicy="FallbackToLogsOnError")
+    record = json.loads((await m.until_over("dies"))["message"])
+    assert (record["exit_code"], record["error"]) == (1, "ValueError: no data")

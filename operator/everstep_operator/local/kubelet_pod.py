@@ -165,6 +165,9 @@ class PodRun:
     async def _start(self, stage: list[Mapping[str, Any]]) -> bool:
         """Whether the stage's processes were started; False when the pod is over before."""
         while not self._over:
+            if self._expired(self._host.clock.monotonic()):
+                self._show()
+                return False
             try:
                 address = self._starter.address(self._pod)
                 if self._view.pod_ip != address:
@@ -199,10 +202,7 @@ class PodRun:
         now = self._host.clock.monotonic()
         ends = [end for end in (self._grace_ends(now), self._deadline()) if end is not None]
         if self._gone or any(now >= end for end in ends):
-            deadline = self._deadline()
-            if not self._gone and deadline is not None and now >= deadline:
-                message = "Pod was active on the node longer than the specified deadline"
-                self._view = replace(self._view, reason="DeadlineExceeded", message=message)
+            self._expired(now)
             if not self._killed:
                 self._killed = True
                 self._kill()
@@ -229,6 +229,15 @@ class PodRun:
     def _deadline(self) -> float | None:
         limit = self._pod.spec.get("activeDeadlineSeconds")
         return None if limit is None else self._begun + float(limit)
+
+    def _expired(self, now: float) -> bool:
+        """Whether the deadline has passed, which fails the pod as a whole."""
+        deadline = self._deadline()
+        if deadline is None or now < deadline:
+            return False
+        message = "Pod was active on the node longer than the specified deadline"
+        self._view = replace(self._view, reason="DeadlineExceeded", message=message)
+        return True
 
     def _collect(self) -> None:
         """Take in what the processes have told."""

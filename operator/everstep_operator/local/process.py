@@ -151,6 +151,7 @@ def _launch(spec: ProcessSpec) -> tuple[subprocess.Popen[bytes], int, int]:
         "log": str(spec.log),
         "log_limit": spec.log_limit,
         "folder": str(spec.folder),
+        "kubelet": os.getpid(),
     }
     with os.fdopen(os.open(order, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         json.dump(body, file)

@@ -170,11 +170,11 @@ class Guard:
     def _serve(self, wake: int, outputs: dict[int, str]) -> None:
         """Until the main process or the kubelet has ended."""
         waiting = {0, wake, *outputs}
-        parent = os.getppid()
+        kubelet = int(str(self._spec["kubelet"]))
         while True:
             # Also by the clock: a process that the kubelet forked could keep the pipe open after its death.
             ready, _, _ = select.select(list(waiting), [], [], 1.0)
-            if os.getppid() != parent:
+            if os.getppid() != kubelet:
                 self._orphaned = True
                 return
             for fd in ready:
