@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 
 from everstep_operator.kube.errors import ServerError
 from everstep_operator.kube.resources import LEASES
+from everstep_operator.local.cluster import MemoryCluster
 from everstep_operator.local.kubelet_report import StatusReporter
 from everstep_operator.local.kubelet_sources import PODS
 from everstep_operator.local.node import NodeTiming
 from everstep_operator.local.node_controller import UNREACHABLE
-from everstep_operator.runtime.clock import cancel
+from everstep_operator.local.node_pool import LocalNodes
+from everstep_operator.runtime.clock import SystemClock, cancel
 
 Start = Callable[..., Any]
 NS = "default"
@@ -186,6 +189,28 @@ async def test_statuses_get_through_an_api_that_fails(machine: Start, kubelet_wo
     assert failures == 0
 
 
+async def test_pod_goes_even_if_its_status_is_never_taken(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StatusReporter.flush, "__defaults__", (0.2,))
+    m = await machine()
+
+    async def never(*_: Any, **__: Any) -> Any:
+        raise ServerError("not this one")
+
+    await m.create("a", "sleep", "600")
+    await m.until_phase("a", "Running")
+    m.nodes._host.client.patch_status = never
+    await m.delete("a", grace=1)
+    await m.until_gone("a")
+
+
 def test_timing_without_two_heartbeats_in_its_grace_is_refused() -> None:
     with pytest.raises(ValueError, match="two heartbeats"):
         NodeTiming(heartbeat=1, grace=2)
+
+
+def test_capacity_that_is_no_quantity_is_refused_with_its_name(tmp_path: Path) -> None:
+    clock = SystemClock()
+    cluster = MemoryCluster(clock)
+    with pytest.raises(ValueError, match="memory: '8 GB' is not a quantity"):
+        LocalNodes(cluster.client(), cluster.issue_token, clock=clock, capacity={"memory": "8 GB"}, temporary=tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -16,12 +16,14 @@ from everstep_operator.kube.backoff import Backoff
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import Conflict, KubeError, NotFound
 from everstep_operator.local.kubelet_sources import PODS
-from everstep_operator.runtime.clock import Clock
+from everstep_operator.runtime.clock import Clock, wait_event
 from everstep_operator.runtime.randomness import Random
 
 log = logging.getLogger(__name__)
 
 BACKOFF = Backoff(base=0.05, cap=2.0)
+# A pod that is to go does not stay for a status that the server will not take.
+FLUSH_SECONDS = 5.0
 # The previous status and the time -> the status to merge into it.
 View: TypeAlias = Callable[[Mapping[str, Any], datetime], dict[str, Any]]
 
@@ -65,9 +67,9 @@ class StatusReporter:
         """Write nothing from now on, not even what is under way where that can be helped."""
         self._muted = True
 
-    async def flush(self) -> None:
-        """Return when the newest view is written, or the object is gone."""
-        await self._written.wait()
+    async def flush(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Return when the newest view is written or the object is gone; after `seconds` in any case."""
+        await wait_event(self._clock, self._written, seconds)
 
     async def run(self) -> None:
         failures = 0

@@ -23,6 +23,7 @@ from everstep_operator.local.kubelet_start import LOG_BYTES, Host
 from everstep_operator.local.kubelet_volumes import TokenIssuer
 from everstep_operator.local.node import BACKOFF, LEASE_NAMESPACE, NODES, Node, NodeTiming
 from everstep_operator.local.node_controller import NodeController
+from everstep_operator.local.node_resources import quantity
 from everstep_operator.local.node_scheduler import Scheduler
 from everstep_operator.local.process_guard import descendants
 from everstep_operator.local.process_log import LogLine, follow, read
@@ -41,8 +42,9 @@ TIMING = NodeTiming()
 class LocalNodes:
     """Runs pods that `client` shows as processes; everything it writes goes through `client` too.
 
-    `capacity` is each node's, as quantities; cpu and memory that are not in it are unbounded. `temporary` is where the
-    folder for all pods is made (the system's, if None). `issue_token` makes projected service-account tokens.
+    `capacity` is each node's, in quantities; cpu and memory that are not in it are unbounded. `temporary` is where the
+    folder for all pods is made (the system's, if None). `issue_token` makes projected service-account tokens. Raises
+    ValueError for what is no quantity.
     """
 
     def __init__(
@@ -62,10 +64,12 @@ class LocalNodes:
     ) -> None:
         self._client = client
         self._clock = clock
-        self._root = Root(temporary)
         self._addresses = Addresses()
         self._host = Host(client, issue_token, clock, rng, self._addresses, workdir, pass_env, log_bytes)
         have = {"pods": str(PODS_PER_NODE), **(capacity or {})}
+        for resource, amount in have.items():
+            quantity(amount, resource)
+        self._root = Root(temporary)
         self._nodes = {
             name: Node(self._host, Kubelet(name, self._host, self._root.path / name), have, timing) for name in names
         }

@@ -19,11 +19,11 @@ _DECIMAL = {"n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1
 UNBOUNDED = frozenset({"cpu", "memory", "ephemeral-storage"})
 
 
-def quantity(text: str) -> Fraction:
-    """`100m`, `1.5Gi`, `2e3`, as a number. Raises ValueError."""
+def quantity(text: str, of: str = "resource") -> Fraction:
+    """`100m`, `1.5Gi`, `2e3`, as a number. Raises ValueError that names `of`."""
     match = _QUANTITY.fullmatch(str(text).strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a quantity such as 500m, 2 or 1.5Gi")
+        raise ValueError(f"{of}: {text!r} is not a quantity such as 500m, 2 or 1.5Gi")
     number, binary, decimal, exponent = match.groups()
     factor: Fraction | int = 1
     if binary:
@@ -48,7 +48,7 @@ def requests_of(spec: Mapping[str, Any]) -> dict[str, Fraction]:
 def _requests(container: Mapping[str, Any]) -> dict[str, Fraction]:
     resources = container.get("resources") or {}
     stated = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: quantity(text) for name, text in stated.items()}
+    return {name: quantity(text, name) for name, text in stated.items()}
 
 
 def _sum(parts: Iterable[Mapping[str, Fraction]]) -> dict[str, Fraction]:
