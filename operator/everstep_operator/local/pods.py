@@ -46,8 +46,8 @@ def prepare(new: Json, old: Json | None) -> Json:
     for field in ("containers", "initContainers"):
         if spec.get(field):
             spec[field] = [{**_pull_policy(one), **_CONTAINER, **one} for one in spec[field]]
+    spec["tolerations"] = _tolerations(spec.get("tolerations") or [])
     if old is None:
-        spec["tolerations"] = _tolerations(spec.get("tolerations") or [])
         return {**new, "spec": spec, "status": {"phase": "Pending", "qosClass": _quality(spec)}}
     return {**new, "spec": spec}
 

@@ -160,12 +160,12 @@ def rules_see_no_old_value() -> Iterator[None]:
 
 @mutation
 def taken_name_is_overwritten() -> Iterator[None]:
-    def create(self: Server, kind: Kind, namespace: str | None, body: Any, *rest: Any) -> Stored:
+    def create(self: Server, kind: Kind, namespace: str | None, body: Any, *rest: Any, **options: Any) -> Stored:
         name = body.get("metadata", {}).get("name")
         old = self.store.table(kind.id).get((namespace or "", name)) if name else None
         if old is not None:
             self.store.remove(kind.id, old)
-        return right(self, kind, namespace, body, *rest)
+        return right(self, kind, namespace, body, *rest, **options)
 
     right = Server.create
     with patch.object(Server, "create", create):

@@ -1,0 +1,161 @@
+"""The real operator on the in-memory cluster: a job's life on a virtual clock, with a kubelet of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from everstep_operator.api.events import EventReason
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.errors import NotFound
+from everstep_operator.kube.resources import EVENTS, LEASES, PODS, SERVICES
+from everstep_operator.kube.wire import Pod, controller_uid
+from everstep_operator.local.cluster import MemoryCluster
+from everstep_operator.local.faults import Faults, LoseAnswer, Refuse
+from everstep_operator.main import JOBS, Operator
+from everstep_operator.runtime.clock import ManualClock
+from everstep_operator.settings import OperatorSettings
+from everstep_operator.telemetry.metrics import Metrics
+
+LIMIT = 30.0  # seconds of the test's own time that any wait may take
+JOB = {
+    "metadata": {"name": "digits"},
+    "spec": {
+        "replicas": 3,
+        "template": {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["torchrun"]}]}},
+    },
+}
+SETTINGS = OperatorSettings.from_env({"EVERSTEP_PORT": "0", "EVERSTEP_POD_NAME": "replica-0"})
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("everstep_operator").setLevel(logging.ERROR)
+
+
+class Stage:
+    """A cluster, an operator in it, and the hands of a kubelet."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.clock = ManualClock()
+        self.cluster = MemoryCluster(self.clock)
+        self.client: KubeClient = self.cluster.client(manager="test")
+        self._operators: KubeClient = self.cluster.client(manager="everstep-operator", faults=faults)
+
+    @asynccontextmanager
+    async def operating(self) -> AsyncGenerator[None, None]:
+        task = asyncio.create_task(Operator(self._operators, SETTINGS, Metrics(), self.clock).run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            stopping = asyncio.gather(task, return_exceptions=True)
+            await self.until("the operator stopped", stopping.done)
+
+    async def until(self, what: str, holds: Callable[[], Any]) -> None:
+        """Let virtual time pass until it holds."""
+        deadline = time.monotonic() + LIMIT
+        while True:
+            answer = holds()
+            if await answer if asyncio.iscoroutine(answer) else answer:
+                return
+            assert time.monotonic() < deadline, f"not within {LIMIT:.0f} s: {what}"
+            await self.clock.advance(0.2)
+
+    async def pods(self) -> dict[str, Pod]:
+        return {one.metadata.name: one for one in (await self.client.list(PODS, "default")).items}
+
+    async def reason(self) -> str | None:
+        try:
+            conditions = (await self.client.get(JOBS, "default", "digits")).status.get("conditions", ())
+        except NotFound:
+            return None
+        return next((one["reason"] for one in conditions if one["type"] == "Ready"), None)
+
+    async def complete(self) -> bool:
+        conditions = (await self.client.get(JOBS, "default", "digits")).status.get("conditions", ())
+        return any(one["type"] == "Complete" and one["status"] == "True" for one in conditions)
+
+    async def run_pods(self) -> bool:
+        """Start every pod that waits; whether the job says that it runs."""
+        ready = [{"type": "Ready", "status": "True"}, {"type": "PodScheduled", "status": "True"}]
+        for name, pod in (await self.pods()).items():
+            if pod.status.phase == "Pending":
+                await self.client.patch_status(PODS, "default", name, {"phase": "Running", "conditions": ready})
+        return await self.reason() == "Running"
+
+    async def end(self, name: str, code: int) -> None:
+        ended = {"exitCode": code, "reason": "Completed" if code == 0 else "Error", "message": ""}
+        status = {
+            "phase": "Succeeded" if code == 0 else "Failed",
+            "conditions": [{"type": "Ready", "status": "False"}],
+            "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}],
+        }
+        with contextlib.suppress(NotFound):
+            await self.client.patch_status(PODS, "default", name, status)
+
+
+async def test_job_lives_from_creation_to_complete_and_its_pods_go_with_it() -> None:
+    stage = Stage()
+    async with stage.operating():
+        job = await stage.client.create(JOBS, "default", JOB)
+        await stage.until("the job runs", stage.run_pods)
+        pods = await stage.pods()
+        assert sorted(pods) == ["digits-w0-0", "digits-w1-0", "digits-w2-0"]
+        assert {controller_uid(pod.metadata) for pod in pods.values()} == {job.metadata.uid}
+        assert (await stage.client.get(LEASES, "default", "everstep-operator")).spec.holder_identity
+        for name in pods:
+            await stage.end(name, 0)
+        await stage.until("the job is complete", stage.complete)
+        events = {one.reason for one in (await stage.client.list(EVENTS, "default")).items}
+        assert EventReason.JOB_COMPLETED in events
+        await stage.client.delete(JOBS, "default", "digits", propagation="Background")
+
+        async def empty() -> bool:
+            services = (await stage.client.list(SERVICES, "default")).items
+            return not await stage.pods() and not services
+
+        await stage.until("its pods and service are collected", empty)
+
+
+async def test_job_recovers_from_a_lost_pod_and_completes() -> None:
+    stage = Stage()
+    async with stage.operating():
+        await stage.client.create(JOBS, "default", JOB)
+        await stage.until("the job runs", stage.run_pods)
+        first = set(await stage.pods())
+        await stage.client.delete(PODS, "default", "digits-w1-0")
+
+        async def replaced() -> bool:
+            running = await stage.run_pods()
+            return running and len(await stage.pods()) == 3 and not first & set(await stage.pods())
+
+        await stage.until("a new round runs", replaced)
+        for name in await stage.pods():
+            await stage.end(name, 0)
+        await stage.until("the job is complete", stage.complete)
+
+
+async def test_job_completes_though_answers_are_lost_and_requests_refused() -> None:
+    faults = Faults()
+    # Three creates and two status writes lose their answers, and others are refused, for a while.
+    for skip in (0, 2, 4):
+        faults.add(LoseAnswer(), "create", resource=PODS, skip=skip, times=1)
+    faults.add(Refuse(500), "patch", resource=JOBS, times=3)
+    faults.add(LoseAnswer(), "patch", resource=JOBS, skip=4, times=2)
+    faults.add(Refuse(429, retry_after=1), "create", resource=SERVICES, times=1)
+    stage = Stage(faults)
+    async with stage.operating():
+        await stage.client.create(JOBS, "default", JOB)
+        await stage.until("the job runs", stage.run_pods)
+        assert sorted(await stage.pods()) == ["digits-w0-0", "digits-w1-0", "digits-w2-0"]
+        for name in await stage.pods():
+            await stage.end(name, 0)
+        await stage.until("the job is complete", stage.complete)
