@@ -13,10 +13,15 @@ TORCH := 'torch>=2.13'
 endif
 EXTRAS := operator,worker,s3,dev
 
-.PHONY: help setup test unit lint e2e bench cluster-up cluster-down clean
+.PHONY: help demo setup test unit lint e2e soak bench cluster-up cluster-down clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  %-14s %s\n", $$1, $$2}'
+
+demo: setup  ## train here with three workers, kill one, scale to four; no cluster, no GPU, no Docker
+	@rm -rf .everstep/demo
+	@$(BIN)/everstep run examples/digits/train.py --workers 3 --out .everstep/demo \
+	  --at 100:kill=1 --at 200:scale=4 -- --steps 400 --every-steps 50
 
 setup: .venv.stamp  ## the virtual environment with everything the tests need
 
@@ -32,17 +37,21 @@ lint: setup  ## ruff, mypy strict, import rules
 	$(BIN)/lint-imports
 
 unit: setup  ## tests that need no server
-	$(BIN)/pytest tests/unit tests/worker tests/model -m "not s3 and not apiserver and not kind"
+	$(BIN)/pytest tests/unit tests/worker tests/model tests/conformance tests/local tests/run -m "not s3 and not apiserver and not kind"
 
 # Fast ones first, so that a mistake shows within a minute; then servers; then nodes. Nothing is skipped silently: -ra
 # prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/pytest -x tests/unit
-	$(BIN)/pytest -x tests/worker tests/model tests/apiserver
+	$(BIN)/pytest -x -n 2 --dist loadfile tests/worker tests/model tests/apiserver \
+	  tests/conformance tests/local tests/run
 	$(BIN)/pytest tests/cluster tests/e2e
 
 e2e: setup  ## the scenarios on a real cluster with nodes
 	$(BIN)/pytest tests/e2e
+
+soak: setup  ## what takes hours: a hundred local runs, each with a kill at a random moment
+	EVERSTEP_RUNS=100 $(BIN)/pytest tests/run/test_run_robust.py -k random_moment
 
 bench: setup  ## every benchmark, briefly
 	@for script in $(filter-out benchmarks/figures.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script --quick || exit 1; done

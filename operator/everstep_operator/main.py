@@ -9,8 +9,10 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Callable
 
 from everstep.contract import labels
+from everstep.contract.messages import Report
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.credentials import find_source
 from everstep_operator.kube.resources import NODES, PODS, SERVICES, custom_resource
@@ -26,7 +28,7 @@ from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.settings import OperatorSettings, SettingsError
 from everstep_operator.shell import intake
 from everstep_operator.shell.apply import Applier, Key
-from everstep_operator.shell.identity import IdentityCache
+from everstep_operator.shell.identity import IdentityCache, PodIdentity
 from everstep_operator.shell.reconcile import BY_NODE, BY_OWNER, Caches, Reconciler
 from everstep_operator.shell.record import Recorder
 from everstep_operator.shell.wiring import Wiring, authenticator, index_node, index_owner
@@ -43,7 +45,16 @@ METRICS_INTERVAL = 5.0
 class Operator:
     """Everything that one replica runs. `run()` returns when it is cancelled; it gives its Lease back then."""
 
-    def __init__(self, client: KubeClient, settings: OperatorSettings, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        settings: OperatorSettings,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        on_report: Callable[[PodIdentity, Report], None] = lambda _identity, _report: None,
+    ) -> None:
+        """`on_report` is told of every report that was accepted."""
         self._clock, self._metrics, self._settings = clock, metrics, settings
         rng = random.SystemRandom().random
         self.caches = Caches(
@@ -99,13 +110,18 @@ class Operator:
             limits=Limits(workers=settings.workers),
             on_outcome=self._outcome,
         )
+
+        def accept(identity: PodIdentity, report: Report) -> None:
+            wiring.accept(identity, report)
+            on_report(identity, report)
+
         self.intake = intake.ReportIntake(
             identities=self._identities,
-            accept=wiring.accept,
+            accept=accept,
             leadership=self._leadership,
             metrics=metrics,
             ready={"caches": self._caches_synced},
-            settings=intake.IntakeSettings(port=settings.port),
+            settings=intake.IntakeSettings(host=settings.host, port=settings.port),
         )
 
     async def run(self) -> None:

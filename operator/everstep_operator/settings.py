@@ -17,6 +17,7 @@ class OperatorSettings:
     namespace: str  # of the Lease
     pod_name: str
     pod_ip: str
+    host: str  # the address that reports, metrics and probes are served on
     port: int
     report_url: str  # given to workers
     checkpoint_url_prefixes: tuple[str, ...]
@@ -41,6 +42,7 @@ class OperatorSettings:
             namespace=environ.get("EVERSTEP_NAMESPACE", "default"),
             pod_name=environ.get("EVERSTEP_POD_NAME", host),
             pod_ip=environ.get("EVERSTEP_POD_IP", "127.0.0.1"),
+            host=environ.get("EVERSTEP_HOST", "") or "0.0.0.0",  # noqa: S104  # the pod's own addresses
             port=_number(environ, "EVERSTEP_PORT", 8080, 0, 65535),
             report_url=environ.get("EVERSTEP_REPORT_URL", ""),
             checkpoint_url_prefixes=tuple(p.strip() for p in prefixes.split(",") if p.strip()),

@@ -204,7 +204,8 @@ class Operators:
         client = CountingClient(self.place.client, self.place.namespace, dies_after, loses)
         number = next(numbers)
         settings = OperatorSettings(
-            namespace=lease or self.place.namespace, pod_name=f"replica-{number}", pod_ip="127.0.0.1", port=0,
+            namespace=lease or self.place.namespace, pod_name=f"replica-{number}", pod_ip="127.0.0.1", host="127.0.0.1",
+            port=0,
             report_url="", checkpoint_url_prefixes=(), lease_seconds=6, workers=4, log_level="INFO",
         )  # fmt: skip
         operator = Operator(client, settings, Metrics(), SystemClock())

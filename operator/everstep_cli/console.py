@@ -1,0 +1,70 @@
+"""What the command line shows of a local run: a table on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from everstep_operator.local.run.history import ActionTaken, Entry, EventSeen, History, StatusSeen
+from everstep_operator.local.run.view import View
+
+STYLES = {"training": "green", "starting": "yellow", "Failed": "red", "Terminating": "yellow", "Succeeded": "cyan"}
+
+
+def render(view: View) -> Group:
+    """The job's line, a row a worker, then the newest events."""
+    head = Text()
+    head.append(f"{view.job}  ", "bold")
+    head.append(f"{view.status}  ", "green" if view.status in ("Running", "Complete") else "yellow")
+    head.append(
+        f"step {_shown(view.step)}/{_shown(view.total_steps)}  committed {_shown(view.committed)}  "
+        f"world {view.size}  round {view.round}  restarts {view.restarts}  goodput {view.goodput or '–'}"
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("WORKER", "NODE", "STATE", "RANK", "STEP", "RESTARTS", "POD", "PID"):
+        table.add_column(column, justify="right" if column in ("RANK", "STEP", "RESTARTS", "PID") else "left")
+    for row in view.workers:
+        state = Text(row.state, STYLES.get(row.state, ""))
+        cells = (_shown(row.rank), _shown(row.step), str(row.restarts), row.pod, _shown(row.pid))
+        table.add_row(str(row.worker), row.node, state, *cells)
+    events = Table(box=None, pad_edge=False, show_header=False)
+    for event in view.events:
+        style = "red" if event.type == "Warning" else ""
+        events.add_row(Text(event.at, "dim"), Text(event.reason, style), event.message)
+    return Group(head, table, events)
+
+
+class Plain:
+    """The history as lines, for pipes and logs: each call prints what is new."""
+
+    def __init__(self, console: Console, history: History) -> None:
+        self._console = console
+        self._history = history
+        self._done = 0
+        self._status = ""
+
+    def update(self) -> None:
+        entries = list(self._history)[self._done :]
+        self._done += len(entries)
+        for entry in entries:
+            for line in self._lines(entry):
+                self._console.print(f"{entry.at:7.1f}s  {line}", highlight=False, markup=False, soft_wrap=True)
+
+    def _lines(self, entry: Entry) -> Iterator[str]:
+        match entry:
+            case EventSeen():
+                yield f"{entry.reason}: {entry.message}"
+            case ActionTaken():
+                yield f"> {entry.text}"
+            case StatusSeen() if entry.reason != self._status:
+                self._status = entry.reason
+                yield f"status {entry.reason}: {entry.message}"
+            case _:
+                pass
+
+
+def _shown(value: int | None) -> str:
+    return "–" if value is None else str(value)

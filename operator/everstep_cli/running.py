@@ -1,0 +1,275 @@
+"""`everstep run`: one local run in this process, what a second terminal may ask of it, and what is left at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from everstep_cli.console import Plain, render
+from everstep_operator.kube.errors import KubeError
+from everstep_operator.kube.resources import PODS
+from everstep_operator.local.run.control import Answer, ControlError, ControlServer, Handler
+from everstep_operator.local.run.drawing import draw, text
+from everstep_operator.local.run.faults import Fault, due, target
+from everstep_operator.local.run.history import ActionTaken
+from everstep_operator.local.run.job_file import Asked, Prepared, load, place_checkpoints
+from everstep_operator.local.run.local_run import LocalRun, Options, Outcome, Refused
+from everstep_operator.local.run.timeline import build
+from everstep_operator.main import JOBS
+from everstep_operator.runtime.clock import cancel
+from everstep_operator.telemetry.logs import setup
+
+INTERRUPTED = int(Outcome.INTERRUPTED)
+STORY_SECONDS = 0.1  # from one look whether the next fault is due to the next
+REFRESH = 0.2  # seconds from one drawing of the table to the next
+CELLS = 72
+SUMMARY = 3  # last lines of rank 0 that are shown at the end
+
+
+def run(
+    job: Path,
+    arguments: list[str],
+    asked: Asked,
+    *,
+    nodes: int,
+    out: Path | None,
+    plain: bool,
+    story: tuple[Fault, ...] = (),
+) -> int:
+    """Run it, with the faults of `story`; the exit code."""
+    loaded = load(job, arguments, asked)
+    # A folder of its own: a run never goes on from another's commits unless it is told to by --out or --checkpoint.
+    place = out or Path(".everstep") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    prepared = place_checkpoints(loaded, asked, place / "checkpoints")
+    place.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    for note in prepared.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    with (place / "operator.log").open("w") as log:
+        setup("INFO", log)
+        return asyncio.run(_run(prepared, Options(place, nodes, asked.secrets), console, plain, story))
+
+
+async def _run(prepared: Prepared, options: Options, console: Console, plain: bool, story: tuple[Fault, ...]) -> int:
+    changed = asyncio.Event()
+    local = LocalRun(prepared, options, changed.set)
+    task = asyncio.create_task(local.run())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    handlers = Handlers(local)
+    async with ControlServer(prepared.name, handlers.by_verb()):
+        shown = asyncio.create_task(_show(local, changed, console, plain or not console.is_terminal))
+        told = asyncio.create_task(_tell(local, handlers, story))
+        try:
+            outcome = await task
+        except asyncio.CancelledError:
+            outcome = Outcome.INTERRUPTED
+        except Refused as e:
+            print(f"everstep: the job was refused:\n{e}", file=sys.stderr)
+            return 2
+        finally:
+            await cancel(shown, told)
+    _report(local, options.out, console, outcome)
+    return int(outcome)
+
+
+async def _tell(local: LocalRun, handlers: Handlers, story: tuple[Fault, ...]) -> None:
+    """Do each of the faults when its moment has come."""
+    round_before = 0
+    while story:
+        await asyncio.sleep(STORY_SECONDS)
+        view = local.view()
+        if view is None or (fault := due(story, view, round_before)) is None:
+            continue
+        pod = target(fault, view)
+        try:
+            async for _ in handlers.do(fault, pod):
+                pass
+        except ControlError as e:
+            logging.getLogger(__name__).warning("a fault of the story came to nothing: %s", e)
+            continue
+        round_before, story = view.round, story[1:]
+
+
+async def _show(local: LocalRun, changed: asyncio.Event, console: Console, plain: bool) -> None:
+    if plain:
+        lines = Plain(console, local.history)
+        try:
+            while True:
+                await changed.wait()
+                changed.clear()
+                lines.update()
+        finally:
+            lines.update()
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+
+        def refresh() -> None:
+            if (view := local.view()) is not None:
+                live.update(render(view), refresh=True)
+
+        try:
+            while True:
+                await changed.wait()
+                changed.clear()
+                refresh()
+                await asyncio.sleep(REFRESH)
+        finally:
+            refresh()
+
+
+def _report(local: LocalRun, out: Path, console: Console, outcome: Outcome) -> None:
+    """What is left of the run: its history, its timeline, its last words."""
+    view = local.view()
+    timeline = build(local.history)
+    local.history.save(out / "history.jsonl")
+    if view is not None:
+        (out / "status.json").write_text(json.dumps(view.to_json(), indent=2) + "\n", "utf-8")
+    title = f"{local.job.name}: {timeline.outcome} after {timeline.seconds:.1f} s"
+    (out / "timeline.svg").write_text(draw(timeline, title), "utf-8")
+    console.print(text(timeline, CELLS), highlight=False, markup=False, soft_wrap=True)
+    if view is not None and view.workers:
+        last = next((w for w in view.workers if w.rank == 0), view.workers[0])
+        with contextlib.suppress(OSError):
+            lines = (out / "logs" / f"{last.pod}.log").read_text("utf-8").splitlines()[-SUMMARY:]
+            for line in lines:
+                console.print(line.partition(" ")[2], highlight=False, markup=False, soft_wrap=True)
+    if outcome is Outcome.FAILED and view is not None:
+        failure = view.raw_status.get("failure") or {}
+        console.print(f"failed: {failure.get('message', view.message)}", highlight=False, markup=False, soft_wrap=True)
+        for line in failure.get("logLines") or ():
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{outcome.name.lower()}; timeline and logs in {os.path.relpath(out)}", highlight=False)
+
+
+class Handlers:
+    """What a second terminal may ask. Each answers with one line, `logs` with as many as there are."""
+
+    def __init__(self, local: LocalRun) -> None:
+        self._local = local
+
+    def by_verb(self) -> dict[str, Handler]:
+        return {
+            "status": self.status,
+            "kill": self.kill,
+            "delete": self.delete,
+            "kill-node": self.kill_node,
+            "start-node": self.start_node,
+            "kill-operator": self.kill_operator,
+            "scale": self.scale,
+            "suspend": self.suspend,
+            "logs": self.logs,
+        }
+
+    def do(self, fault: Fault, pod: str | None) -> AsyncIterator[Answer]:
+        """Carry out one fault; `pod` is the one that it means, if it means one."""
+        match fault.action:
+            case "kill" | "delete" as verb:
+                return self.by_verb()[verb]({"pod": pod})
+            case "kill-node":
+                return self.kill_node({"node": fault.argument})
+            case "scale":
+                return self.scale({"replicas": int(fault.argument)})
+            case "suspend" | "resume" as verb:
+                return self.suspend({"wanted": verb == "suspend"})
+            case _:
+                return self.kill_operator({})
+
+    def _did(self, what: str, worker: int | None = None) -> Answer:
+        self._local.history.add(ActionTaken(self._local.seconds, what, worker))
+        return {"done": what}
+
+    def _pod(self, request: dict[str, Any]) -> str:
+        names = self._local.pod_names()
+        if request.get("pod") not in names:
+            raise ControlError(f"no pod {request.get('pod')!r}; there are {', '.join(names) or 'none'}")
+        return str(request["pod"])
+
+    async def status(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
+        view = self._local.view()
+        if view is None:
+            raise ControlError("the run has just begun; try again")
+        yield {"view": view.to_json()}
+
+    async def kill(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
+        pod = self._pod(request)
+        try:
+            pids = self._local.nodes.pids(self._local.job.namespace, pod)
+        except KeyError:
+            pids = {}
+        if not pids:
+            raise ControlError(f"pod {pod} has no running process")
+        for pid in pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        yield self._did(f"kill {pod}", self._local.worker_of(pod))
+
+    async def delete(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
+        pod = self._pod(request)
+        worker = self._local.worker_of(pod)
+        await _kube(self._local.client.delete(PODS, self._local.job.namespace, pod))
+        yield self._did(f"delete {pod}", worker)
+
+    async def kill_node(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
+        node = str(request.get("node"))
+        try:
+            self._local.nodes.kill(node)
+        except KeyError:
+            raise ControlError(f"no node {node!r}; they are node-1 to node-{self._local.options.nodes}") from None
+        yield self._did(f"kill {node}")
+
+    async def start_node(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
+        node = str(request.get("node"))
+        try:
+            self._local.nodes.start(node)
+        except KeyError:
+            raise ControlError(f"no node {node!r}; they are node-1 to node-{self._local.options.nodes}") from None
+        yield self._did(f"start {node}")
+
+    async def kill_operator(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
+        await self._local.restart_operator()
+        yield self._did("kill operator")
+
+    async def scale(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
+        replicas = request.get("replicas")
+        await self._patch({"replicas": replicas})
+        yield self._did(f"scale to {replicas}")
+
+    async def suspend(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
+        wanted = request.get("wanted") is True
+        await self._patch({"suspend": wanted})
+        yield self._did("suspend" if wanted else "resume")
+
+    async def logs(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
+        pod = self._pod(request)
+        lines = self._local.nodes.logs(
+            self._local.job.namespace, pod, tail=request.get("tail"), follow_=request.get("follow") is True
+        )
+        try:
+            async for line in lines:
+                yield {"line": line.text}
+        except KeyError:
+            raise ControlError(f"pod {pod} has not started yet") from None
+
+    async def _patch(self, spec: dict[str, Any]) -> None:
+        job = self._local.job
+        await _kube(self._local.client.merge_patch(JOBS, job.namespace, job.name, {"spec": spec}))
+
+
+async def _kube(request: Any) -> None:
+    """Carry it out; the cluster's refusal is what the person reads."""
+    try:
+        await request
+    except KubeError as e:
+        raise ControlError("; ".join(c.message for c in e.causes) or e.message) from e

@@ -1,0 +1,127 @@
+"""What was seen during a local run, in order, one JSON object a line: what the timeline is drawn from.
+
+Pure but for `History.save`. Invariant: nothing is invented here. A moment is when the thing was seen by the run itself,
+in seconds since the run began; two sources of one moment stay two entries.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+MAX_ENTRIES = 200_000  # a run of days, sampled; later step reports are then dropped, changes never
+
+
+@dataclass(frozen=True, slots=True)
+class PodSeen:
+    """A pod changed. `phase` is Kubernetes' word, or "Deleted" when the object is gone."""
+
+    kind: ClassVar[str] = "pod"
+    at: float
+    pod: str
+    worker: int
+    round: int
+    node: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """A progress report of a training process that has completed `step`."""
+
+    kind: ClassVar[str] = "step"
+    at: float
+    pod: str
+    worker: int
+    rank: int
+    world_size: int
+    step: int
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StatusSeen:
+    """The job's status changed: `reason` is that of its Ready condition."""
+
+    kind: ClassVar[str] = "status"
+    at: float
+    reason: str
+    message: str
+    round: int
+    size: int
+    committed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EventSeen:
+    """A Kubernetes event about the job."""
+
+    kind: ClassVar[str] = "event"
+    at: float
+    type: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ActionTaken:
+    """What a person did through the command line. `worker` is the one that it hit, if it hit one."""
+
+    kind: ClassVar[str] = "action"
+    at: float
+    text: str
+    worker: int | None = None
+
+
+Entry = PodSeen | StepSeen | StatusSeen | EventSeen | ActionTaken
+_KINDS: dict[str, type[Entry]] = {t.kind: t for t in (PodSeen, StepSeen, StatusSeen, EventSeen, ActionTaken)}
+
+
+class HistoryError(ValueError):
+    """A line is not an entry; the text names the line."""
+
+
+class History:
+    """The entries so far. Step reports that repeat a step of the same pod are dropped."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._entries = list(entries)
+        self._steps: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: Entry) -> None:
+        if isinstance(entry, StepSeen):
+            if self._steps.get(entry.pod) == entry.step or len(self._entries) >= MAX_ENTRIES:
+                return
+            self._steps[entry.pod] = entry.step
+        self._entries.append(entry)
+
+    def save(self, path: Path) -> None:
+        path.write_text("".join(encode(e) + "\n" for e in self._entries), "utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> History:
+        """Raises `HistoryError` for a line that is no entry, `OSError` where the file cannot be read."""
+        return cls(decode(line, f"{path}:{n}") for n, line in enumerate(path.read_text("utf-8").splitlines(), 1))
+
+
+def encode(entry: Entry) -> str:
+    """One line, without the newline."""
+    return json.dumps({"kind": entry.kind, **asdict(entry)}, separators=(",", ":"))
+
+
+def decode(line: str, where: str = "line") -> Entry:
+    """The entry that `encode` wrote."""
+    try:
+        body: dict[str, Any] = json.loads(line)
+        return _KINDS[body.pop("kind")](**body)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise HistoryError(f"{where}: not an entry of a run's history: {e}") from e

@@ -1,0 +1,138 @@
+"""From what a person gives to `everstep run`, a YAML file or a script, to the TrainingJob that runs here.
+
+Pure but for reading files. A job that was written for a cluster runs unchanged but for what a laptop does not have, and
+every such change is said: a checkpoint store whose Secret is not given becomes a folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from everstep.contract import labels
+
+MAX_FILE = 4 * 1024 * 1024  # bytes; the API server takes no more than 3 MiB
+MAX_NAME = 48
+
+
+class JobFileError(Exception):
+    """The file cannot be run; the text names the file, the field and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says; None leaves what the file says."""
+
+    name: str | None = None
+    workers: int | None = None
+    checkpoint: str | None = None
+    secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    manifest: dict[str, Any]
+    workdir: Path  # where the workers run: the folder of the file
+    notes: tuple[str, ...] = ()  # what was changed for this machine, for a person
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["metadata"]["name"])
+
+    @property
+    def namespace(self) -> str:
+        return str(self.manifest["metadata"]["namespace"])
+
+
+def load(path: Path, arguments: Sequence[str], asked: Asked) -> Prepared:
+    """The job of a `.py` file with these arguments, or of a YAML file. Raises `JobFileError`."""
+    if not path.is_file():
+        raise JobFileError(f"{path}: there is no such file; give a TrainingJob's YAML file or a Python script")
+    if path.suffix == ".py":
+        manifest = _of_script(path, arguments)
+    else:
+        if arguments:
+            raise JobFileError(f"{path}: arguments are for scripts; a job's are in its container's command")
+        manifest = _of_yaml(path)
+    metadata = manifest["metadata"]
+    metadata["name"] = asked.name or metadata.get("name") or ""
+    metadata.setdefault("namespace", "default")
+    if asked.workers is not None and isinstance(manifest.get("spec"), dict):
+        manifest["spec"]["replicas"] = asked.workers
+    return Prepared(manifest, path.resolve().parent)
+
+
+def _of_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:MAX_NAME].rstrip("-")
+    name = name if name[:1].isalpha() else f"job-{name}"[:MAX_NAME].rstrip("-")
+    container = {"name": labels.WORKER_CONTAINER, "image": "local", "command": ["torchrun", path.name, *arguments]}
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": labels.KIND,
+        "metadata": {"name": name},
+        "spec": {"replicas": 1, "checkpoint": {"url": ""}, "template": {"spec": {"containers": [container]}}},
+    }
+
+
+def _of_yaml(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_FILE:
+        raise JobFileError(f"{path}: more than {MAX_FILE} bytes; this is no TrainingJob")
+    try:
+        documents = [d for d in yaml.safe_load_all(path.read_text("utf-8")) if d is not None]
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
+        raise JobFileError(f"{path}: not YAML: {e}") from e
+    jobs = [d for d in documents if isinstance(d, dict) and d.get("kind") == labels.KIND]
+    if len(jobs) != 1:
+        raise JobFileError(f"{path}: {len(jobs)} documents of kind {labels.KIND}; give a file with exactly one")
+    (job,) = jobs
+    if not isinstance(job.get("metadata"), dict):
+        raise JobFileError(f"{path}: metadata: must be an object with a name")
+    return job
+
+
+def place_checkpoints(job: Prepared, asked: Asked, folder: Path) -> Prepared:
+    """The job with a store for its commits that is here: the one asked for, the job's own, or `folder`."""
+    spec = job.manifest.get("spec")
+    checkpoint = spec.get("checkpoint") if isinstance(spec, dict) else None
+    if not isinstance(spec, dict) or not (isinstance(checkpoint, dict) or asked.checkpoint is not None):
+        return job
+    checkpoint = dict(checkpoint or {})
+    secret = checkpoint.get("secretRef")
+    name = secret.get("name") if isinstance(secret, dict) else None
+    notes = job.notes
+    if asked.checkpoint is not None:
+        checkpoint["url"] = _url(asked.checkpoint)
+    elif name is not None and name not in asked.secrets:
+        notes += (f"Secret {name} is not here (--secret {name}=FILE gives it): commits go to {folder}",)
+        checkpoint["url"] = _url(str(folder))
+    elif not checkpoint.get("url"):
+        checkpoint["url"] = _url(str(folder))
+    if name is not None and name not in asked.secrets:
+        del checkpoint["secretRef"]
+    return replace(job, manifest={**job.manifest, "spec": {**spec, "checkpoint": checkpoint}}, notes=notes)
+
+
+def _url(place: str) -> str:
+    return place if "://" in place else f"file://{Path(place).resolve()}"
+
+
+def read_secret(path: Path) -> dict[str, str]:
+    """The variables of a file with a NAME=value on each line. Raises `JobFileError` naming the line."""
+    found: dict[str, str] = {}
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise JobFileError(f"{path}: {e}") from e
+    for number, line in enumerate(lines, 1):
+        name, equals, value = line.partition("=")
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if not equals or not name.strip().isidentifier():
+            raise JobFileError(f"{path}:{number}: expected NAME=value")
+        found[name.strip()] = value.strip()
+    return found

@@ -1,0 +1,236 @@
+"""Jobs in local mode, as a user has them: `everstep run` in one terminal, the other commands in a second."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from player import EXAMPLE, Player, ScenarioError, wait_for
+from testcluster.s3 import S3Server
+
+from everstep_operator.local.run.control import ControlError, RunAddress, ask
+
+NODES = 2
+FASTER = 0.4  # of a scenario's pause: nothing here waits for a cluster
+BUCKET = "everstep"
+
+
+class LocalJob(Player):
+    """One run below `folder`, which it has to itself; commits go to a folder there, or to `store`."""
+
+    def __init__(self, folder: Path, store: S3Server | None = None, name: str = "digits") -> None:
+        self.folder, self.store, self.name = folder, store, name
+        self.temporary = folder / "t"  # short: a socket's path has a limit
+        self.temporary.mkdir(parents=True)
+        self.out = folder / "out"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.killed_nodes: list[str] = []
+        self._last: dict[str, Any] = {}
+        self._prefix = secrets.token_hex(4)
+
+    # Where it runs.
+
+    @property
+    def url(self) -> str:
+        return f"s3://{BUCKET}/{self._prefix}" if self.store else f"file://{self.folder}/commits"
+
+    def storage_environment(self) -> Mapping[str, str]:
+        return self.store.account.env if self.store else {}
+
+    def submit(self, manifest: dict[str, Any]) -> None:
+        shutil.copy(EXAMPLE / "train.py", self.folder)
+        command = manifest["spec"]["template"]["spec"]["containers"][0]["command"]
+        index = command.index("--step-seconds") + 1
+        command[index] = str(float(command[index]) * FASTER)
+        path = self.folder / "job.yaml"
+        path.write_text(yaml.safe_dump(manifest))
+        options = ["--nodes", str(NODES), "--out", str(self.out), "--plain"]
+        if self.store:
+            self.store.account.bucket(BUCKET)
+            secret = self.folder / "secret.env"
+            secret.write_text("".join(f"{k}={v}\n" for k, v in self.store.account.env.items()))
+            options += ["--secret", f"s3-credentials={secret}"]
+        else:
+            options += ["--checkpoint", self.url]
+        self.start(str(path), *options)
+
+    def start(self, *arguments: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
+        with (self.folder / "printed.txt").open("wb") as printed:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "everstep_cli.main", "run", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                env={**environment, "TMPDIR": str(self.temporary)},
+            )
+
+    def ask(self, verb: str, **arguments: Any) -> list[dict[str, Any]]:
+        assert self.process is not None
+        socket = self.temporary / f"everstep-{os.getuid()}" / f"{self.process.pid}-{self.name}.sock"
+        return list(ask(RunAddress(self.name, self.process.pid, socket), verb, **arguments))
+
+    def view(self) -> dict[str, Any]:
+        """What `everstep status -o json` says; after the end what the run left."""
+        try:
+            (answer,) = self.ask("status")
+            self._last = answer["view"]
+        except ControlError:
+            with contextlib.suppress(FileNotFoundError):
+                self._last = json.loads((self.out / "status.json").read_text())
+        return self._last
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = {"world": {}, "checkpoint": {}, **self.view().get("raw_status", {})}
+        return status
+
+    def worker(self, index: int) -> dict[str, Any]:
+        rows = [row for row in self.view().get("workers", ()) if row["worker"] == index]
+        if not rows:
+            raise ScenarioError(f"worker {index} has no pod\n{self.describe()}")
+        newest: dict[str, Any] = max(rows, key=lambda row: row["restarts"])
+        return newest
+
+    # What a user does.
+
+    def _tell(self, verb: str, **arguments: Any) -> None:
+        self.inject(lambda: self._told(verb, **arguments))
+
+    def _told(self, verb: str, **arguments: Any) -> None:
+        self.ask(verb, **arguments)
+
+    def delete_pod(self, index: int) -> None:
+        self._tell("delete", pod=self.worker(index)["pod"])
+
+    def kill_torchrun(self, index: int) -> None:
+        self._tell("kill", pod=self.worker(index)["pod"])
+
+    def kill_process(self, index: int) -> None:
+        torchrun = self.worker(index)["pid"]
+        training = [p for p in descendants(torchrun) if b"train.py" in command_of(p)]
+        if not training:
+            raise ScenarioError(f"torchrun {torchrun} has no training process\n{self.describe()}")
+
+        def fault() -> None:
+            for pid in training:
+                os.kill(pid, signal.SIGKILL)
+
+        self.inject(fault)
+
+    def kill_node_of(self, index: int) -> None:
+        node = self.worker(index)["node"]
+        self.killed_nodes.append(node)
+        self._tell("kill-node", node=node)
+
+    def start_nodes(self) -> None:
+        for node in self.killed_nodes:
+            with contextlib.suppress(ControlError):  # the job has ended, and its nodes with it
+                self.ask("start-node", node=node)
+        self.killed_nodes.clear()
+
+    def kill_operator(self) -> None:
+        self.ask("kill-operator")
+
+    def restart_store(self) -> None:
+        assert self.store is not None
+        self.store.kill()
+        time.sleep(0.5)  # it is away for a moment, as a pod is that starts anew
+        self.store.start()
+
+    def scale(self, replicas: int) -> None:
+        self.workers = replicas
+        self._tell("scale", replicas=replicas)
+
+    def suspend(self, wanted: bool) -> None:
+        self._tell("suspend", wanted=wanted)
+
+    # What a user sees.
+
+    def nodes_of_pods(self) -> list[str]:
+        return [row["node"] for row in self.view().get("workers", ())]
+
+    def node_names(self) -> list[str]:
+        return [f"node-{i + 1}" for i in range(NODES)]
+
+    def logs(self) -> list[str]:
+        texts = [path.read_text() for path in sorted((self.out / "logs").glob("*.log"))]
+        return ["\n".join(line.partition(" ")[2] for line in text.splitlines()) for text in texts]
+
+    def exit_code(self, seconds: int = 240) -> int:
+        assert self.process is not None
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise ScenarioError(f"not over within {seconds} s\n{self.describe()}") from None
+
+    def until_complete(self, seconds: int = 240) -> None:
+        if (code := self.exit_code(seconds)) != 0:
+            raise ScenarioError(f"everstep run ended with exit code {code}\n{self.describe()}")
+
+    def describe(self) -> str:
+        printed = (self.folder / "printed.txt").read_text()[-4000:]
+        operator = self.out / "operator.log"
+        said = operator.read_text()[-3000:] if operator.exists() else ""
+        logs = [f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted((self.out / "logs").glob("*.log"))[-4:]]
+        return "\n".join([printed, "--- operator", said, *logs])
+
+    def remove(self) -> None:
+        """Stop the run if it still goes on."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+
+    def left(self) -> list[str]:
+        """What the run left behind that it should not have: processes, sockets and temporary files."""
+        found = [str(p) for p in self.temporary.rglob("*") if not p.is_dir()]
+        found += [str(p) for p in self.temporary.glob("*") if p.name != f"everstep-{os.getuid()}"]
+        mark = str(self.folder).encode()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if (
+                    entry.name.isdecimal()
+                    and int(entry.name) != os.getpid()
+                    and mark in (entry / "environ").read_bytes()
+                ):
+                    found.append(f"process {entry.name}: {command_of(int(entry.name))!r}")
+        return found
+
+    def expect_nothing_left(self) -> None:
+        wait_for("nothing is left of the run", lambda: not self.left() or None, 10) if self.left() else None
+
+
+def command_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, children first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            stat = (entry / "stat").read_text() if entry.name.isdecimal() else ""
+            if stat:
+                children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    found: list[int] = []
+    level = [pid]
+    while level:
+        level = [child for parent in level for child in children.get(parent, ())]
+        found += level
+    return found

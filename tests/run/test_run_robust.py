@@ -1,0 +1,77 @@
+"""What a local run leaves alone, survives and cleans up."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+
+import pytest
+from local_job import LocalJob, descendants
+from player import wait_for
+
+pytestmark = pytest.mark.timeout(300)
+RUNS = int(os.environ.get("EVERSTEP_RUNS", "3"))  # `make soak` takes a hundred
+
+
+def test_operator_that_dies_and_comes_back_touches_no_process(new_job: Callable[..., LocalJob]) -> None:
+    job = new_job()
+    job.apply(workers=2, steps=300, pause=0.05, every=20)
+    job.until_step(20, "checkpoint.lastCommittedStep")
+    before = {row["pid"]: sorted(descendants(row["pid"])) for row in job.view()["workers"]}
+    job.kill_operator()
+    job.until_step(job.status()["checkpoint"]["lastCommittedStep"] + 40, "checkpoint.lastCommittedStep")
+    assert {row["pid"]: sorted(descendants(row["pid"])) for row in job.view()["workers"]} == before
+    job.until_complete()
+    job.expect_undisturbed()
+    job.expect_restarts("total", 0)
+
+
+@pytest.mark.parametrize("seed", range(RUNS))
+def test_run_with_a_kill_at_a_random_moment_completes_with_the_right_parameters(
+    seed: int, new_job: Callable[..., LocalJob]
+) -> None:
+    rng = random.Random(seed)
+    job = new_job()
+    job.apply(workers=2, steps=200, pause=0.05, every=20)
+    wait_for("both workers have a process", lambda: [r for r in job.view().get("workers", ()) if r["pid"]][1:], 30)
+    moment, victim = rng.randrange(0, 150), rng.randrange(2)
+    print(f"seed {seed}: torchrun of worker {victim} is killed at step {moment}")
+    if moment:
+        job.until_step(moment)
+    job.kill_torchrun(victim)
+    job.until_complete()
+    job.expect_undisturbed()
+    job.expect_restarts("infrastructure", 1)
+    job.expect_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_leaves_nothing(number: signal.Signals, new_job: Callable[..., LocalJob]) -> None:
+    job = new_job()
+    job.apply(workers=2, steps=10_000, pause=0.05, every=20)
+    job.until_step(20)
+    assert job.process is not None
+    job.process.send_signal(number)
+    assert job.exit_code(30) == 130
+    job.expect_nothing_left()
+
+
+def test_run_that_dies_takes_its_processes_with_it(new_job: Callable[..., LocalJob]) -> None:
+    job = new_job()
+    job.apply(workers=2, steps=10_000, pause=0.05, every=20)
+    job.until_step(20)
+    running = [p for row in job.view()["workers"] for p in (row["pid"], *descendants(row["pid"]))]
+    assert len(running) >= 4
+    assert job.process is not None
+    job.process.kill()
+    wait_for("the workers are gone", lambda: not any(alive(p) for p in running), 10)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,27 @@
+"""Every scenario of tests/scenarios in local mode: the same text as on a real cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from local_job import LocalJob
+from testcluster.s3 import S3Server
+
+FOLDER = Path(__file__).resolve().parents[1] / "scenarios"
+NEEDS_SERVER = "store_restarted_during_save"
+SCENARIOS = sorted(p for p in FOLDER.glob("*.txt") if p.stem != NEEDS_SERVER)
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda p: p.stem)
+def test_scenario_played_locally_ends_as_if_undisturbed(path: Path, new_job: Callable[..., LocalJob]) -> None:
+    new_job().play(path.read_text())
+
+
+@pytest.mark.s3
+def test_scenario_with_a_store_that_restarts_ends_as_if_undisturbed(
+    new_job: Callable[..., LocalJob], s3_server: S3Server
+) -> None:
+    new_job(s3_server).play((FOLDER / f"{NEEDS_SERVER}.txt").read_text())

@@ -1,0 +1,217 @@
+"""Parts of `everstep run` that need no process: the job file, faults of a story, the way for a second terminal."""
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from everstep_operator.local.run import control
+from everstep_operator.local.run.faults import Fault, FaultError, due, parse, target
+from everstep_operator.local.run.job_file import Asked, JobFileError, Prepared, load, place_checkpoints, read_secret
+from everstep_operator.local.run.view import View, WorkerRow
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
+
+
+# The job file.
+
+
+def placed(path: Path, asked: Asked, folder: Path) -> Prepared:
+    return place_checkpoints(load(path, (), asked), asked, folder)
+
+
+def test_script_becomes_a_job_of_its_name_that_commits_to_the_folder(tmp_path: Path) -> None:
+    script = tmp_path / "My_Train 2.py"
+    script.touch()
+    asked = Asked(workers=3)
+    job = place_checkpoints(load(script, ["--lr", "1"], asked), asked, tmp_path / "commits")
+    spec = job.manifest["spec"]
+    assert (job.name, spec["replicas"], job.workdir) == ("my-train-2", 3, tmp_path)
+    assert spec["template"]["spec"]["containers"][0]["command"] == ["torchrun", script.name, "--lr", "1"]
+    assert spec["checkpoint"]["url"] == f"file://{tmp_path}/commits"
+
+
+def test_store_whose_secret_is_not_here_becomes_a_folder_and_that_is_said(tmp_path: Path) -> None:
+    job = placed(EXAMPLE / "trainingjob.yaml", Asked(), tmp_path)
+    assert job.manifest["spec"]["checkpoint"] == {"url": f"file://{tmp_path}", "everySteps": 50, "keep": 3}
+    assert job.notes == (
+        f"Secret s3-credentials is not here (--secret s3-credentials=FILE gives it): commits go to {tmp_path}",
+    )
+
+
+def test_store_whose_secret_is_given_stays(tmp_path: Path) -> None:
+    job = placed(EXAMPLE / "trainingjob.yaml", Asked(secrets={"s3-credentials": {"A": "b"}}), tmp_path)
+    assert job.manifest["spec"]["checkpoint"]["url"] == "s3://everstep/digits"
+    assert job.manifest["spec"]["checkpoint"]["secretRef"] == {"name": "s3-credentials"}
+    assert job.notes == ()
+
+
+def test_store_that_is_asked_for_replaces_the_jobs(tmp_path: Path) -> None:
+    job = placed(EXAMPLE / "trainingjob.yaml", Asked(checkpoint="memory://x"), tmp_path)
+    assert job.manifest["spec"]["checkpoint"]["url"] == "memory://x"
+    assert "secretRef" not in job.manifest["spec"]["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not YAML"),
+        ("kind: Pod", "0 documents of kind TrainingJob"),
+        ("kind: TrainingJob\n---\nkind: TrainingJob", "2 documents of kind TrainingJob"),
+        ("kind: TrainingJob", "metadata: must be an object"),
+        ("[" * 5000, "not YAML"),
+    ],
+)
+def test_file_that_is_no_job_is_refused_by_its_name(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(JobFileError, match=f"job.yaml: .*{message}"):
+        load(path, (), Asked())
+
+
+def test_missing_file_and_arguments_of_a_job_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match="no such file"):
+        load(tmp_path / "no.yaml", (), Asked())
+    with pytest.raises(JobFileError, match="arguments are for scripts"):
+        load(EXAMPLE / "trainingjob.yaml", ("--lr",), Asked())
+
+
+def test_job_that_is_no_object_is_left_to_the_api_server(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({"kind": "TrainingJob", "metadata": {"name": "x"}, "spec": "no"}))
+    assert placed(path, Asked(workers=2), tmp_path).manifest["spec"] == "no"
+
+
+def test_secret_file_is_read_and_a_wrong_line_named(tmp_path: Path) -> None:
+    path = tmp_path / "s.env"
+    path.write_text("# comment\nAWS_KEY=a=b\n\nX = y \n")
+    assert read_secret(path) == {"AWS_KEY": "a=b", "X": "y"}
+    path.write_text("A=1\nnonsense\n")
+    with pytest.raises(JobFileError, match=r"s\.env:2: expected NAME=value"):
+        read_secret(path)
+
+
+# Faults.
+
+
+def view(step: int, round_: int = 1, status: str = "Running", workers: int = 2) -> View:
+    rows = tuple(
+        WorkerRow(i, f"j-w{i}-{round_ - 1}", "node-1", "training", i, step, round_ - 1, 1) for i in range(workers)
+    )
+    return View("j", status, "", round_, workers, step, None, None, 0, "", rows, (), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("120:kill=1", Fault(120, "kill", "1")),
+        ("0:delete=0", Fault(0, "delete", "0")),
+        ("5:kill-node=node-2", Fault(5, "kill-node", "node-2")),
+        ("7:scale=4", Fault(7, "scale", "4")),
+        ("7:kill-operator", Fault(7, "kill-operator")),
+        ("7:suspend", Fault(7, "suspend")),
+    ],
+)
+def test_fault_is_read_from_its_text(text: str, fault: Fault) -> None:
+    assert parse(text) == fault
+
+
+@pytest.mark.parametrize("text", ["", "kill=1", "x:kill=1", "5:kill", "5:scale=-1", "5:reboot", "5:kill=1 2"])
+def test_text_that_is_no_fault_is_refused_with_what_is(text: str) -> None:
+    with pytest.raises(FaultError, match="expected STEP:ACTION"):
+        parse(text)
+
+
+def test_fault_waits_for_its_step_and_for_the_world_that_follows_the_one_before() -> None:
+    story = (Fault(100, "kill", "1"),)
+    assert due(story, view(99), 0) is None
+    assert due(story, view(100), 0) == story[0]
+    assert due(story, view(100, status="Recovering"), 0) is None
+    assert due(story, view(100, round_=1), 1) is None
+    assert due(story, view(100, round_=2), 1) == story[0]
+    assert due((), view(100), 0) is None
+
+
+def test_resume_waits_until_the_workers_are_gone() -> None:
+    story = (Fault(0, "resume"),)
+    assert due(story, view(5, status="Suspended"), 0) is None
+    assert due(story, view(5, status="Suspended", workers=0), 0) == story[0]
+
+
+def test_target_is_the_workers_newest_pod() -> None:
+    assert target(Fault(0, "kill", "1"), view(1, round_=3)) == "j-w1-2"
+    assert target(Fault(0, "kill", "7"), view(1)) is None
+
+
+# The second terminal.
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+async def count(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    if request.get("to", 0) > 9:
+        raise control.ControlError("no more than nine")
+    for number in range(request["to"]):
+        yield {"number": number}
+
+
+def sockets(runtime: Path) -> list[Path]:
+    return list(runtime.rglob("*.sock"))
+
+
+def asked(verb: str, **arguments: Any) -> list[dict[str, Any]]:
+    return list(control.ask(control.find("job"), verb, **arguments))
+
+
+async def test_second_terminal_gets_every_answer(runtime: Path) -> None:
+    async with control.ControlServer("job", {"count": count}):
+        assert await asyncio.to_thread(asked, "count", to=3) == [{"number": n} for n in range(3)]
+    assert sockets(runtime) == []
+
+
+async def test_second_terminal_reads_the_runs_own_reason(runtime: Path) -> None:
+    async with control.ControlServer("job", {"count": count}):
+        with pytest.raises(control.ControlError, match="no more than nine"):
+            await asyncio.to_thread(asked, "count", to=10)
+        with pytest.raises(control.ControlError, match="unknown request; this run knows count"):
+            await asyncio.to_thread(asked, "reboot")
+
+
+async def test_answers_of_a_run_that_ends_meanwhile_end_too(runtime: Path) -> None:
+    is_asked = asyncio.Event()
+
+    async def endless(_: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        yield {"line": "first"}
+        is_asked.set()
+        await asyncio.Event().wait()
+
+    async with control.ControlServer("job", {"logs": endless}):
+        task = asyncio.create_task(asyncio.to_thread(asked, "logs"))
+        await asyncio.wait_for(is_asked.wait(), 10)
+    assert await asyncio.wait_for(task, 10) == [{"line": "first"}]
+
+
+def test_socket_of_a_run_that_crashed_is_removed_and_said_so(runtime: Path) -> None:
+    stale = control.folder() / "1-job.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(stale))
+    with pytest.raises(control.ControlError, match="no local run named 'job' on this machine; start one"):
+        control.find("job")
+    assert not stale.exists()
+
+
+def test_folder_that_others_may_open_is_refused(runtime: Path) -> None:
+    folder = runtime / f"everstep-{os.getuid()}"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    with pytest.raises(control.ControlError, match="not a folder that only you can open"):
+        control.folder()
