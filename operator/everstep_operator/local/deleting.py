@@ -6,13 +6,13 @@ deletionTimestamp that is never taken back and never moved to later.
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from everstep_operator.kube.client import Propagation
 from everstep_operator.kube.wire import rfc3339
 from everstep_operator.local.kinds import Kind
 from everstep_operator.local.merging import at_path
-from everstep_operator.local.refusals import failed_precondition
+from everstep_operator.local.refusals import conflict
 from everstep_operator.local.server import NAMESPACE_TABLE, Server
 from everstep_operator.local.store import Json, Stored
 
@@ -35,11 +35,14 @@ def delete(
 ) -> None:
     """Begin or complete the deletion. Raises Refusal: 404, or 409 if a precondition does not hold."""
     old = server.find(kind, namespace, name)
+    # The server names the kind here, where it names the resource elsewhere.
     if uid is not None and uid != old.uid:
-        raise failed_precondition(kind.full_plural, name, "UID", uid, old.uid)
+        detail = "The object might have been deleted and then recreated"
+        raise conflict(kind.full_kind, name, _mismatch("UID", uid, old.uid, detail))
     found = old.meta["resourceVersion"]
     if resource_version is not None and resource_version != found:
-        raise failed_precondition(kind.full_plural, name, "ResourceVersion", resource_version, found)
+        detail = "The object might have been modified"
+        raise conflict(kind.full_kind, name, _mismatch("ResourceVersion", resource_version, found, detail))
     if kind.id == NAMESPACE_TABLE:
         _terminate_namespace(server, kind, old)
         return
@@ -53,6 +56,10 @@ def delete(
         server.put(kind, {**old.raw, "metadata": meta}, old, MANAGER)
 
 
+def _mismatch(what: str, asked: str, found: str, detail: str) -> str:
+    return f"the {what} in the precondition ({asked}) does not match the {what} in record ({found}). {detail}"
+
+
 def _grace(kind: Kind, old: Stored, asked: int | None) -> int:
     """Seconds that the object may live on. A pod that no kubelet runs, or that has ended, gets none."""
     if not kind.graceful:
@@ -60,7 +67,7 @@ def _grace(kind: Kind, old: Stored, asked: int | None) -> int:
     if not at_path(old.raw, ("spec", "nodeName")) or at_path(old.raw, ("status", "phase")) in ("Succeeded", "Failed"):
         return 0
     if asked is not None:
-        return max(0, asked)
+        return asked if asked >= 0 else 1
     if "deletionTimestamp" in old.meta:
         return int(old.meta["deletionGracePeriodSeconds"])
     configured = at_path(old.raw, ("spec", "terminationGracePeriodSeconds"))
@@ -83,7 +90,12 @@ def _marked(server: Server, old: Stored, grace: int, finalizers: list[str]) -> J
         meta["finalizers"] = finalizers
     if "deletionTimestamp" in meta and grace >= meta["deletionGracePeriodSeconds"]:
         return meta
-    meta["deletionTimestamp"] = rfc3339(server.clock.now() + timedelta(seconds=grace))
+    began = server.clock.now()
+    if "deletionTimestamp" in meta:
+        # Shortened: counted from the first delete, not from this one.
+        first = datetime.fromisoformat(meta["deletionTimestamp"])
+        began = first - timedelta(seconds=meta["deletionGracePeriodSeconds"])
+    meta["deletionTimestamp"] = rfc3339(began + timedelta(seconds=grace))
     meta["deletionGracePeriodSeconds"] = grace
     if "generation" in meta and "deletionTimestamp" not in old.meta:
         meta["generation"] += 1

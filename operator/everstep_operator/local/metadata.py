@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from everstep_operator.local.refusals import FieldError, duplicate, forbidden, invalid, required
+from everstep_operator.local.refusals import FieldError, forbidden, invalid
 from everstep_operator.local.store import Json
 
 _LABEL_PART = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
@@ -123,16 +123,13 @@ def _owners(owners: Any) -> list[FieldError]:
     path = "metadata.ownerReferences"  # the server names no index
     for owner in owners:
         found += [
-            required(f"{path}.{field}")
-            if field == "apiVersion"
-            else invalid(f"{path}.{field}", "", "must not be empty")
+            invalid(
+                f"{path}.{field}", "", "version must not be empty" if field == "apiVersion" else "must not be empty"
+            )
             for field in ("apiVersion", "kind", "name", "uid")
             if not owner.get(field)
         ]
     controllers = [owner for owner in owners if owner.get("controller")]
     if len(controllers) > 1:
         found.append(invalid("metadata.ownerReferences", owners, "Only one reference can have Controller set to true"))
-    uids = [owner.get("uid") for owner in owners]
-    return found + [
-        duplicate("metadata.ownerReferences", uid) for uid in sorted({u for u in uids if uids.count(u) > 1})
-    ]
+    return found
