@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -165,6 +166,21 @@ async def test_killed_guard_takes_its_pod_along(machine: Start, kubelet_world: M
         return not any(kubelet_world.alive(pid) for pid in pids)
 
     await m.until("all are dead", dead, seconds=3)
+
+
+async def test_processes_of_two_runs_are_told_apart_though_their_pods_have_the_same_uid(
+    machine: Start, tmp_path: Path
+) -> None:
+    """In-memory clusters that were seeded alike give the same UIDs; a run must never kill what is another's."""
+    m = await machine()
+    worker = {"name": "worker", "command": ["true"]}
+    spec = {"restartPolicy": "Never", "containers": [worker]}
+    pod = Unstructured(metadata=ObjectMeta(name="a", namespace=NS, uid="same"), spec=spec)
+    marks = [
+        (await Starter(m.nodes._host, tmp_path / run).prepare(pod, [worker]))["worker"].mark for run in ("one", "two")
+    ]
+    m.nodes.addresses.release("same")
+    assert marks[0] != marks[1]
 
 
 async def test_deadline_fails_the_pod(machine: Start) -> None:

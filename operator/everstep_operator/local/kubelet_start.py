@@ -104,7 +104,8 @@ class Starter:
             log=folder / "log",
             log_limit=self._host.log_bytes,
             folder=self._folder,
-            mark=facts.pod.metadata.uid,
+            # Not the UID: an in-memory cluster that was seeded alike gives the same ones in another run.
+            mark=str(self._folder),
         )
 
     async def refresh(self, now: float) -> float | None:

@@ -38,7 +38,7 @@ class ProcessSpec:
     log: Path
     log_limit: int  # bytes
     folder: Path
-    mark: str  # unique to the pod
+    mark: str  # unique to the pod among all runs on this machine
 
 
 @dataclass(frozen=True, slots=True)
