@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 import socket
 import time
 from collections import deque
@@ -74,7 +75,8 @@ class LocalRun:
         self._clock = SystemClock()
         self._began = time.monotonic()
         namespaces = dict.fromkeys((job.namespace, OPERATOR_NAMESPACE))
-        self.cluster = MemoryCluster(self._clock, namespaces=namespaces)
+        # The seed is also that of the key that signs tokens: nobody may know it.
+        self.cluster = MemoryCluster(self._clock, seed=secrets.randbits(128), namespaces=namespaces)
         self.client: KubeClient = self.cluster.client(manager="everstep-run")
         self.nodes = LocalNodes(
             self.cluster.client(manager="kubelet"),
