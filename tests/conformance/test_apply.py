@@ -36,12 +36,12 @@ async def test_apply_conflicts_over_a_field_of_another_manager(world: World) -> 
     await apply(world, labelled(owner="me", mine="1"), "me")
     with pytest.raises(Conflict) as caught:
         await apply(world, labelled(owner="them", mine="2", new="1"), "them")
-    causes = [(cause.reason, cause.field) for cause in caught.value.causes]
+    causes = sorted((cause.reason, cause.field) for cause in caught.value.causes)
     assert causes == [
         ("FieldManagerConflict", ".metadata.labels.mine"),
         ("FieldManagerConflict", ".metadata.labels.owner"),
     ]
-    assert 'conflict with "me"' in caught.value.message
+    assert 'conflicts with "me"' in caught.value.message
     assert (await world.client.get(CONFIGMAPS, world.namespace, "c")).metadata.labels == {"owner": "me", "mine": "1"}
 
 

@@ -79,14 +79,20 @@ def _reachable(kind: Kind, config: Json, subresource: str | None) -> Json:
 
 
 def _refused(kind: Kind, applied: Applied) -> Refusal:
-    causes = []
+    causes: list[FieldError] = []
+    fields: dict[str, list[str]] = {}
     for clash in applied.clashes:
-        manager, _, subresource = clash.owner
-        what = f'conflict with "{manager}"' + (f' with subresource "{subresource}"' if subresource else "")
-        causes.append(_FieldManagerConflict("Conflict", clash.field, f"{what} using {kind.api_version}"))
-    many = "conflicts" if len(causes) > 1 else "conflict"
-    text = "; ".join(f"{cause.message}: {cause.field}" for cause in causes)
-    return Refusal(409, "Conflict", f"Apply failed with {len(causes)} {many}: {text}", causes=causes)
+        manager, operation, subresource = clash.owner
+        who = f'"{manager}"' + (f' with subresource "{subresource}"' if subresource else "")
+        who += f" using {kind.api_version}" if operation == "Update" else ""
+        causes.append(_FieldManagerConflict("Conflict", clash.field, f"conflict with {who}"))
+        fields.setdefault(who, []).append(clash.field)
+    if len(causes) == 1:
+        return Refusal(
+            409, "Conflict", f"Apply failed with 1 conflict: {causes[0].message}: {causes[0].field}", causes=causes
+        )
+    text = "\n".join(f"conflicts with {who}:" + "".join(f"\n- {one}" for one in many) for who, many in fields.items())
+    return Refusal(409, "Conflict", f"Apply failed with {len(causes)} conflicts: {text}", causes=causes)
 
 
 class _FieldManagerConflict(FieldError):

@@ -11,22 +11,23 @@ from typing import Any
 
 import msgspec
 
-from everstep_operator.local.refusals import bad_request
+from everstep_operator.local.refusals import Refusal, bad_request
 from everstep_operator.local.store import Json
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder()
 MAX_BODY = 3 * 1024 * 1024  # bytes; the server's limit of a request
-MAX_OBJECT = 1_572_864  # bytes; etcd's limit of a request
 
 
 def copied(body: Mapping[str, Any]) -> Json:
-    """A copy that the caller cannot reach any more, and that is JSON. Raises Refusal (400)."""
+    """A copy that the caller cannot reach any more, and that is JSON. Raises Refusal (400, 413)."""
     try:
         text = _encoder.encode(body)
         value = _decoder.decode(text)
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise bad_request(f"the object provided is not JSON: {error}") from error
+    if len(text) > MAX_BODY:
+        raise Refusal(413, "RequestEntityTooLarge", f"Request entity too large: limit is {MAX_BODY}")
     if not isinstance(value, dict):
         raise bad_request("the object provided is not a JSON object")
     return value

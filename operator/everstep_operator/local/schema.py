@@ -63,6 +63,7 @@ _KNOWN = frozenset(
         *("x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-map-type"),
     }
 )
+_INT64, _EXACT = 2**63, 2**53
 _ROOT = ("apiVersion", "kind", "metadata")
 _ABSENT = object()
 
@@ -157,8 +158,11 @@ class Schema:
             return True
         if isinstance(value, bool):
             return self.type == "boolean"
-        if isinstance(value, float) and self.type == "integer":
-            return value.is_integer()
+        if self.type == "integer":
+            # What does not fit is a float to the server, and one beyond 2^53 is no integer to it.
+            if isinstance(value, float):
+                return value.is_integer() and abs(value) <= _EXACT
+            return isinstance(value, int) and -_INT64 <= value < _INT64
         return isinstance(value, _TYPES[self.type])
 
     def _object_errors(self, value: Json, old: Json, path: str, *, root: bool) -> Iterator[FieldError]:
@@ -195,7 +199,7 @@ class Schema:
             return
         if self.rules is not None:
             for field, message in self.rules.broken(value, old):
-                yield invalid(f"{path}{field}".removeprefix(".") or "<nil>", self.type or "integer or string", message)
+                yield invalid(f"{path}{field}".removeprefix(".") or "<nil>", self.type, message)
         if isinstance(value, dict):
             for name, child in self.properties.items():
                 if child.has_rules and name in value:
@@ -233,7 +237,7 @@ def _join(path: str, name: str) -> str:
 def _type_of(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
-    if isinstance(value, float):
+    if isinstance(value, float) or (isinstance(value, int) and not -_INT64 <= value < _INT64):
         return "number"
     return next(name for name, types in _TYPES.items() if isinstance(value, types))
 

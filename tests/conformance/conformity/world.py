@@ -23,7 +23,7 @@ from everstep_operator.local.cluster import MemoryCluster
 from everstep_operator.runtime.clock import ManualClock, cancel
 
 T = TypeVar("T")
-LIMIT = 30.0  # seconds that any wait may take, in the time of the world
+LIMIT = 60.0  # seconds that any wait may take, in the time of the world
 _numbers = count()
 
 
