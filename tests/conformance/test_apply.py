@@ -56,11 +56,11 @@ async def test_force_takes_the_field_and_its_ownership(world: World) -> None:
 async def test_field_that_is_applied_no_more_is_removed(world: World) -> None:
     await apply(world, {**labelled(a="1", b="1"), "data": {"x": "1", "y": "1"}}, "me")
     less = await apply(world, {**labelled(a="1"), "data": {"y": "1"}}, "me")
-    assert less.metadata.labels == {"a": "1"}
+    assert (less.metadata.labels, less.data) == ({"a": "1"}, {"y": "1"})
     read = await world.client.get(CONFIGMAPS, world.namespace, "c")
     assert read.metadata.resource_version == less.metadata.resource_version
     none = await apply(world, {"metadata": {}}, "me")
-    assert none.metadata.labels == {}
+    assert (none.metadata.labels, none.data) == ({}, {})
 
 
 async def test_field_of_two_managers_stays_until_both_leave_it_out(world: World) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conformity.bodies import CONFIGMAPS, JOBS, NAMESPACES, NO_UID, configmap, job, pod
+from conformity.bodies import CONFIGMAPS, JOBS, NAMESPACES, NO_UID, SECRETS, configmap, job, pod
 from conformity.world import World
 
 from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound
@@ -216,7 +216,7 @@ async def test_replace_with_an_old_version_conflicts(world: World) -> None:
 async def test_replace_without_a_version_is_unconditional_where_the_kind_allows_it(world: World) -> None:
     await world.client.create(CONFIGMAPS, world.namespace, configmap("c", {"a": "1"}, x="1"))
     replaced = await world.client.replace(CONFIGMAPS, world.namespace, "c", configmap("c", {"a": "2"}))
-    assert replaced.metadata.labels == {}
+    assert (replaced.metadata.labels, replaced.data) == ({}, {"a": "2"})
     await world.client.create(JOBS, world.namespace, job("j"))
     with pytest.raises(Invalid) as caught:
         await world.client.replace(JOBS, world.namespace, "j", job("j", {"replicas": 3}))
@@ -287,6 +287,14 @@ async def test_merge_patch_with_an_old_version_conflicts(world: World) -> None:
 async def test_merge_patch_of_nothing_is_not_found(world: World) -> None:
     with pytest.raises(NotFound):
         await world.client.merge_patch(CONFIGMAPS, world.namespace, "c", {"data": {}})
+
+
+async def test_text_of_a_secret_is_kept_in_base64(world: World) -> None:
+    body = {"metadata": {"name": "s"}, "stringData": {"a": "é", "b": "2"}, "data": {"b": "MQ==", "c": "Mw=="}}
+    made = await world.client.create(SECRETS, world.namespace, body)
+    assert made.data == {"a": "w6k=", "b": "Mg==", "c": "Mw=="}
+    with pytest.raises(Invalid):
+        await world.client.merge_patch(SECRETS, world.namespace, "s", {"type": "other"})
 
 
 async def test_lease_is_created_by_put_and_swapped_by_version(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 from everstep_operator.local import pods
@@ -131,6 +132,22 @@ def _validate_config_map(new: Json, old: Json | None) -> list[FieldError]:
     return found
 
 
+def _prepare_secret(new: Json, _: Json | None) -> Json:
+    """What was written as text is kept as bytes are: in base64."""
+    secret = {"type": "Opaque", **new}
+    texts = secret.pop("stringData", None)
+    if texts:
+        data = {key: base64.b64encode(str(text).encode()).decode() for key, text in texts.items()}
+        secret["data"] = {**(secret.get("data") or {}), **data}
+    return secret
+
+
+def _validate_secret(new: Json, old: Json | None) -> list[FieldError]:
+    if old is not None and old.get("type") != new.get("type"):
+        return [invalid("type", new.get("type"), "field is immutable")]
+    return []
+
+
 def _validate_pdb(new: Json, _: Json | None) -> list[FieldError]:
     spec = new.get("spec") or {}
     if "minAvailable" in spec and "maxUnavailable" in spec:
@@ -169,7 +186,7 @@ BUILTIN: tuple[Kind, ...] = (
         shape=NODE,
     ),
     Kind("", "v1", "configmaps", "ConfigMap", validate=_validate_config_map, name_errors=dns_subdomain),
-    Kind("", "v1", "secrets", "Secret", name_errors=dns_subdomain),
+    Kind("", "v1", "secrets", "Secret", prepare=_prepare_secret, validate=_validate_secret, name_errors=dns_subdomain),
     Kind("", "v1", "serviceaccounts", "ServiceAccount", name_errors=dns_subdomain),
     Kind("", "v1", "bindings", "Binding"),
     Kind(

@@ -38,7 +38,7 @@ class MemoryCluster:
         *,
         seed: int = 0,
         history: int = HISTORY,
-        namespaces: Iterable[str] = ("default",),
+        namespaces: Iterable[str] = ("default", "kube-system", "kube-node-lease"),
     ) -> None:
         """Makes `namespaces`, each with its service account `default`, and serves TrainingJobs."""
         rng = random.Random(seed)  # noqa: S311 - names and UIDs of a simulation

@@ -5,14 +5,24 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import msgspec
+
 from everstep.contract import labels
 from everstep_operator.kube.resources import Resource, custom_resource
 from everstep_operator.kube.wire import KubeObject, Unstructured
 
+
+class WithData(KubeObject, frozen=True, kw_only=True):
+    """A ConfigMap or a Secret."""
+
+    data: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 JOBS = custom_resource(labels.GROUP, labels.VERSION, labels.PLURAL, labels.KIND, Unstructured)
 NAMESPACES: Resource[Unstructured] = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
 ACCOUNTS = custom_resource("", "v1", "serviceaccounts", "ServiceAccount", Unstructured)
-CONFIGMAPS = custom_resource("", "v1", "configmaps", "ConfigMap", Unstructured)
+CONFIGMAPS = custom_resource("", "v1", "configmaps", "ConfigMap", WithData)
+SECRETS = custom_resource("", "v1", "secrets", "Secret", WithData)
 BINDINGS = custom_resource("", "v1", "bindings", "Binding", KubeObject)
 CONTAINER = {"name": "worker", "image": "train:1", "command": ["torchrun", "train.py"]}
 ABSENT = "<absent>"
