@@ -6,7 +6,7 @@ import pytest
 from conformity.bodies import CONFIGMAPS, JOBS, NAMESPACES, NO_UID, SECRETS, configmap, job, pod
 from conformity.world import World
 
-from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound
+from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound, ServerError
 from everstep_operator.kube.resources import EVENTS, LEASES, NODES, PODS, SERVICES, custom_resource
 from everstep_operator.kube.wire import Unstructured
 
@@ -118,7 +118,7 @@ async def test_body_of_another_kind_is_refused(world: World) -> None:
 async def test_create_with_a_resource_version_is_refused(world: World) -> None:
     body = configmap("c")
     body["metadata"]["resourceVersion"] = "7"
-    with pytest.raises(KubeError):
+    with pytest.raises(ServerError, match="resourceVersion should not be set on objects to be created"):
         await world.client.create(CONFIGMAPS, world.namespace, body)
     with pytest.raises(NotFound):
         await world.client.get(CONFIGMAPS, world.namespace, "c")
@@ -284,6 +284,14 @@ async def test_merge_patch_with_an_old_version_conflicts(world: World) -> None:
         await world.client.merge_patch(CONFIGMAPS, world.namespace, "c", {"data": {"a": "2"}}, resource_version=stale)
 
 
+async def test_version_that_is_none_is_refused(world: World) -> None:
+    await world.client.create(CONFIGMAPS, world.namespace, configmap("c"))
+    with pytest.raises(ServerError, match="invalid syntax"):
+        await world.client.merge_patch(CONFIGMAPS, world.namespace, "c", {"data": {"a": "1"}}, resource_version="x")
+    with pytest.raises(Invalid):
+        await world.client.list(CONFIGMAPS, world.namespace, resource_version="x")
+
+
 async def test_merge_patch_of_nothing_is_not_found(world: World) -> None:
     with pytest.raises(NotFound):
         await world.client.merge_patch(CONFIGMAPS, world.namespace, "c", {"data": {}})
@@ -359,11 +367,14 @@ async def test_event_needs_its_fields(world: World, missing: str) -> None:
     assert missing in fields(caught)
 
 
-async def test_event_about_another_namespace_is_refused(world: World) -> None:
-    body = {"metadata": {"name": "e"}, **EVENT, "regarding": {"kind": "Pod", "namespace": "another", "name": "w0"}}
+async def test_event_about_no_namespace_is_refused_and_about_another_taken(world: World) -> None:
+    regarding = {"apiVersion": "v1", "kind": "Pod", "name": "w0"}
     with pytest.raises(Invalid) as caught:
-        await world.client.create(EVENTS, world.namespace, body)
-    assert "involvedObject.namespace" in fields(caught)
+        await world.client.create(EVENTS, world.namespace, {"metadata": {"name": "e"}, **EVENT, "regarding": regarding})
+    assert fields(caught) == {"involvedObject.namespace"}
+    assert caught.value.message.startswith('Event "e" is invalid')
+    body = {"metadata": {"name": "e"}, **EVENT, "regarding": {**regarding, "namespace": "another"}}
+    assert (await world.client.create(EVENTS, world.namespace, body)).regarding.namespace == "another"
 
 
 async def test_service_gets_an_address_that_never_changes(world: World) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conformity.bodies import CONFIGMAPS, JOBS, configmap, job, pod
+from conformity.bodies import BINDINGS, CONFIGMAPS, JOBS, configmap, job, pod
 from conformity.world import World
 
 from everstep_operator.kube.client import Bookmark, Changed, EventType
@@ -13,17 +13,42 @@ from everstep_operator.kube.resources import PODS
 
 async def test_watch_tells_every_change_in_order(world: World) -> None:
     client, namespace = world.client, world.namespace
-    async with world.watching(PODS) as watcher:
-        made = await client.create(PODS, namespace, pod("w"))
-        patched = await client.patch_status(PODS, namespace, "w", {"phase": "Running"})
-        await client.delete(PODS, namespace, "w", grace_seconds=0)
-        await world.told(watcher, ("ADDED", "w"), ("MODIFIED", "w"), ("DELETED", "w"))
+    async with world.watching(CONFIGMAPS) as watcher:
+        made = await client.create(CONFIGMAPS, namespace, configmap("c"))
+        patched = await client.merge_patch(CONFIGMAPS, namespace, "c", {"data": {"a": "1"}})
+        await client.delete(CONFIGMAPS, namespace, "c")
+        await world.told(watcher, ("ADDED", "c"), ("MODIFIED", "c"), ("DELETED", "c"))
         added, modified, deleted = watcher.changes
     assert added.resource_version == made.metadata.resource_version
     assert modified.resource_version == patched.metadata.resource_version
     assert int(deleted.resource_version) > int(modified.resource_version)
-    assert deleted.object.status.phase == "Running"
+    assert deleted.object.data == {"a": "1"}
     assert {change.object.metadata.uid for change in watcher.changes} == {made.metadata.uid}
+
+
+async def test_pod_that_goes_at_once_is_marked_first(world: World) -> None:
+    async with world.watching(PODS) as watcher:
+        await world.client.create(PODS, world.namespace, pod("w"))
+        await world.client.patch_status(PODS, world.namespace, "w", {"phase": "Running"})
+        await world.client.delete(PODS, world.namespace, "w", grace_seconds=0)
+        await world.told(watcher, ("ADDED", "w"), ("MODIFIED", "w"), ("MODIFIED", "w"), ("DELETED", "w"))
+    *_, marked, deleted = [change.object.metadata for change in watcher.changes]
+    for meta in (marked, deleted):
+        assert meta.deletion_timestamp is not None
+        assert (meta.deletion_grace_period_seconds, meta.generation) == (0, 2)
+    assert watcher.changes[-1].object.status.phase == "Running"
+
+
+async def test_pod_of_a_kubelet_is_marked_twice(world: World) -> None:
+    await world.client.create(PODS, world.namespace, pod("w"))
+    binding = {"metadata": {"name": "w"}, "target": {"kind": "Node", "name": "somewhere"}}
+    await world.client.create(BINDINGS, world.namespace, binding)
+    async with world.watching(PODS) as watcher:
+        await world.client.delete(PODS, world.namespace, "w", grace_seconds=7)
+        await world.client.delete(PODS, world.namespace, "w", grace_seconds=0)
+        await world.told(watcher, ("MODIFIED", "w"), ("MODIFIED", "w"), ("DELETED", "w"))
+    graces = [change.object.metadata.deletion_grace_period_seconds for change in watcher.changes]
+    assert graces == [7, 0, 0]
 
 
 async def test_watch_continues_where_a_list_ended(world: World) -> None:
@@ -122,7 +147,7 @@ async def test_watch_resumed_at_its_bookmark_misses_nothing_and_repeats_nothing(
 
 
 async def test_watch_from_a_forgotten_version_is_gone(world: World) -> None:
-    version = world.forgotten_version()
+    version = await world.forgotten_version()
     with pytest.raises(Gone) as caught:
         await anext(world.client.watch(PODS, world.namespace, resource_version=version, timeout_seconds=5))
     assert caught.value.status == 410

@@ -8,7 +8,7 @@ from typing import Any
 from everstep_operator.local.kinds import Kind
 from everstep_operator.local.merging import copied, without_nulls
 from everstep_operator.local.ownership import Applied, apply
-from everstep_operator.local.refusals import FieldError, Refusal, bad_request, no_such_resource
+from everstep_operator.local.refusals import FieldError, Refusal, bad_request, no_such_resource, required, unprocessable
 from everstep_operator.local.server import Server
 from everstep_operator.local.store import Json, Stored
 
@@ -28,7 +28,8 @@ def apply_object(
 ) -> Stored:
     """Create or change the object. Raises Refusal: 400, 404, 409 where another manager owns a field, 422."""
     if not manager or len(manager) > MAX_MANAGER:
-        raise bad_request(f"fieldManager: {manager[:40]!r} must have from 1 to {MAX_MANAGER} characters")
+        error = required("fieldManager", f"from 1 to {MAX_MANAGER} characters, for an apply patch")
+        raise unprocessable("PatchOptions.meta.k8s.io", "", [error])
     if subresource not in (None, "status"):
         raise no_such_resource()
     config: Json = without_nulls(copied(body))

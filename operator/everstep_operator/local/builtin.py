@@ -91,9 +91,8 @@ def _validate_event(new: Json, old: Json | None) -> list[FieldError]:
         found.append(invalid("message", "", f"can have at most {EVENT_NOTE} characters"))
     if new.get("type") not in ("Normal", "Warning"):
         found.append(invalid("type", new.get("type") or "", "has invalid value"))
-    place = at_path(new, ("regarding", "namespace")) or "default"
-    if place != new["metadata"]["namespace"]:
-        found.append(invalid("involvedObject.namespace", place, "does not match event.namespace"))
+    if not at_path(new, ("regarding", "namespace")) and new["metadata"]["namespace"] != "default":
+        found.append(invalid("involvedObject.namespace", "", "does not match event.namespace"))
     return found + _series(new)
 
 

@@ -114,7 +114,7 @@ class MemoryClient:
             kind = self._server.kinds.of(resource)
             asked = _version(resource_version)
             if asked > store.version:
-                raise Refusal(504, "Timeout", f"Too large resource version: {asked}, current: {store.version}")
+                raise Refusal(504, "Timeout", f"Timeout: Too large resource version: {asked}, current: {store.version}")
             selector = parse(label_selector) if label_selector else None
             table = store.table(kind.id)
             found = table.select(namespace, None if at is None else max(at, table.floor))

@@ -7,8 +7,9 @@ from typing import Any
 
 from everstep_operator.api.crd import crd as trainingjob_crd
 from everstep_operator.local.kinds import Kind, Scale
+from everstep_operator.local.merging import at_path
 from everstep_operator.local.metadata import dns_subdomain
-from everstep_operator.local.refusals import FieldError
+from everstep_operator.local.refusals import FieldError, invalid
 from everstep_operator.local.schema import Schema
 from everstep_operator.local.store import Json
 
@@ -33,12 +34,16 @@ def custom_kind(definition: Json) -> Kind:
     subresources = version.get("subresources", {})
     has_status = "status" in subresources
 
+    scale = _scale(subresources.get("scale"))
+
     def prepare(new: Json, old: Json | None) -> Json:
         normal: Json = schema.normal(new, old, root=True)
         return normal
 
     def validate(new: Json, old: Json | None) -> list[FieldError]:
         errors = list(schema.errors(new, old, "", root=True))
+        if scale is not None and errors:
+            errors += _scale_errors(new, scale)
         if any(error.kind in _BLOCKING for error in errors):
             return [*errors, _NOT_ASKED]
         return errors + list(schema.broken_rules(new, old, ""))
@@ -58,7 +63,7 @@ def custom_kind(definition: Json) -> Kind:
         status_metadata=False,
         counts=counts,
         unconditional_update=False,
-        scale=_scale(subresources.get("scale")),
+        scale=scale,
         prepare=prepare,
         validate=validate,
         name_errors=dns_subdomain,
@@ -72,6 +77,17 @@ def _scale(given: Json | None) -> Scale | None:
     paths = (given["specReplicasPath"], given["statusReplicasPath"], given.get("labelSelectorPath", ""))
     spec, status, selector = (tuple(path.split(".")[1:]) for path in paths)
     return Scale(spec, status, selector)
+
+
+def _scale_errors(raw: Json, scale: Scale) -> list[FieldError]:
+    """What the scale subresource cannot read is named a second time, by a path that begins with a dot."""
+    replicas = at_path(raw, scale.replicas)
+    if replicas is None or (isinstance(replicas, int) and not isinstance(replicas, bool)):
+        return []
+    path = "." + ".".join(scale.replicas)
+    kinds = {str: "string", bool: "bool", float: "float64", list: "[]interface {}", dict: "map[string]interface {}"}
+    words = f"{replicas} is of the type {kinds[type(replicas)]}, expected int64"
+    return [invalid(path, 0, f"{path} accessor error: {words}")]
 
 
 @cache  # compiling takes longer than a small simulation; a kind has no state of its own but verdicts

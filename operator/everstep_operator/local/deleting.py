@@ -48,9 +48,10 @@ def delete(
         return
     grace = _grace(kind, old, grace_seconds)
     finalizers = _finalizers(old, propagation)
-    if not grace and not finalizers:
+    if not finalizers and not kind.graceful:
         server.remove(kind, old)
         return
+    # A pod is marked before it goes, even if it goes at once: watchers see both.
     meta = _marked(server, old, grace, finalizers)
     if meta != old.meta:
         server.put(kind, {**old.raw, "metadata": meta}, old, MANAGER)

@@ -87,7 +87,8 @@ class Kind:
 
     @property
     def full_kind(self) -> str:
-        return f"{self.kind}.{self.group}" if self.group else self.kind
+        """As messages name it: `TrainingJob.everstep.dev`, `Pod`. Events are the core group's in all of them."""
+        return f"{self.kind}.{self.group}" if self.group and self.kind != "Event" else self.kind
 
 
 class Kinds:

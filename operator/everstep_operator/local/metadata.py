@@ -16,6 +16,10 @@ _LABEL_PART = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_LABEL = (
+    "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and must start and "
+    "end with an alphanumeric character, with at most 63 characters"
+)
 MAX_ANNOTATIONS = 256 * 1024  # bytes of all keys and values
 _WRITTEN = ("labels", "annotations", "ownerReferences", "finalizers")
 _KEPT = ("name", "generateName", "namespace", "uid", "creationTimestamp", "generation")
@@ -26,25 +30,34 @@ def dns_label(name: str) -> list[str]:
     """Why `name` is no DNS-1123 label."""
     if len(name) > 63:
         return ["must be no more than 63 bytes"]
-    return [] if _DNS_LABEL.fullmatch(name) else [_must("a lowercase RFC 1123 label", _DNS_LABEL)]
+    text = (
+        "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end "
+    )
+    return [] if _DNS_LABEL.fullmatch(name) else [_must(text + "with an alphanumeric character", "my-name", _DNS_LABEL)]
 
 
 def dns_1035(name: str) -> list[str]:
     """Why `name` is no DNS-1035 label, which a Service needs."""
     if len(name) > 63:
         return ["must be no more than 63 bytes"]
-    return [] if _DNS_1035.fullmatch(name) else [_must("a DNS-1035 label", _DNS_1035)]
+    text = "a DNS-1035 label must consist of lower case alphanumeric characters or '-', start with an alphabetic "
+    ends = "character, and end with an alphanumeric character"
+    return [] if _DNS_1035.fullmatch(name) else [_must(text + ends, "my-name", _DNS_1035)]
 
 
 def dns_subdomain(name: str) -> list[str]:
     """Why `name` is no DNS-1123 subdomain."""
     if len(name) > 253:
         return ["must be no more than 253 bytes"]
-    return [] if _DNS_SUBDOMAIN.fullmatch(name) else [_must("a lowercase RFC 1123 subdomain", _DNS_SUBDOMAIN)]
+    text = (
+        "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start "
+    )
+    ends = "and end with an alphanumeric character"
+    return [] if _DNS_SUBDOMAIN.fullmatch(name) else [_must(text + ends, "example.com", _DNS_SUBDOMAIN)]
 
 
-def _must(what: str, pattern: re.Pattern[str]) -> str:
-    return f"must be {what}; regex used for validation is '{pattern.pattern}'"
+def _must(what: str, example: str, pattern: re.Pattern[str]) -> str:
+    return f"{what} (e.g. '{example}', regex used for validation is '{pattern.pattern}')"
 
 
 def of_new(given: Json, *, name: str, namespace: str, uid: str, now: str, counts: bool) -> Json:
@@ -114,7 +127,7 @@ def _label(key: str, value: Any) -> list[FieldError]:
     if not isinstance(value, str):
         found.append(invalid("metadata.labels", value, "must be a string"))
     elif len(value) > 63 or (value and not _LABEL_PART.fullmatch(value)):
-        found.append(invalid("metadata.labels", value, "a valid label must be at most 63 letters, digits, '-_.'"))
+        found.append(invalid("metadata.labels", value, _LABEL))
     return found
 
 

@@ -78,7 +78,7 @@ class Server:
         self._check_kind(kind, given)
         meta = given.get("metadata") or {}
         if meta.get("resourceVersion"):
-            raise Refusal(500, "InternalError", "resourceVersion should not be set on objects to be created")
+            raise Refusal(500, "", "resourceVersion should not be set on objects to be created")
         if kind.plural == BINDINGS.plural and not kind.group:
             return self._bind(namespace or "", meta.get("name", ""), given, manager)
         self._check_place(kind, namespace, meta)
@@ -267,7 +267,7 @@ class Server:
         version = meta.get("resourceVersion")
         if version and version != old.meta["resourceVersion"]:
             if not str(version).isdigit():
-                raise bad_request(f"metadata.resourceVersion: {version!r} is no resource version")
+                raise Refusal(500, "", f'strconv.ParseUint: parsing "{version}": invalid syntax')
             raise conflict(kind.full_plural, name)
 
     @staticmethod

@@ -6,14 +6,16 @@ In the real one time passes by itself; in memory it is the world that lets it pa
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from itertools import count
 from typing import Any, TypeVar
 
-from conformity.bodies import ACCOUNTS, NAMESPACES
+from conformity.bodies import ACCOUNTS, CONFIGMAPS, NAMESPACES, configmap
 from everstep_operator.kube.client import Bookmark, Changed, KubeClient
 from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.errors import KubeError, NotFound
@@ -77,7 +79,7 @@ class World(ABC):
         """A service-account token that is bound to a pod."""
 
     @abstractmethod
-    def forgotten_version(self) -> str:
+    async def forgotten_version(self) -> str:
         """A resource version that has left the history."""
 
     async def eventually(self, what: str, holds: Callable[[], bool | Awaitable[bool]]) -> None:
@@ -153,7 +155,7 @@ class MemoryWorld(World):
     def token(self, pod: str, uid: str, audience: str) -> str:
         return self.cluster.issue_token(self.namespace, "default", pod, uid, audience, 600)
 
-    def forgotten_version(self) -> str:
+    async def forgotten_version(self) -> str:
         self.cluster.compact()
         return "1"
 
@@ -177,8 +179,19 @@ class ServerWorld(World):
         assert done.returncode == 0, done.stderr
         return str(done.stdout.strip())
 
-    def forgotten_version(self) -> str:
-        return "1"  # from before anything was stored
+    async def forgotten_version(self) -> str:
+        newest = await self.client.create(CONFIGMAPS, self.namespace, configmap("newest"))
+        # Compacted in etcd, and no cache that still has it.
+        await asyncio.to_thread(self.plane.stop_apiserver)
+        await asyncio.to_thread(self._compact, newest.metadata.resource_version)
+        await asyncio.to_thread(self.plane.start_apiserver)
+        return "1"
+
+    def _compact(self, version: str) -> None:
+        endpoint = next(value for value in self.plane.etcd.argv if value.startswith("http://127.0.0.1:"))
+        body = json.dumps({"revision": version, "physical": True}).encode()
+        with urllib.request.urlopen(f"{endpoint}/v3/kv/compaction", data=body, timeout=10) as reply:
+            assert reply.status == 200
 
 
 @asynccontextmanager
