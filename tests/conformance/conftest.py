@@ -34,11 +34,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         call = getattr(item, "callspec", None)
-        names = getattr(item, "fixturenames", None)
-        if call is not None and names is not None and call.params.get("world") == "apiserver":
-            # Asked for by name, so that it is built before the first test and started outside the loop.
-            names.insert(0, "serving_plane")
-            names.append("control_plane")
+        if isinstance(item, pytest.Function) and call is not None and call.params.get("world") == "apiserver":
+            # Asked for by name, so that it is built before the first test and started outside the loop. A list of
+            # its own: the cases of one function share theirs, and those in memory need no server.
+            item.fixturenames = ["control_plane", "serving_plane", *item.fixturenames]
 
 
 @pytest.fixture(scope="session")

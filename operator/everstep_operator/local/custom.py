@@ -42,7 +42,7 @@ def custom_kind(definition: Json) -> Kind:
 
     def validate(new: Json, old: Json | None) -> list[FieldError]:
         errors = list(schema.errors(new, old, "", root=True))
-        if scale is not None and errors:
+        if scale is not None:
             errors += _scale_errors(new, scale)
         if any(error.kind in _BLOCKING for error in errors):
             return [*errors, _NOT_ASKED]
@@ -80,14 +80,20 @@ def _scale(given: Json | None) -> Scale | None:
 
 
 def _scale_errors(raw: Json, scale: Scale) -> list[FieldError]:
-    """What the scale subresource cannot read is named a second time, by a path that begins with a dot."""
-    replicas = at_path(raw, scale.replicas)
-    if replicas is None or (isinstance(replicas, int) and not isinstance(replicas, bool)):
-        return []
-    path = "." + ".".join(scale.replicas)
-    kinds = {str: "string", bool: "bool", float: "float64", list: "[]interface {}", dict: "map[string]interface {}"}
-    words = f"{replicas} is of the type {kinds[type(replicas)]}, expected int64"
-    return [invalid(path, 0, f"{path} accessor error: {words}")]
+    """What the scale subresource cannot show is named a second time, by a path that begins with a dot."""
+    found = []
+    for names in (scale.replicas, scale.status_replicas):
+        replicas, path = at_path(raw, names), "." + ".".join(names)
+        if isinstance(replicas, int) and not isinstance(replicas, bool):
+            if replicas < 0:
+                found.append(invalid(path, replicas, "should be a non-negative integer"))
+        elif replicas is not None:
+            words = f"{replicas} is of the type {_GO[type(replicas)]}, expected int64"
+            found.append(invalid(path, 0, f"{path} accessor error: {words}"))
+    return found
+
+
+_GO = {str: "string", bool: "bool", float: "float64", list: "[]interface {}", dict: "map[string]interface {}"}
 
 
 @cache  # compiling takes longer than a small simulation; a kind has no state of its own but verdicts

@@ -53,8 +53,12 @@ def delete(
         return
     # A pod is marked before it goes, even if it goes at once: watchers see both.
     meta = _marked(server, old, grace, finalizers)
+    marked = old
     if meta != old.meta:
-        server.put(kind, {**old.raw, "metadata": meta}, old, MANAGER)
+        marked = server.store.put(kind.id, {**old.raw, "metadata": meta}, old, old.managers, old.writes)
+        server.touched(marked.uid)
+    if not grace and not finalizers:
+        server.remove(kind, marked)
 
 
 def _mismatch(what: str, asked: str, found: str, detail: str) -> str:

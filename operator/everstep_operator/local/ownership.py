@@ -165,7 +165,9 @@ def _without(value: Any, shape: Shape, path: Path, gone: set[Path], held: Fields
         result: Json = {}
         for name, item in value.items():
             here = (*path, name)
-            if here in gone:
+            # What was applied as an empty map may have been filled by others since.
+            filled = isinstance(item, dict) and item and not shape.child(name).atomic
+            if here in gone and not filled:
                 continue
             inner = _without(item, shape.child(name), here, gone, held)
             if inner == {} and item != {}:

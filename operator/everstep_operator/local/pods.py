@@ -18,14 +18,14 @@ _DEFAULTS: Json = {
     "restartPolicy": "Always",
     "terminationGracePeriodSeconds": 30,
     "dnsPolicy": "ClusterFirst",
-    "serviceAccountName": "default",
-    "serviceAccount": "default",
     "securityContext": {},
     "schedulerName": "default-scheduler",
     "enableServiceLinks": True,
     "preemptionPolicy": "PreemptLowerPriority",
     "priority": 0,
 }
+# Given at creation only: a later PUT that leaves it out asks for a change.
+_ADMITTED: Json = {"serviceAccountName": "default"}
 _CONTAINER: Json = {
     "resources": {},
     "terminationMessagePath": "/dev/termination-log",
@@ -34,15 +34,16 @@ _CONTAINER: Json = {
 # What the admission of a real server adds: how long a pod stays on a node that is not ready or cannot be reached.
 _TOLERATED = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 TOLERATION_SECONDS = 300
-_MUTABLE = ("activeDeadlineSeconds", "terminationGracePeriodSeconds", "tolerations", "containers", "initContainers")
+_MUTABLE = ("activeDeadlineSeconds", "tolerations", "containers", "initContainers")
 
 
 def prepare(new: Json, old: Json | None) -> Json:
     """With defaults; a new pod is Pending."""
     if old is not None and new.get("spec") is old.get("spec"):
         return new
-    spec = {**_DEFAULTS, **(new.get("spec") or {})}
-    spec["serviceAccount"] = spec["serviceAccountName"]
+    spec = {**_DEFAULTS, **(_ADMITTED if old is None else {}), **(new.get("spec") or {})}
+    if "serviceAccountName" in spec:
+        spec["serviceAccount"] = spec["serviceAccountName"]
     for field in ("containers", "initContainers"):
         if spec.get(field):
             spec[field] = [{**_pull_policy(one), **_CONTAINER, **one} for one in spec[field]]
@@ -140,8 +141,19 @@ def _inside(path: str, container: Json, volumes: set[Any]) -> list[FieldError]:
 
 
 def _changed(new: Json, old: Json) -> list[FieldError]:
+    found = []
+    before, after = old.get("activeDeadlineSeconds"), new.get("activeDeadlineSeconds")
+    if before is not None and after is None:
+        text = "must not update from a positive integer to nil value"
+        found.append(invalid("spec.activeDeadlineSeconds", None, text))
+    elif before is not None and after > before:
+        found.append(invalid("spec.activeDeadlineSeconds", after, "must be less than or equal to previous value"))
+    kept = new.get("tolerations") or []
+    if any(one not in kept for one in old.get("tolerations") or ()):
+        text = "existing toleration can not be modified except its tolerationSeconds"
+        found.append(forbidden("spec.tolerations", text))
     if _fixed(new) != _fixed(old):
-        return [
+        found.append(
             forbidden(
                 "spec",
                 "pod updates may not change fields other than `spec.containers[*].image`,"
@@ -149,18 +161,7 @@ def _changed(new: Json, old: Json) -> list[FieldError]:
                 "existing tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was "
                 "previously negative)",
             )
-        ]
-    found = []
-    if new.get("terminationGracePeriodSeconds") != old.get("terminationGracePeriodSeconds"):
-        found.append(forbidden("spec", "pod updates may not change spec.terminationGracePeriodSeconds"))
-    kept = new.get("tolerations") or []
-    if any(one not in kept for one in old.get("tolerations") or ()):
-        found.append(
-            forbidden("spec.tolerations", "existing toleration can not be modified except its tolerationSeconds")
         )
-    before, after = old.get("activeDeadlineSeconds"), new.get("activeDeadlineSeconds")
-    if before is not None and (after is None or after > before):
-        found.append(invalid("spec.activeDeadlineSeconds", after, "must be less than or equal to previous value"))
     return found
 
 

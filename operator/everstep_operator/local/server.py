@@ -162,7 +162,8 @@ class Server:
         given = {"apiVersion": kind.api_version, "kind": kind.kind, **copied(body)}
         self._check_kind(kind, given)
         if (self.store.table(kind.id).get((namespace or "", name))) is None and kind.create_on_update:
-            return self.create(kind, namespace, given, manager)
+            kept = {k: v for k, v in (given.get("metadata") or {}).items() if k not in ("resourceVersion", "uid")}
+            return self.create(kind, namespace, {**given, "metadata": kept}, manager)
         meta = given.get("metadata") or {}
         if not meta.get("resourceVersion") and not kind.unconditional_update:
             self.find(kind, namespace, name)
@@ -229,7 +230,13 @@ class Server:
         subresource: str | None = None,
         managers: Any = None,
     ) -> Stored:
-        """Store `new`, which is checked, or remove the object if nothing holds it any more."""
+        """Store `new`, which is checked, or remove the object if `new` takes away the last that held it."""
+        meta = new["metadata"]
+        if "deletionTimestamp" in meta and not meta.get("finalizers") and not meta.get("deletionGracePeriodSeconds"):
+            # Deleted as it was: watchers never see the state without finalizers, only who sent it does.
+            last = self.remove(kind, old)
+            version = {"resourceVersion": last.meta["resourceVersion"]}
+            return Stored({**new, "metadata": {**meta, **version}}, last.version)
         if managers is None:
             write: Write = (manager, operation, subresource or "", old.raw, new)
             managers, writes = old.managers, (*old.writes, write)
@@ -238,9 +245,6 @@ class Server:
         else:
             writes = ()
         stored = self.store.put(kind.id, new, old, managers, writes)
-        meta = stored.meta
-        if "deletionTimestamp" in meta and not meta.get("finalizers") and not meta.get("deletionGracePeriodSeconds"):
-            return self.remove(kind, stored)
         if meta.get("ownerReferences") != old.meta.get("ownerReferences") or "deletionTimestamp" in meta:
             self.touched(stored.uid)
         return stored
