@@ -251,6 +251,14 @@ async def test_write_that_changes_nothing_makes_no_version(world: World) -> None
     assert patched.metadata.resource_version == made.metadata.resource_version
 
 
+async def test_empty_map_is_an_absent_one_to_a_typed_object(world: World) -> None:
+    made = await world.client.create(CONFIGMAPS, world.namespace, {"metadata": {"name": "c", "labels": {"a": "1"}}})
+    patched = await world.client.merge_patch(CONFIGMAPS, world.namespace, "c", {"data": {"a": None}})
+    replaced = await world.client.replace(CONFIGMAPS, world.namespace, "c", configmap("c", {}, a="1"))
+    versions = {one.metadata.resource_version for one in (made, patched, replaced)}
+    assert versions == {made.metadata.resource_version}
+
+
 async def test_merge_patch_changes_what_it_names_and_null_deletes(world: World) -> None:
     body = configmap("c")
     body["metadata"]["annotations"] = {"a": "1", "b": "2"}

@@ -58,6 +58,20 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same to a typed object, which has no empty list or map apart from an absent one."""
+    if one is other or one == other:
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(same(one.get(key), other.get(key)) for key in one.keys() | other.keys())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one in _EMPTY and other in _EMPTY
+
+
+_EMPTY: tuple[Any, ...] = (None, {}, [])
+
+
 def at_path(value: Any, path: tuple[str, ...]) -> Any:
     """What stands at `path`; None if nothing does."""
     for field in path:

@@ -14,7 +14,7 @@ from typing import Any
 from everstep_operator.kube.wire import rfc3339
 from everstep_operator.local import metadata
 from everstep_operator.local.kinds import BINDINGS, Kind, Kinds
-from everstep_operator.local.merging import at_path, copied, merged, put_at, without_nulls
+from everstep_operator.local.merging import at_path, copied, merged, put_at, same, without_nulls
 from everstep_operator.local.ownership import settle
 from everstep_operator.local.refusals import (
     Refusal,
@@ -211,7 +211,8 @@ class Server:
         self._check_place(kind, namespace, given["metadata"])
         new = kind.prepare(self._isolated(kind, given, old.raw, subresource), old.raw)
         meta = new["metadata"]
-        if new == {**old.raw, "metadata": {k: v for k, v in old.meta.items() if k != "resourceVersion"}}:
+        kept = {**old.raw, "metadata": {k: v for k, v in old.meta.items() if k != "resourceVersion"}}
+        if new == kept or (kind.typed and same(new, kept)):
             if managers is not None and managers != self.settle(kind, old.managers, old.writes):
                 return self.store.put(kind.id, new, old, managers, ())
             return old
