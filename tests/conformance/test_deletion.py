@@ -127,6 +127,17 @@ async def test_pod_that_has_ended_goes_at_once(world: World, phase: str) -> None
     await world.gone(PODS, "w")
 
 
+async def test_pod_that_ends_while_it_is_deleted_waits_for_its_kubelet_all_the_same(world: World) -> None:
+    await world.client.create(PODS, world.namespace, pod("w"))
+    await bind(world, "w")
+    await world.client.delete(PODS, world.namespace, "w", grace_seconds=20)
+    await world.client.patch_status(PODS, world.namespace, "w", {"phase": "Succeeded"})
+    await world.client.delete(PODS, world.namespace, "w", grace_seconds=5)
+    assert (await world.client.get(PODS, world.namespace, "w")).metadata.deletion_grace_period_seconds == 5
+    await world.client.delete(PODS, world.namespace, "w", grace_seconds=0)
+    await world.gone(PODS, "w")
+
+
 async def test_pod_is_bound_once(world: World) -> None:
     await world.client.create(PODS, world.namespace, pod("w"))
     await bind(world, "w")

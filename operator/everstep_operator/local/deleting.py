@@ -69,12 +69,15 @@ def _grace(kind: Kind, old: Stored, asked: int | None) -> int:
     """Seconds that the object may live on. A pod that no kubelet runs, or that has ended, gets none."""
     if not kind.graceful:
         return 0
+    if asked is not None and asked < 0:
+        asked = 1
+    if pending := old.meta.get("deletionGracePeriodSeconds"):
+        # Begun: it can be made shorter, and what became of the pod meanwhile does not count.
+        return int(pending) if asked is None else min(asked, int(pending))
     if not at_path(old.raw, ("spec", "nodeName")) or at_path(old.raw, ("status", "phase")) in ("Succeeded", "Failed"):
         return 0
     if asked is not None:
-        return asked if asked >= 0 else 1
-    if "deletionTimestamp" in old.meta:
-        return int(old.meta["deletionGracePeriodSeconds"])
+        return asked
     configured = at_path(old.raw, ("spec", "terminationGracePeriodSeconds"))
     return DEFAULT_GRACE if configured is None else int(configured)
 
