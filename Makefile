@@ -21,7 +21,7 @@ help:  ## this list
 demo: setup  ## train here with three workers, kill one, scale to four; no cluster, no GPU, no Docker
 	@rm -rf .everstep/demo
 	@$(BIN)/everstep run examples/digits/train.py --workers 3 --out .everstep/demo \
-	  --at 100:kill=1 --at 200:scale=4 -- --steps 400 --every-steps 50
+	  --at 100:kill=1 --at 200:scale=4 -- --steps 300 --every-steps 50 --step-seconds 0.02
 
 setup: .venv.stamp  ## the virtual environment with everything the tests need
 

@@ -150,7 +150,7 @@ def _report(local: LocalRun, out: Path, console: Console, outcome: Outcome) -> N
         console.print(f"failed: {failure.get('message', view.message)}", highlight=False, markup=False, soft_wrap=True)
         for line in failure.get("logLines") or ():
             console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{outcome.name.lower()}; timeline and logs in {os.path.relpath(out)}", highlight=False)
+    console.print(f"{outcome.name.lower()}; timeline and logs in {out}", highlight=False, soft_wrap=True)
 
 
 class Handlers:

@@ -14,10 +14,10 @@ from typing import Any
 
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.wire import Unstructured
-from everstep_operator.local.cluster import MemoryCluster
-from everstep_operator.local.kubelet_sources import CONFIG_MAPS, PODS, SECRETS
-from everstep_operator.local.node import NODES, NodeTiming
-from everstep_operator.local.node_pool import LocalNodes
+from everstep_operator.local.machine.kubelet_sources import CONFIG_MAPS, PODS, SECRETS
+from everstep_operator.local.machine.node import NODES, NodeTiming
+from everstep_operator.local.machine.node_pool import LocalNodes
+from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import SystemClock, cancel
 
 NAMESPACE = "default"

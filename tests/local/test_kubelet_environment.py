@@ -13,9 +13,9 @@ import pytest
 from everstep_operator.kube.client import TokenIdentity
 from everstep_operator.kube.errors import ServerError
 from everstep_operator.kube.wire import ObjectMeta, Unstructured
-from everstep_operator.local.addresses import Addresses
-from everstep_operator.local.cluster import MemoryCluster
-from everstep_operator.local.kubelet_start import Host, Starter
+from everstep_operator.local.machine.addresses import Addresses
+from everstep_operator.local.machine.kubelet_start import Host, Starter
+from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import ManualClock
 
 Start = Callable[..., Any]

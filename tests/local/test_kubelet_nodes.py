@@ -13,12 +13,12 @@ import pytest
 
 from everstep_operator.kube.errors import ServerError
 from everstep_operator.kube.resources import LEASES
-from everstep_operator.local.cluster import MemoryCluster
-from everstep_operator.local.kubelet_report import StatusReporter
-from everstep_operator.local.kubelet_sources import PODS
-from everstep_operator.local.node import NodeTiming
-from everstep_operator.local.node_controller import UNREACHABLE
-from everstep_operator.local.node_pool import LocalNodes
+from everstep_operator.local.machine.kubelet_report import StatusReporter
+from everstep_operator.local.machine.kubelet_sources import PODS
+from everstep_operator.local.machine.node import NodeTiming
+from everstep_operator.local.machine.node_controller import UNREACHABLE
+from everstep_operator.local.machine.node_pool import LocalNodes
+from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import SystemClock, cancel
 
 Start = Callable[..., Any]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from everstep_operator.kube.wire import ObjectMeta, Unstructured
-from everstep_operator.local.kubelet_sources import NotStartable
-from everstep_operator.local.kubelet_start import Starter
+from everstep_operator.local.machine.kubelet_sources import NotStartable
+from everstep_operator.local.machine.kubelet_start import Starter
 
 Start = Callable[..., Any]
 NS = "default"

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from everstep_operator.kube.wire import ObjectMeta, OwnerReference, Unstructured
-from everstep_operator.local.addresses import Addresses, PodHost
-from everstep_operator.local.kubelet_env import PathMap, expand
-from everstep_operator.local.kubelet_status import PodView, Running, Terminated, Waiting, phase, pod_status
-from everstep_operator.local.node_resources import quantity, requests_of
-from everstep_operator.local.node_scheduler import Seat, obstacle, place
-from everstep_operator.local.process_guard import MAX_LINE, Log
-from everstep_operator.local.process_log import last_text, read, tail
-from everstep_operator.local.process_root import LOCK, Root, remove_stale
+from everstep_operator.local.machine.addresses import Addresses, PodHost
+from everstep_operator.local.machine.kubelet_env import PathMap, expand
+from everstep_operator.local.machine.kubelet_status import PodView, Running, Terminated, Waiting, phase, pod_status
+from everstep_operator.local.machine.node_resources import quantity, requests_of
+from everstep_operator.local.machine.node_scheduler import Seat, obstacle, place
+from everstep_operator.local.machine.process_guard import MAX_LINE, Log
+from everstep_operator.local.machine.process_log import last_text, read, tail
+from everstep_operator.local.machine.process_root import LOCK, Root, remove_stale
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HOST = PodHost("ns", "w0", "sub")

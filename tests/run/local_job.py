@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +32,9 @@ class LocalJob(Player):
 
     def __init__(self, folder: Path, store: S3Server | None = None, name: str = "digits") -> None:
         self.folder, self.store, self.name = folder, store, name
-        self.temporary = folder / "t"  # short: a socket's path has a limit
-        self.temporary.mkdir(parents=True)
+        folder.mkdir(parents=True)
+        # Not below `folder`: a socket's path has a limit, and names of tests are long.
+        self.temporary = Path(tempfile.mkdtemp(prefix="everstep-run-"))
         self.out = folder / "out"
         self.process: subprocess.Popen[bytes] | None = None
         self.killed_nodes: list[str] = []
@@ -87,8 +89,11 @@ class LocalJob(Player):
             (answer,) = self.ask("status")
             self._last = answer["view"]
         except ControlError:
-            with contextlib.suppress(FileNotFoundError):
-                self._last = json.loads((self.out / "status.json").read_text())
+            left = self.out / "status.json"
+            if left.exists():
+                self._last = json.loads(left.read_text())
+            elif self.process is not None and self.process.poll() is not None:
+                raise ScenarioError(f"the run ended with exit code {self.process.poll()}\n{self.describe()}") from None
         return self._last
 
     def status(self) -> dict[str, Any]:
@@ -199,7 +204,7 @@ class LocalJob(Player):
         """What the run left behind that it should not have: processes, sockets and temporary files."""
         found = [str(p) for p in self.temporary.rglob("*") if not p.is_dir()]
         found += [str(p) for p in self.temporary.glob("*") if p.name != f"everstep-{os.getuid()}"]
-        mark = str(self.folder).encode()
+        mark = str(self.temporary).encode()
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if (
@@ -211,7 +216,12 @@ class LocalJob(Player):
         return found
 
     def expect_nothing_left(self) -> None:
-        wait_for("nothing is left of the run", lambda: not self.left() or None, 10) if self.left() else None
+        """Whoever was killed last may need a moment to be gone."""
+        try:
+            wait_for("nothing is left", lambda: not self.left(), 10)
+        except ScenarioError:
+            raise ScenarioError(f"left of the run: {self.left()}\n{self.describe()}") from None
+        shutil.rmtree(self.temporary)
 
 
 def command_of(pid: int) -> bytes:

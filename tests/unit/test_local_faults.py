@@ -22,9 +22,9 @@ from everstep_operator.kube.errors import (
     TooManyRequests,
 )
 from everstep_operator.kube.resources import NODES, PODS, SERVICES
-from everstep_operator.local.client import MemoryClient
-from everstep_operator.local.cluster import MemoryCluster
-from everstep_operator.local.faults import (
+from everstep_operator.local.memory.client import MemoryClient
+from everstep_operator.local.memory.cluster import MemoryCluster
+from everstep_operator.local.memory.faults import (
     Break,
     Delay,
     Disconnect,
@@ -38,7 +38,7 @@ from everstep_operator.local.faults import (
     Stale,
     Swap,
 )
-from everstep_operator.local.kinds import CONFIG_MAPS
+from everstep_operator.local.memory.kinds import CONFIG_MAPS
 from everstep_operator.runtime.clock import ManualClock, cancel
 from everstep_operator.runtime.informer import Informer
 

@@ -17,8 +17,8 @@ from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import EVENTS, LEASES, PODS, SERVICES
 from everstep_operator.kube.wire import Pod, controller_uid
-from everstep_operator.local.cluster import MemoryCluster
-from everstep_operator.local.faults import Faults, LoseAnswer, Refuse
+from everstep_operator.local.memory.cluster import MemoryCluster
+from everstep_operator.local.memory.faults import Faults, LoseAnswer, Refuse
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.settings import OperatorSettings

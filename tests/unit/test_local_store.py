@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep_operator.kube.client import EventType
-from everstep_operator.local.refusals import Refusal
-from everstep_operator.local.selectors import parse
-from everstep_operator.local.store import Store
-from everstep_operator.local.watching import Feed
+from everstep_operator.local.memory.refusals import Refusal
+from everstep_operator.local.memory.selectors import parse
+from everstep_operator.local.memory.store import Store
+from everstep_operator.local.memory.watching import Feed
 
 THINGS = ("", "things")
 # (namespace, name, value of the label, or None for a delete)

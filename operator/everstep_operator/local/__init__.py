@@ -1,0 +1,1 @@
+"""Local mode: a Kubernetes API in memory, nodes whose pods are processes, and `everstep run` on top of both."""

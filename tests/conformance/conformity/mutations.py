@@ -13,14 +13,14 @@ from typing import Any
 from unittest.mock import patch
 
 from everstep_operator.kube.client import EventType
-from everstep_operator.local import applying, custom, deleting, merging, server, watching
-from everstep_operator.local.collector import Collector
-from everstep_operator.local.kinds import Kind
-from everstep_operator.local.ownership import Applied
-from everstep_operator.local.schema import Schema
-from everstep_operator.local.server import Server
-from everstep_operator.local.store import Json, Stored, Table
-from everstep_operator.local.watching import Feed, Told
+from everstep_operator.local.memory import applying, custom, deleting, merging, server, watching
+from everstep_operator.local.memory.collector import Collector
+from everstep_operator.local.memory.kinds import Kind
+from everstep_operator.local.memory.ownership import Applied
+from everstep_operator.local.memory.schema import Schema
+from everstep_operator.local.memory.server import Server
+from everstep_operator.local.memory.store import Json, Stored, Table
+from everstep_operator.local.memory.watching import Feed, Told
 
 Mutation = Callable[[], AbstractContextManager[Any]]
 MUTATIONS: dict[str, Mutation] = {}
@@ -60,7 +60,7 @@ def uid_precondition_is_ignored() -> Iterator[None]:
         right(*args, **{**options, "uid": None})
 
     right = deleting.delete
-    with patch("everstep_operator.local.client.delete", delete):
+    with patch("everstep_operator.local.memory.client.delete", delete):
         yield
 
 

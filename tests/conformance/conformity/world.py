@@ -21,7 +21,7 @@ from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.errors import KubeError, NotFound
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.transport import HttpKubeClient
-from everstep_operator.local.cluster import MemoryCluster
+from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import ManualClock, cancel
 
 T = TypeVar("T")

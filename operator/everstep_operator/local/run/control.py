@@ -112,7 +112,8 @@ class ControlServer:
         self._open: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> ControlServer:
-        self._path.unlink(missing_ok=True)
+        for _ in _live():
+            pass  # a look at each removes those of runs that crashed
         self._server = await asyncio.start_unix_server(self._connected, self._path, limit=MAX_LINE)
         return self
 

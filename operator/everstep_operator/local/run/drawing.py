@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import groupby
 
 from everstep_operator.local.run.timeline import Segment, State, Timeline
 
@@ -83,22 +84,24 @@ class _Drawing:
             top = self.top + row * (LANE + GAP)
             yield _text(16, top + LANE / 2 + 4, f"worker {worker}")
             yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top + LANE}" y2="{top + LANE}" stroke="{PALE}"/>'
-            for segment in self.timeline.lanes[worker]:
-                yield from self._segment(segment, top)
+            segments = self.timeline.lanes[worker]
+            for segment in segments:
+                yield self._bar(segment, top)
+            for segment in segments:
+                if segment.ended in ("Failed", "Deleted"):
+                    yield self._cross(segment, top + LANE / 2)
 
-    def _segment(self, segment: Segment, top: float) -> Iterable[str]:
+    def _bar(self, segment: Segment, top: float) -> str:
         begin, end = self.x(segment.begin), self.x(segment.end)
-        colour = COLOURS[segment.state]
         tip = f"{segment.pod}: {segment.state} {segment.begin:.2f} s to {segment.end:.2f} s {segment.ended}".strip()
-        yield (
+        return (
             f'<rect x="{begin}" y="{top + 2}" width="{max(end - begin, 1):.1f}" height="{LANE - 4}" rx="2" '
-            f'fill="{colour}"><title>{_escape(tip)}</title></rect>'
+            f'fill="{COLOURS[segment.state]}"><title>{_escape(tip)}</title></rect>'
         )
-        if segment.ended in ("Failed", "Deleted"):
-            mid = top + LANE / 2
-            yield (
-                f'<path d="M{end - 5} {mid - 5} l10 10 m0 -10 l-10 10" stroke="{FAULT}" stroke-width="2" fill="none"/>'
-            )
+
+    def _cross(self, segment: Segment, y: float) -> str:
+        x = self.x(segment.end)
+        return f'<path d="M{x - 5} {y - 5} l10 10 m0 -10 l-10 10" stroke="{FAULT}" stroke-width="2.5" fill="none"/>'
 
     def _faults(self, bottom: int) -> Iterable[str]:
         for number, action in enumerate(self.timeline.actions):
@@ -133,7 +136,11 @@ class _Drawing:
             logs = [math.log10(loss) for _, loss in points]
             low, high = min(logs), max(logs)
             span = (high - low) or 1.0
-            yield _line([(self.x(at), top + PLOT - PLOT * (math.log10(v) - low) / span) for at, v in points], INK)
+            # A line through a time without steps would show a loss that nobody saw.
+            breaks = [s.end for s in self.timeline.spans]
+            parts = groupby(points, key=lambda p: sum(p[0] >= end for end in breaks))
+            for _, part in parts:
+                yield _line([(self.x(at), top + PLOT - PLOT * (math.log10(v) - low) / span) for at, v in part], INK)
             yield _text(LEFT - 6, top + 10, f"{10**high:.3g}", anchor="end", size=10)
             yield _text(LEFT - 6, top + PLOT, f"{10**low:.3g}", anchor="end", size=10)
 

@@ -19,13 +19,13 @@ from enum import IntEnum
 from pathlib import Path
 
 from everstep.contract import labels
-from everstep.contract.messages import Report
+from everstep.contract.messages import Phase, Report
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import EVENTS, PODS, Resource
 from everstep_operator.kube.wire import Event, Pod, Unstructured
-from everstep_operator.local.cluster import MemoryCluster
-from everstep_operator.local.node_pool import LocalNodes
+from everstep_operator.local.machine.node_pool import LocalNodes
+from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.local.run.history import EventSeen, History, PodSeen, StatusSeen, StepSeen
 from everstep_operator.local.run.job_file import Prepared
 from everstep_operator.local.run.view import EVENTS as EVENTS_SHOWN
@@ -200,8 +200,8 @@ class LocalRun:
 
     def _reported(self, identity: PodIdentity, report: Report) -> None:
         worker = self.worker_of(identity.pod_name)
-        if worker is None or report.step is None:
-            return
+        if worker is None or report.step is None or report.phase in (Phase.START, Phase.RESTORE):
+            return  # what was restored is not a step that this process has taken
         loss = report.metrics.get("loss")
         seen = StepSeen(
             self.seconds, identity.pod_name, worker, report.rank, report.world_size, report.step, loss
