@@ -221,6 +221,8 @@ class LocalRun:
             self._ended.set()
             return
         ready, world = condition(job, "Ready"), job.status.get("world") or {}
+        if not ready:
+            return  # the operator has not seen it yet
         self.history.add(
             StatusSeen(
                 self.seconds,
