@@ -3,7 +3,7 @@
     python benchmarks/local_run.py [--quick] [--json PATH]
 
 The demo is `make demo`'s command in a fresh process: three local workers, one killed, scaled to four. Recovery here is
-the workers' own start (`import torch` twice each, on as many cores as there are); the control plane's part is told apart.
+the workers' own start (`import torch` twice each, on as many cores as there are); the control plane's part is apart.
 """
 
 from __future__ import annotations
