@@ -51,6 +51,14 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
+def command_of(pid: int) -> str:
+    """The command line; empty for a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
 def alive(pid: int) -> bool:
     """Whether the process runs; one that is dead and only not yet waited for does not."""
     try:

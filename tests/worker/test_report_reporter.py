@@ -330,7 +330,8 @@ def test_unusable_url_is_said_once_and_training_goes_on(url: str, caplog: pytest
     for step in range(1, 4):
         reporter.step(step)
     assert reporter.flush(5)
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    # The reporter of an earlier test may still be trying, and say so here.
+    assert [r.levelname for r in caplog.records if url in r.getMessage()] == ["WARNING"]
 
 
 def test_environment_names_the_process() -> None:
