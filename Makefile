@@ -23,9 +23,9 @@ demo: setup  ## train here with three workers, kill one, scale to four; no clust
 	@$(BIN)/everstep run examples/digits/train.py --workers 3 --out .everstep/demo \
 	  --at 100:kill=1 --at 200:scale=4 -- --steps 300 --every-steps 50 --step-seconds 0.02
 
-setup: .venv.stamp  ## the virtual environment with everything the tests need
+setup: $(VENV)/.stamp  ## the virtual environment with everything the tests need
 
-.venv.stamp: pyproject.toml
+$(VENV)/.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(EXTRAS)]'
@@ -63,4 +63,4 @@ cluster-down: ## take the test cluster down
 	$(PYTHON) tests/cluster/cluster.py down
 
 clean:  ## remove what make made inside the checkout
-	rm -rf $(VENV) .venv.stamp .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist

@@ -29,12 +29,13 @@ def render(view: View) -> Group:
     for row in view.workers:
         state = Text(row.state, STYLES.get(row.state, ""))
         cells = (_shown(row.rank), _shown(row.step), str(row.restarts), row.pod, _shown(row.pid))
-        table.add_row(str(row.worker), row.node, state, *cells)
+        table.add_row(str(row.worker), row.node, state, *map(Text, cells))
     events = Table(box=None, pad_edge=False, show_header=False)
     for event in view.events:
         style = "red" if event.type == "Warning" else ""
-        events.add_row(Text(event.at, "dim"), Text(event.reason, style), event.message)
-    return Group(head, table, events)
+        # As text: a message of the program may look like markup.
+        events.add_row(Text(event.at, "dim"), Text(event.reason, style), Text(event.message))
+    return Group(head, Text(view.message, "dim"), table, events)
 
 
 class Plain:
@@ -44,12 +45,11 @@ class Plain:
         self._console = console
         self._history = history
         self._done = 0
-        self._status = ""
+        self._status = ("", "")
 
     def update(self) -> None:
-        entries = list(self._history)[self._done :]
-        self._done += len(entries)
-        for entry in entries:
+        for entry in self._history.since(self._done):
+            self._done += 1
             for line in self._lines(entry):
                 self._console.print(f"{entry.at:7.1f}s  {line}", highlight=False, markup=False, soft_wrap=True)
 
@@ -59,11 +59,16 @@ class Plain:
                 yield f"{entry.reason}: {entry.message}"
             case ActionTaken():
                 yield f"> {entry.text}"
-            case StatusSeen() if entry.reason != self._status:
-                self._status = entry.reason
+            case StatusSeen() if (status := (entry.reason, _why(entry.message))) != self._status:
+                self._status = status
                 yield f"status {entry.reason}: {entry.message}"
             case _:
                 pass
+
+
+def _why(message: str) -> str:
+    """What a wait is for, without the count of ready workers before it."""
+    return message.partition(": ")[2]
 
 
 def _shown(value: int | None) -> str:

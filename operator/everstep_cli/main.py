@@ -6,7 +6,10 @@ wrong is one line, and the exit code is the job's.
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +43,9 @@ def run(
     nodes: Annotated[int, typer.Option(min=1, max=16, help="Simulated nodes to spread the workers over.")] = 1,
     name: Annotated[str | None, typer.Option(help="Instead of the file's name.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Folder or URL for commits, instead of the file's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the timeline and the logs (.everstep/NAME).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the timeline and the logs (.everstep/NAME-TIME).")
+    ] = None,
     secret: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FILE", help="A Secret from a file of NAME=value lines.")
     ] = None,
@@ -135,8 +140,13 @@ def logs(
 
 
 def _ask(run: str | None, verb: str, **arguments: Any) -> list[dict[str, Any]] | Any:
-    answers = control.ask(control.find(run), verb, **arguments)
-    return answers if verb == "logs" else list(answers)
+    address = control.find(run)
+    answers = control.ask(address, verb, **arguments)
+    if verb == "logs":
+        return answers
+    if not (given := list(answers)):
+        raise control.ControlError(f"run {address.name} has just ended")
+    return given
 
 
 def _done(run: str | None, verb: str, **arguments: Any) -> None:
@@ -146,15 +156,26 @@ def _done(run: str | None, verb: str, **arguments: Any) -> None:
 
 def main() -> None:
     """Entry point of `everstep`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 must not end a run
+    logging.getLogger().addHandler(logging.NullHandler())
     try:
         app()
     except (control.ControlError, JobFileError, FaultError) as e:
         print(f"everstep: {e}", file=sys.stderr)
         sys.exit(USAGE)
     except BrokenPipeError:
+        # Whoever read has gone; what is still buffered must not raise again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(running.INTERRUPTED)
+    except Exception as e:
+        # A defect of ours or of the machine: one line for the person, the rest for whoever mends it.
+        logging.getLogger(__name__).exception("everstep failed")
+        print(f"everstep: {type(e).__name__}: {e}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import PODS
 from everstep_operator.local.run.control import Answer, ControlError, ControlServer, Handler
 from everstep_operator.local.run.drawing import draw, text
-from everstep_operator.local.run.faults import Fault, due, target
-from everstep_operator.local.run.history import ActionTaken
+from everstep_operator.local.run.faults import Fault, changes_world, due, target
 from everstep_operator.local.run.job_file import Asked, Prepared, load, place_checkpoints
 from everstep_operator.local.run.local_run import LocalRun, Options, Outcome, Refused
 from everstep_operator.local.run.timeline import build
@@ -31,10 +31,13 @@ from everstep_operator.main import JOBS
 from everstep_operator.runtime.clock import cancel
 from everstep_operator.telemetry.logs import setup
 
+log = logging.getLogger(__name__)
+
 INTERRUPTED = int(Outcome.INTERRUPTED)
 STORY_SECONDS = 0.1  # from one look whether the next fault is due to the next
 REFRESH = 0.2  # seconds from one drawing of the table to the next
 CELLS = 72
+FAILURE = 60  # last lines of the worker that failed: torchrun says 40 of its own after the program
 SUMMARY = 3  # last lines of rank 0 that are shown at the end
 
 
@@ -57,21 +60,37 @@ def run(
     console = Console()
     for note in prepared.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    with (place / "operator.log").open("w") as log:
-        setup("INFO", log)
+    with (place / "operator.log").open("w", encoding="utf-8") as file:
+        setup("INFO", file)
         return asyncio.run(_run(prepared, Options(place, nodes, asked.secrets), console, plain, story))
 
 
 async def _run(prepared: Prepared, options: Options, console: Console, plain: bool, story: tuple[Fault, ...]) -> int:
     changed = asyncio.Event()
     local = LocalRun(prepared, options, changed.set)
+    try:
+        return await _play(local, prepared, options, console, plain, story, changed)
+    finally:
+        local.close()
+
+
+async def _play(
+    local: LocalRun,
+    prepared: Prepared,
+    options: Options,
+    console: Console,
+    plain: bool,
+    story: tuple[Fault, ...],
+    changed: asyncio.Event,
+) -> int:
     task = asyncio.create_task(local.run())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     handlers = Handlers(local)
     async with ControlServer(prepared.name, handlers.by_verb()):
         shown = asyncio.create_task(_show(local, changed, console, plain or not console.is_terminal))
-        told = asyncio.create_task(_tell(local, handlers, story))
+        waiting = deque(story)
+        told = asyncio.create_task(_tell(local, handlers, waiting))
         try:
             outcome = await task
         except asyncio.CancelledError:
@@ -81,26 +100,34 @@ async def _run(prepared: Prepared, options: Options, console: Console, plain: bo
             return 2
         finally:
             await cancel(shown, told)
-    _report(local, options.out, console, outcome)
+    for fault in waiting:
+        console.print(f"note: --at {fault} never came due", highlight=False, markup=False)
+    try:
+        _report(local, options.out, console, outcome)
+    except Exception as e:
+        # The run's outcome is what counts, whatever happens to its picture.
+        log.exception("the report failed")
+        print(f"everstep: the report could not be written: {e}", file=sys.stderr)
     return int(outcome)
 
 
-async def _tell(local: LocalRun, handlers: Handlers, story: tuple[Fault, ...]) -> None:
-    """Do each of the faults when its moment has come."""
+async def _tell(local: LocalRun, handlers: Handlers, waiting: deque[Fault]) -> None:
+    """Do each of the faults when its moment has come; those that have not come are left in `waiting`."""
     round_before = 0
-    while story:
+    while waiting:
         await asyncio.sleep(STORY_SECONDS)
         view = local.view()
-        if view is None or (fault := due(story, view, round_before)) is None:
+        if view is None or (fault := due(tuple(waiting), view, round_before)) is None:
             continue
         pod = target(fault, view)
         try:
             async for _ in handlers.do(fault, pod):
                 pass
         except ControlError as e:
-            logging.getLogger(__name__).warning("a fault of the story came to nothing: %s", e)
-            continue
-        round_before, story = view.round, story[1:]
+            local.did(f"--at {fault}: {e}")
+        else:
+            round_before = view.round if changes_world(fault, view) else round_before
+        waiting.popleft()
 
 
 async def _show(local: LocalRun, changed: asyncio.Event, console: Console, plain: bool) -> None:
@@ -139,18 +166,25 @@ def _report(local: LocalRun, out: Path, console: Console, outcome: Outcome) -> N
     title = f"{local.job.name}: {timeline.outcome} after {timeline.seconds:.1f} s"
     (out / "timeline.svg").write_text(draw(timeline, title), "utf-8")
     console.print(text(timeline, CELLS), highlight=False, markup=False, soft_wrap=True)
-    if view is not None and view.workers:
-        last = next((w for w in view.workers if w.rank == 0), view.workers[0])
-        with contextlib.suppress(OSError):
-            lines = (out / "logs" / f"{last.pod}.log").read_text("utf-8").splitlines()[-SUMMARY:]
-            for line in lines:
-                console.print(line.partition(" ")[2], highlight=False, markup=False, soft_wrap=True)
-    if outcome is Outcome.FAILED and view is not None:
+    if view is not None and outcome is Outcome.FAILED:
         failure = view.raw_status.get("failure") or {}
-        console.print(f"failed: {failure.get('message', view.message)}", highlight=False, markup=False, soft_wrap=True)
-        for line in failure.get("logLines") or ():
+        for line in _tail(out, str(failure.get("pod", "")), FAILURE) or failure.get("logLines") or ():
             console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"failed: {failure.get('message', view.message)}", highlight=False, markup=False, soft_wrap=True)
+    elif view is not None and view.workers:
+        last = next((w for w in view.workers if w.rank == 0), view.workers[0])
+        for line in _tail(out, last.pod, SUMMARY):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{outcome.name.lower()}; timeline and logs in {out}", highlight=False, soft_wrap=True)
+
+
+def _tail(out: Path, pod: str, count: int) -> list[str]:
+    """The last lines of a worker's log, without their times; none if there is no such log."""
+    try:
+        with (out / "logs" / f"{pod}.log").open(encoding="utf-8", errors="replace") as file:
+            return [line.rstrip("\n").partition(" ")[2] for line in deque(file, count)]
+    except OSError:
+        return []
 
 
 class Handlers:
@@ -187,7 +221,7 @@ class Handlers:
                 return self.kill_operator({})
 
     def _did(self, what: str, worker: int | None = None) -> Answer:
-        self._local.history.add(ActionTaken(self._local.seconds, what, worker))
+        self._local.did(what, worker)
         return {"done": what}
 
     def _pod(self, request: dict[str, Any]) -> str:

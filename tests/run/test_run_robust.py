@@ -46,6 +46,20 @@ def test_run_with_a_kill_at_a_random_moment_completes_with_the_right_parameters(
     job.expect_restarts("infrastructure", 1)
 
 
+def test_two_runs_of_one_name_at_once_do_not_meet(new_job: Callable[..., LocalJob]) -> None:
+    first, second = new_job(), new_job()
+    for job in (first, second):
+        job.apply(workers=2, steps=200, pause=0.1, every=20)
+    for job in (first, second):
+        job.until_step(20, "checkpoint.lastCommittedStep")
+    first.delete_pod(0)
+    for job in (first, second):
+        job.until_complete()
+        job.expect_undisturbed()
+    first.expect_restarts("infrastructure", 1)
+    second.expect_restarts("total", 0)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_nothing(number: signal.Signals, new_job: Callable[..., LocalJob]) -> None:
     job = new_job()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from everstep.storage import open_store
 from everstep_operator.local.run import control
-from everstep_operator.local.run.faults import Fault, FaultError, due, parse, target
+from everstep_operator.local.run.faults import Fault, FaultError, changes_world, due, parse, target
 from everstep_operator.local.run.job_file import Asked, JobFileError, Prepared, load, place_checkpoints, read_secret
 from everstep_operator.local.run.view import View, WorkerRow
 
@@ -49,6 +50,14 @@ def test_store_whose_secret_is_given_stays(tmp_path: Path) -> None:
     assert job.manifest["spec"]["checkpoint"]["url"] == "s3://everstep/digits"
     assert job.manifest["spec"]["checkpoint"]["secretRef"] == {"name": "s3-credentials"}
     assert job.notes == ()
+
+
+def test_folder_with_a_space_is_a_url_that_the_store_understands(tmp_path: Path) -> None:
+    folder = tmp_path / "my 100% folder"
+    url = placed(EXAMPLE / "trainingjob.yaml", Asked(), folder).manifest["spec"]["checkpoint"]["url"]
+    assert " " not in url
+    open_store(url).put("x", b"y")
+    assert (folder / "x").read_bytes() == b"y"
 
 
 def test_store_that_is_asked_for_replaces_the_jobs(tmp_path: Path) -> None:
@@ -143,6 +152,12 @@ def test_resume_waits_until_the_workers_are_gone() -> None:
     assert due(story, view(5, status="Suspended", workers=0), 0) == story[0]
 
 
+def test_only_what_makes_a_new_round_is_waited_for() -> None:
+    changing = {"kill=1": True, "scale=3": True, "scale=2": False, "kill-operator": False, "suspend": True}
+    changing |= {"kill-node=node-1": True, "kill-node=node-2": False}
+    assert {text: changes_world(parse(f"1:{text}"), view(1)) for text in changing} == changing
+
+
 def test_target_is_the_workers_newest_pod() -> None:
     assert target(Fault(0, "kill", "1"), view(1, round_=3)) == "j-w1-2"
     assert target(Fault(0, "kill", "7"), view(1)) is None
@@ -204,7 +219,7 @@ def test_socket_of_a_run_that_crashed_is_removed_and_said_so(runtime: Path) -> N
     stale = control.folder() / "1-job.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(stale))
-    with pytest.raises(control.ControlError, match="no local run named 'job' on this machine; start one"):
+    with pytest.raises(control.ControlError, match=r"no local run named 'job' in .*; start one"):
         control.find("job")
     assert not stale.exists()
 

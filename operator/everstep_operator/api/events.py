@@ -55,6 +55,22 @@ _NORMAL = frozenset(
 )
 
 
+# Words of the API that this version does not say yet.
+NOT_YET = frozenset(
+    {
+        EventReason.NODE_EXCLUDED,
+        EventReason.QUORUM_LOST,
+        EventReason.INSUFFICIENT_CAPACITY,
+        EventReason.PREEMPTION_NOTICED,
+        EventReason.CHECKPOINT_CORRUPT,
+        EventReason.RESTORED_FROM_CHECKPOINT,
+        EventReason.HANG_DETECTED,
+        EventReason.STRAGGLER_DETECTED,
+        EventReason.STORAGE_LACKS_CONDITIONAL_WRITE,
+    }
+)
+
+
 def event_type(reason: EventReason) -> EventType:
     """The type that an event with this reason has."""
     return EventType.NORMAL if reason in _NORMAL else EventType.WARNING

@@ -230,7 +230,8 @@ def _verdict(
     """The Ready condition of a round that stands."""
     job, size = snapshot.job, snapshot.job.status.world.size
     if job.spec.suspend:
-        return Verdict(ReadyReason.SUSPENDED, "spec.suspend is true: no workers")
+        left = f"{len(snapshot.pods)} are ending" if snapshot.pods else "no workers"
+        return Verdict(ReadyReason.SUSPENDED, f"spec.suspend is true: {left}")
     before = job.status.condition(ConditionType.READY)
     reason_before = before.reason if before is not None else None
     message = f"{ready}/{size} ready"

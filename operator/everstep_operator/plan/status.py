@@ -129,7 +129,7 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
     reason, message = verdict.reason, verdict.message[:MAX_MESSAGE]
     running = reason in (ReadyReason.RUNNING, ReadyReason.RUNNING_DEGRADED)
     over = reason in (ReadyReason.COMPLETE, ReadyReason.FAILED)
-    settled = running or over or reason is ReadyReason.SUSPENDED
+    settled = running or over or (reason is ReadyReason.SUSPENDED and not snapshot.pods)
     wanted: dict[ConditionType, tuple[bool, str, str]] = {
         ConditionType.READY: (running or reason is ReadyReason.COMPLETE, reason, message),
         ConditionType.RECONCILING: (not settled, reason, message),

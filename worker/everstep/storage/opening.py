@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from everstep.storage.base import ObjectStore
 from everstep.storage.errors import StoreUnusable
@@ -20,7 +21,7 @@ _memory_lock = threading.Lock()
 
 
 def open_store(url: str, options: Mapping[str, Any] | None = None, *, single_committer: bool = False) -> ObjectStore:
-    """The store below `url`: a path, `file://`, `memory://NAME` (this process only) or any fsspec URL.
+    """The store below `url`: a path, `file://` (%-encoded), `memory://NAME` (this process only) or any fsspec URL.
 
     Opening does no I/O. Raises `StoreUnusable` for an empty URL or a scheme that cannot be used.
     """
@@ -33,7 +34,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, *, single_com
         case "file" | "local":
             if not rest.startswith("/"):
                 raise StoreUnusable(f"{url}: a file URL needs an absolute path, as in file:///path")
-            return LocalStore(rest)
+            return LocalStore(unquote(rest))
         case "memory":
             with _memory_lock:
                 return _memory.setdefault(rest, MemoryStore(rest))

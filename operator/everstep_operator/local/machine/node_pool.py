@@ -104,6 +104,10 @@ class LocalNodes:
         finally:
             self._root.close()
 
+    def close(self) -> None:
+        """Remove the folder; `run` does so at its end."""
+        self._root.close()
+
     def kill(self, node: str) -> None:
         """Pull the plug of a node. Raises KeyError."""
         self._nodes[node].kill()

@@ -42,9 +42,12 @@ class Root:
         self.close()
 
     def close(self) -> None:
+        if self._lock < 0:
+            return
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self._lock)
+        self._lock = -1
 
 
 def remove_stale(parent: Path) -> tuple[Path, ...]:

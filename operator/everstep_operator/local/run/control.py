@@ -23,6 +23,7 @@ from typing import Any
 MAX_LINE = 64 * 1024
 REQUEST_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
 MAX_SOCKET_PATH = 100  # bytes: sockaddr_un has 108 on Linux and 104 on macOS
 
 Answer = dict[str, Any]
@@ -63,7 +64,7 @@ def find(name: str | None = None) -> RunAddress:
         return chosen[-1]
     others = f"; running: {', '.join(sorted(run.name for run in live))}" if live else ""
     what = f"no local run named {name!r}" if name is not None else "no local run"
-    raise ControlError(f"{what} on this machine{others or '; start one with `everstep run`'}")
+    raise ControlError(f"{what} in {folder()}{others or '; start one with `everstep run`'}")
 
 
 def _live() -> Iterator[RunAddress]:
@@ -76,9 +77,11 @@ def _live() -> Iterator[RunAddress]:
             try:
                 began = path.stat().st_mtime
                 probe.connect(str(path))
-            except OSError:
-                path.unlink(missing_ok=True)
+            except (ConnectionRefusedError, FileNotFoundError):
+                path.unlink(missing_ok=True)  # its run has crashed
                 continue
+            except OSError:
+                continue  # it may only be busy
         yield RunAddress(match[2], int(match[1]), path, began)
 
 
@@ -89,13 +92,16 @@ def ask(address: RunAddress, verb: str, **arguments: Any) -> Iterator[Answer]:
         try:
             connection.connect(str(address.path))
             connection.sendall(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
-            connection.settimeout(None)  # a followed log speaks when there is something to say
+            # A followed log speaks when there is something to say.
+            connection.settimeout(None if arguments.get("follow") else ANSWER_SECONDS)
             with connection.makefile("rb") as lines:
                 for line in lines:
                     answer = json.loads(line)
                     if "error" in answer:
                         raise ControlError(answer["error"])
                     yield answer
+        except TimeoutError as e:
+            raise ControlError(f"run {address.name} does not answer; is it stopped?") from e
         except (OSError, ValueError) as e:
             raise ControlError(f"run {address.name} went away: {e}") from e
 

@@ -25,6 +25,9 @@ class Fault:
     action: str
     argument: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.step}:{self.action}" + (f"={self.argument}" if self.argument else "")
+
 
 def parse(text: str) -> Fault:
     """`120:kill=1` and the like."""
@@ -45,6 +48,19 @@ def due(faults: tuple[Fault, ...], view: View, round_before: int) -> Fault | Non
     step = max((row.step for row in view.workers if row.step is not None), default=0)
     trains = view.status == "Running" and view.round > round_before
     return first if trains and step >= first.step else None
+
+
+def changes_world(fault: Fault, view: View) -> bool:
+    """Whether a new round follows, which the next fault has to wait for."""
+    match fault.action:
+        case "kill-operator":
+            return False
+        case "scale":
+            return int(fault.argument) != view.size
+        case "kill-node":
+            return any(row.node == fault.argument for row in view.workers)
+        case _:
+            return True
 
 
 def target(fault: Fault, view: View) -> str | None:

@@ -94,6 +94,10 @@ class History:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
 
+    def since(self, index: int) -> list[Entry]:
+        """The entries from the `index`-th on."""
+        return self._entries[index:]
+
     def __len__(self) -> int:
         return len(self._entries)
 

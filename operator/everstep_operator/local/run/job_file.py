@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -18,6 +19,8 @@ from everstep.contract import labels
 
 MAX_FILE = 4 * 1024 * 1024  # bytes; the API server takes no more than 3 MiB
 MAX_NAME = 48
+MAX_VALUES = 100_000  # of a document, each counted as often as an alias repeats it
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 class JobFileError(Exception):
@@ -62,6 +65,13 @@ def load(path: Path, arguments: Sequence[str], asked: Asked) -> Prepared:
     metadata = manifest["metadata"]
     metadata["name"] = asked.name or metadata.get("name") or ""
     metadata.setdefault("namespace", "default")
+    name = metadata["name"]
+    # Checked here already: it names files and a socket before the cluster is asked.
+    if not isinstance(name, str) or len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise JobFileError(
+            f"{path}: metadata.name: {str(name)[:60]!r} is not a name of at most {MAX_NAME} lower-case letters, digits "
+            "and dashes that begins with a letter; --name gives another"
+        )
     if asked.workers is not None and isinstance(manifest.get("spec"), dict):
         manifest["spec"]["replicas"] = asked.workers
     return Prepared(manifest, path.resolve().parent)
@@ -84,8 +94,11 @@ def _of_yaml(path: Path) -> dict[str, Any]:
         raise JobFileError(f"{path}: more than {MAX_FILE} bytes; this is no TrainingJob")
     try:
         documents = [d for d in yaml.safe_load_all(path.read_text("utf-8")) if d is not None]
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise JobFileError(f"{path}: not YAML: {e}") from e
+    except OSError as e:
+        raise JobFileError(f"{path}: cannot be read: {e.strerror}") from e
+    _require_bounded(path, documents)
     jobs = [d for d in documents if isinstance(d, dict) and d.get("kind") == labels.KIND]
     if len(jobs) != 1:
         raise JobFileError(f"{path}: {len(jobs)} documents of kind {labels.KIND}; give a file with exactly one")
@@ -93,6 +106,20 @@ def _of_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(job.get("metadata"), dict):
         raise JobFileError(f"{path}: metadata: must be an object with a name")
     return job
+
+
+def _require_bounded(path: Path, documents: list[Any]) -> None:
+    """Aliases make a small file a large value; nobody below may have to expand it."""
+    left, waiting = MAX_VALUES, [*documents]
+    while waiting:
+        value = waiting.pop()
+        left -= 1
+        if left < 0:
+            raise JobFileError(f"{path}: more than {MAX_VALUES} values with its aliases expanded")
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
 
 
 def place_checkpoints(job: Prepared, asked: Asked, folder: Path) -> Prepared:
@@ -114,11 +141,13 @@ def place_checkpoints(job: Prepared, asked: Asked, folder: Path) -> Prepared:
         checkpoint["url"] = _url(str(folder))
     if name is not None and name not in asked.secrets:
         del checkpoint["secretRef"]
+        if asked.checkpoint is not None:
+            notes += (f"Secret {name} is not here (--secret {name}=FILE gives it): commits go without it",)
     return replace(job, manifest={**job.manifest, "spec": {**spec, "checkpoint": checkpoint}}, notes=notes)
 
 
 def _url(place: str) -> str:
-    return place if "://" in place else f"file://{Path(place).resolve()}"
+    return place if "://" in place else f"file://{quote(str(Path(place).resolve()))}"
 
 
 def read_secret(path: Path) -> dict[str, str]:

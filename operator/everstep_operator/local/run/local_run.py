@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import secrets
 import socket
@@ -26,7 +27,7 @@ from everstep_operator.kube.resources import EVENTS, PODS, Resource
 from everstep_operator.kube.wire import Event, Pod, Unstructured
 from everstep_operator.local.machine.node_pool import LocalNodes
 from everstep_operator.local.memory.cluster import MemoryCluster
-from everstep_operator.local.run.history import EventSeen, History, PodSeen, StatusSeen, StepSeen
+from everstep_operator.local.run.history import ActionTaken, EventSeen, History, PodSeen, StatusSeen, StepSeen
 from everstep_operator.local.run.job_file import Prepared
 from everstep_operator.local.run.view import EVENTS as EVENTS_SHOWN
 from everstep_operator.local.run.view import EventRow, View, clock_time, condition, view
@@ -43,7 +44,6 @@ OPERATOR_NAMESPACE = "everstep-system"
 SECRETS = Resource("", "v1", "secrets", "Secret", Unstructured)
 LEASE_SECONDS = 3
 LOG_SECONDS = 5.0  # for the last lines of the workers' logs, after the job has ended
-PODS_GONE_SECONDS = 40.0  # a pod's default grace and what a kubelet needs
 
 
 class Outcome(IntEnum):
@@ -90,6 +90,8 @@ class LocalRun:
         self._steps: dict[str, StepSeen] = {}
         self._events: deque[EventRow] = deque(maxlen=EVENTS_SHOWN)
         self._ended = asyncio.Event()
+        self._last = Unstructured()  # the job as it was seen last: it may be deleted as soon as it has ended
+        self._restarting = asyncio.Lock()
         self._logs: dict[str, asyncio.Task[None]] = {}
         rng = random.SystemRandom().random
         namespace = job.namespace
@@ -125,7 +127,7 @@ class LocalRun:
             await self._finish()
         finally:
             await cancel(ended, self._operator, *machinery, *self._logs.values())
-        complete = condition(self._job(), "Complete").get("status") == "True"
+        complete = condition(self._last, "Complete").get("status") == "True"
         return Outcome.COMPLETE if complete else Outcome.FAILED
 
     async def _submit(self) -> None:
@@ -163,13 +165,23 @@ class LocalRun:
 
     async def restart_operator(self) -> None:
         """Kill the operator and start another; the job's processes are not touched."""
-        await cancel(self._operator)
-        self.start_operator()
+        async with self._restarting:
+            await cancel(self._operator)
+            self.start_operator()
+
+    def close(self) -> None:
+        """Remove what was made for a run that never ran."""
+        self.nodes.close()
 
     async def _finish(self) -> None:
-        """The job has ended: its pods stop in order, and the last lines of their logs are kept."""
+        """The job has ended: the last lines of its workers' logs are kept."""
         if self._logs:
             await asyncio.wait(self._logs.values(), timeout=LOG_SECONDS)
+        self._changed()
+
+    def did(self, what: str, worker: int | None = None) -> None:
+        """Note what a person, or the story of this run, has done."""
+        self.history.add(ActionTaken(self.seconds, what, worker))
         self._changed()
 
     def view(self) -> View | None:
@@ -189,7 +201,7 @@ class LocalRun:
         return worker.index if worker is not None else None
 
     def _job(self) -> Unstructured:
-        return self._jobs.get(self.job.namespace, self.job.name) or Unstructured()
+        return self._jobs.get(self.job.namespace, self.job.name) or self._last
 
     def _pid(self, pod: Pod) -> int | None:
         with contextlib.suppress(KeyError):
@@ -203,6 +215,7 @@ class LocalRun:
         if worker is None or report.step is None or report.phase in (Phase.START, Phase.RESTORE):
             return  # what was restored is not a step that this process has taken
         loss = report.metrics.get("loss")
+        loss = loss if loss is not None and math.isfinite(loss) else None
         seen = StepSeen(
             self.seconds, identity.pod_name, worker, report.rank, report.world_size, report.step, loss
         )  # fmt: skip
@@ -220,6 +233,7 @@ class LocalRun:
         if isinstance(delta, Deleted):
             self._ended.set()
             return
+        self._last = job
         ready, world = condition(job, "Ready"), job.status.get("world") or {}
         if not ready:
             return  # the operator has not seen it yet
@@ -260,7 +274,10 @@ class LocalRun:
 
     async def _keep_log(self, namespace: str, pod: str) -> None:
         """Copy the pod's log to the output folder while it is written: the pod's own goes with the pod."""
-        with contextlib.suppress(KeyError), (self.options.out / "logs" / f"{pod}.log").open("w") as file:
+        with (
+            contextlib.suppress(KeyError),
+            (self.options.out / "logs" / f"{pod}.log").open("w", encoding="utf-8") as file,
+        ):
             async for line in self.nodes.logs(namespace, pod, follow_=True):
                 file.write(f"{line.time} {line.text}\n")
                 file.flush()

@@ -1,0 +1,157 @@
+"""The command line as a person meets it: one line for what is wrong, never a traceback, whatever the input."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from everstep_cli.console import Plain, render
+from everstep_operator.local.run import control
+from everstep_operator.local.run.history import ActionTaken, EventSeen, History, StatusSeen
+from everstep_operator.local.run.view import EventRow, View, WorkerRow
+
+GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"
+
+
+def everstep(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
+    return subprocess.run(
+        [sys.executable, "-m", "everstep_cli.main", *arguments],
+        check=False,
+        cwd=folder,
+        env={**clean, "TMPDIR": str(folder), **environment},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=60,
+    )
+
+
+def job(name: str = "digits", **spec: object) -> str:
+    fields = "".join(f"\n  {k}: {v}" for k, v in spec.items())
+    return f"""apiVersion: everstep.dev/v1alpha1
+kind: TrainingJob
+metadata: {{name: {name}}}
+spec:{fields}
+  template: {{spec: {{containers: [{{name: worker, image: x, command: [torchrun, t.py]}}]}}}}
+"""
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{c}: &{c} [{','.join(f'*{b}' for _ in range(10))}]\n" for b, c in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (job(replicas=0), "spec.replicas"),
+        (job(replicas="two"), "spec.replicas"),
+        (job(surprise=1, replicas=1, rendezvous="{backend: etcd}"), "spec.rendezvous"),
+        (job("a/b", replicas=1), "metadata.name: 'a/b' is not a name"),
+        (job("../../x", replicas=1), "metadata.name: '../../x' is not a name"),
+        (job("x" * 300, replicas=1), "metadata.name"),
+        (job("2020-13-45", replicas=1), "not YAML"),
+        ("kind: TrainingJob\nmetadata: {name: x}\n" + BOMB, "more than 100000 values"),
+        ("kind: TrainingJob\nmetadata: {name: x}\nspec: 3\n", "spec"),
+        ("\x00", "not YAML"),
+    ],
+)
+def test_job_that_cannot_run_is_refused_in_words_and_leaves_nothing(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(content)
+    done = everstep(tmp_path, "run", "job.yaml", "--plain")
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert list(tmp_path.glob("everstep-*/*")) == []
+    assert [p for p in tmp_path.glob("everstep-*") if p.name != f"everstep-{os.getuid()}"] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "missing.yaml"),
+        ("run", "job.yaml", "--out", "job.yaml"),
+        ("run", "job.yaml", "--at", "nonsense"),
+        ("run", "job.yaml", "--secret", "x=missing"),
+        ("status",),
+        ("kill", "w0"),
+        ("kill",),
+        ("scale", "3"),
+        ("logs", "w0"),
+    ],
+)
+def test_command_that_cannot_be_done_says_so_in_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(job(replicas=1))
+    done = everstep(tmp_path, *arguments)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.startswith("everstep: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_script_that_fails_is_told_with_its_own_words_and_exit_code_1(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('the data set is empty')\n")
+    (tmp_path / "job.yaml").write_text(job(replicas=1, recovery="{maxRestarts: 0}").replace("t.py", "train.py"))
+    done = everstep(tmp_path, "run", "job.yaml", "--plain", "--out", "out", PYTHONIOENCODING="ascii")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ValueError: the data set is empty" in done.stdout
+    assert "failed; timeline and logs in out" in done.stdout
+
+
+def view(message: str) -> View:
+    rows = (WorkerRow(0, "j-w0-0", "node-1", "training", 0, 5, 0, 77),)
+    events = (EventRow("12:00:00", "Warning", "JobFailed", message),)
+    return View("j", "Failed", message, 1, 1, 5, 9, None, 0, "", rows, events, {})
+
+
+@pytest.mark.parametrize("message", [GLOO, "[bold]not bold[/bold]", "[/]", "a [x] b"])
+def test_message_that_looks_like_markup_is_shown_as_it_is(message: str) -> None:
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(render(view(message)))
+    assert console.export_text().count(message) == 2
+
+
+def test_plain_lines_tell_why_a_job_waits_and_only_when_that_changes() -> None:
+    history = History(
+        [
+            StatusSeen(0.1, "WaitingForQuorum", "1/64 ready", 1, 64),
+            StatusSeen(0.2, "WaitingForQuorum", "2/64 ready", 1, 64),
+            StatusSeen(0.3, "WaitingForQuorum", "16/64 ready: worker 16 cannot be scheduled: too many pods", 1, 64),
+            ActionTaken(0.4, "scale to 16"),
+            EventSeen(0.5, "Normal", "WorldFormed", GLOO),
+        ]
+    )
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    lines = Plain(console, history)
+    lines.update()
+    lines.update()
+    assert console.export_text().splitlines() == [
+        "    0.1s  status WaitingForQuorum: 1/64 ready",
+        "    0.3s  status WaitingForQuorum: 16/64 ready: worker 16 cannot be scheduled: too many pods",
+        "    0.4s  > scale to 16",
+        f"    0.5s  WorldFormed: {GLOO}",
+    ]
+
+
+async def test_run_that_stands_still_is_told_after_a_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(control, "ANSWER_SECONDS", 0.1)
+
+    async def never(_: object) -> object:
+        await asyncio.Event().wait()
+        yield {}
+
+    def ask() -> list[object]:
+        return list(control.ask(control.find("job"), "status"))
+
+    async with control.ControlServer("job", {"status": never}):  # type: ignore[dict-item]
+        with pytest.raises(control.ControlError, match="does not answer; is it stopped"):
+            await asyncio.to_thread(ask)
