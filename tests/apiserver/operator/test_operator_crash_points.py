@@ -107,7 +107,8 @@ def expected(uid: str) -> dict[str, Any]:
         "conditions": {
             "Ready": ("True", "Complete"), "Reconciling": ("False", "Complete"), "Stalled": ("False", "Complete"),
             "QuorumReached": ("False", "Waiting"), "Recovering": ("False", "Complete"),
-            "Resizing": ("False", "Complete"), "Complete": ("True", "Complete"), "Failed": ("False", "Complete"),
+            "Resizing": ("False", "Complete"), "Suspended": ("False", "Complete"),
+            "Complete": ("True", "Complete"), "Failed": ("False", "Complete"),
         },
         "failure": None,
     }  # fmt: skip
