@@ -220,6 +220,8 @@ def test_injected_settings_are_what_torchrun_itself_reads() -> None:
     assert (backend, endpoint) == ("c10d", "digits-w0-2.digits-workers.team-a.svc:29400")
     assert (restarts, interval, address) == (0, 0.1, "10.0.0.7")
     assert conf["is_host"] in ("0", 0, False)
+    # Case 66: with torchrun's store shared, keys of an earlier attempt meet the next one.
+    assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert {
         k: int(v) for k, v in conf.items() if k in ("join_timeout", "last_call_timeout", "keep_alive_interval")
     } == {

@@ -368,5 +368,6 @@ def _fail(snapshot: Snapshot, current: dict[int, WorkerPod], failed: _Failed) ->
         failure=failure,
         finished_at=snapshot.now,
     )
-    event = Event(failed.event, failure.message, warning=True)
+    # An event's reason stands beside its message: said once.
+    event = Event(failed.event, failed.message if failed.reason == failed.event else failure.message, warning=True)
     return Plan(ended, lifecycle.clean_up(snapshot), (event,), publish=True, reason=failure.message)
