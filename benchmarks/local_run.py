@@ -67,8 +67,11 @@ def sample() -> dict[str, float]:
 
 def replaced(entries: list[Entry], kill: ActionTaken) -> float:
     """When the last worker of the next round ran."""
-    runs = {e.pod: e.at for e in entries if isinstance(e, PodSeen) and e.round == 2 and e.phase == "Running"}
-    return max(at for at in runs.values() if at > kill.at)
+    first: dict[str, float] = {}
+    for e in entries:
+        if isinstance(e, PodSeen) and e.round == 2 and e.phase == "Running" and e.at > kill.at:
+            first.setdefault(e.pod, e.at)
+    return max(first.values())
 
 
 def main() -> int:
