@@ -176,6 +176,9 @@ class History:
             return decided  # the compare-and-swap is refused, and the pass ends
         newest = {uid: p for uid, p in self.world.pods.items() if p.round >= before.world.round}
         self.world.apply(decided, stop_after)
+        if not writes:
+            # A status that the plan leaves as it saw it is not written: it may be older than what is there.
+            self.world.status = before
         if self.world.status != before:
             self.version += 1
             self.charged_once(before.restarts, self.world.status.restarts, before, self.world.status)
