@@ -186,7 +186,7 @@ class LocalRun:
 
     def view(self) -> View | None:
         """What to show now; None until the job is seen."""
-        job = self._job()
+        job = self._last
         if not job.metadata.uid:
             return None
         pods = [p for p in self._pods.list() if p.metadata.labels.get(labels.JOB) == self.job.name]
@@ -199,9 +199,6 @@ class LocalRun:
         found = self._pods.get(self.job.namespace, pod)
         worker = observe.worker_pod(found) if found is not None else None
         return worker.index if worker is not None else None
-
-    def _job(self) -> Unstructured:
-        return self._jobs.get(self.job.namespace, self.job.name) or self._last
 
     def _pid(self, pod: Pod) -> int | None:
         with contextlib.suppress(KeyError):
