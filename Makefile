@@ -43,9 +43,10 @@ unit: setup  ## tests that need no server
 # prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/pytest -x tests/unit
-	$(BIN)/pytest -x -n 2 --dist loadfile tests/worker tests/model tests/apiserver \
-	  tests/conformance tests/local tests/run
-	$(BIN)/pytest tests/cluster tests/e2e
+	$(BIN)/pytest -x -n 2 --dist worksteal -m "not kind" tests/worker tests/model tests/apiserver \
+	  tests/conformance tests/local tests/run tests/cluster
+	$(BIN)/pytest -n 2 --dist worksteal -m "kind and not alone" tests/cluster tests/e2e
+	$(BIN)/pytest -m alone tests/cluster tests/e2e
 
 e2e: setup  ## the scenarios on a real cluster with nodes
 	$(BIN)/pytest tests/e2e

@@ -139,6 +139,7 @@ def test_s3_is_reached_from_a_pod_and_from_this_machine_alike(
     assert "AccessDenied" in got.stdout
 
 
+@pytest.mark.alone
 def test_s3_pod_replaced_keeps_its_objects(kind_cluster: Cluster, namespace: str) -> None:
     bucket = kind_cluster.s3.bucket(f"b-{namespace}")
     kind_cluster.s3.client().put_object(Bucket=bucket, Key="k", Body=b"kept")
@@ -174,6 +175,7 @@ def test_image_built_here_starts_on_every_worker_without_a_registry(
         assert kind_cluster.kubectl("-n", namespace, "exec", f"marked-{node}", "--", "cat", "/mark").stdout == mark
 
 
+@pytest.mark.alone
 def test_worker_node_killed_loses_its_pods_in_seconds_and_comes_back(
     kind_cluster: Cluster, namespace: str, hello: dict[str, str]
 ) -> None:

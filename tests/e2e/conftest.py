@@ -13,13 +13,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from driver import Job
 from install import install
+from testcluster import cache
 from testcluster.handle import Cluster
 
 
 @pytest.fixture(scope="session")
-def installed(kind_cluster: Cluster) -> Cluster:
-    """The operator of this checkout on the cluster, both replicas ready."""
-    install(kind_cluster)
+def installed(kind_cluster: Cluster, testrun_uid: str, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """The operator of this checkout on the cluster, both replicas ready; installed once, by the first process."""
+    done = tmp_path_factory.getbasetemp().parent / f"installed-{testrun_uid}"
+    with cache.lock("e2e-install"):
+        if not done.exists():
+            install(kind_cluster)
+            done.touch()
     return kind_cluster
 
 

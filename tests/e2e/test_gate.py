@@ -57,6 +57,7 @@ def kill_mid_save(job: Job, node: str) -> bool:
 
 
 @pytest.mark.kind
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_node_of_leader_and_worker_0_killed_mid_save_ends_as_undisturbed(
     installed: Cluster, new_job: Callable[..., Job]

@@ -9,10 +9,16 @@ import pytest
 from driver import Job
 
 SCENARIOS = sorted((Path(__file__).resolve().parents[1] / "scenarios").glob("*.txt"))
+SHARED = ("kill-node-of", "kill-operator", "restart-store")  # what these take, another test's job has too
+
+
+def marks(path: Path) -> list[pytest.MarkDecorator]:
+    disturbs = any(line.startswith(SHARED) for line in path.read_text().splitlines())
+    return [pytest.mark.alone] if disturbs else []
 
 
 @pytest.mark.kind
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("path", SCENARIOS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=marks(p)) for p in SCENARIOS])
 def test_scenario_played_ends_as_if_undisturbed(path: Path, new_job: Callable[..., Job]) -> None:
     new_job().play(path.read_text())
