@@ -3,7 +3,7 @@
 Knows nothing of checkpoints, torch or jobs. Invariant: an object is either whole under its name, or not there.
 """
 
-from everstep.storage.base import Data, ObjectInfo, ObjectStore, check_name
+from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, Upload, check_name
 from everstep.storage.errors import (
     AlreadyExists,
     InvalidName,
@@ -12,26 +12,34 @@ from everstep.storage.errors import (
     StorageError,
     StoreUnusable,
     TerminalError,
+    Throttled,
+    Truncated,
 )
 from everstep.storage.memory import MemoryStore
 from everstep.storage.opening import open_store
 from everstep.storage.probe import probe
 from everstep.storage.retry import RetryingStore, RetryPolicy
+from everstep.storage.writer import ObjectWriter
 
 __all__ = [
     "AlreadyExists",
+    "Capabilities",
     "Data",
     "InvalidName",
     "MemoryStore",
     "NotFound",
     "ObjectInfo",
     "ObjectStore",
+    "ObjectWriter",
     "RetryPolicy",
     "RetryableError",
     "RetryingStore",
     "StorageError",
     "StoreUnusable",
     "TerminalError",
+    "Throttled",
+    "Truncated",
+    "Upload",
     "check_name",
     "open_store",
     "probe",

@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from everstep.storage.errors import InvalidName
+from everstep.storage.errors import InvalidName, Truncated
+from everstep.storage.writer import ObjectWriter
 
 Data = bytes | bytearray | memoryview
 
 MAX_NAME = 512
+MAX_PARTS = 10_000  # S3's bound
+PART_SIZE = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -22,6 +25,43 @@ class ObjectInfo:
 
     name: str
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store can do. Known without I/O, so it says what the backend offers, not what the server grants.
+
+    `conditional_create`: `create` and a writer's `commit` are atomic against every other creator. `multipart`: a
+    writer's parts go to the store as they come, so a crash may leave some behind for `sweep_uploads`; without it they
+    wait on the local disk. `parallel_parts`: the parts of one upload may be written in any order and at once.
+    `part_size`: bytes of each part but the last, unless a size hint asks for larger ones.
+    """
+
+    conditional_create: bool = True
+    multipart: bool = True
+    parallel_parts: bool = True
+    writable: bool = True
+    part_size: int = PART_SIZE
+
+
+class Upload(Protocol):
+    """One object on its way to a store, in numbered parts. Nothing is visible before `commit`.
+
+    Every part but the last has exactly `part_size` bytes; the last has 1 to `part_size`. A part may be written again
+    (after a lost answer): the same number means the same bytes. All methods raise `StorageError`.
+    """
+
+    @property
+    def part_size(self) -> int: ...
+
+    def write_part(self, number: int, data: Data) -> None:
+        """Part `number`, from 0. `data` may be reused when this returns. Other threads may write other parts."""
+
+    def commit(self) -> None:
+        """Make the object exist, whole. Raises `AlreadyExists` as `ObjectStore.create` does."""
+
+    def abort(self) -> None:
+        """Remove the parts. Harmless if there are none, or after `commit`."""
 
 
 class ObjectStore(Protocol):
@@ -34,10 +74,15 @@ class ObjectStore(Protocol):
     - `size` is the object's length in bytes, or None if there is none.
     - `list` gives the objects below a folder (`""` or a name that ends in `/`), sorted by name. It may be stale.
     - `delete` removes the object; a missing one is no error.
+
+    A backend inherits from this class and overrides the defaults below where the store can do better.
     """
 
     @property
     def url(self) -> str: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     def create(self, name: str, data: Data) -> None: ...
 
@@ -45,11 +90,51 @@ class ObjectStore(Protocol):
 
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes: ...
 
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill all of `buffer` with the object's bytes from `start`. Raises `NotFound`, and `Truncated` if the object
+        ends before; what the buffer then holds is undefined."""
+        view = memoryview(buffer).cast("B")
+        data = self.get(name, start, start + len(view))
+        if len(data) != len(view):
+            raise truncated(self.url, name, start, len(view), len(data))
+        view[:] = data
+
     def size(self, name: str) -> int | None: ...
 
     def list(self, folder: str = "") -> list[ObjectInfo]: ...
 
     def delete(self, name: str) -> None: ...
+
+    def start_upload(self, name: str, size_hint: int | None = None) -> Upload:
+        """An upload for callers that write parts themselves, from several threads; others use `open_write`.
+
+        `size_hint` is the object's size if it is known: large objects get larger parts. May do I/O.
+        """
+        from everstep.storage.spool import SpooledUpload  # noqa: PLC0415  only stores without multipart need it
+
+        return SpooledUpload(self, check_name(name), part_size_for(self.capabilities.part_size, size_hint))
+
+    def open_write(self, name: str, size_hint: int | None = None) -> ObjectWriter:
+        """A writer whose `commit` has the meaning of `create`. It holds at most one part in memory."""
+        return ObjectWriter(self, check_name(name), self.capabilities.part_size, size_hint)
+
+    def sweep_uploads(self, older_than: float) -> int:
+        """Remove what uploads left behind that were started more than `older_than` seconds ago; how many there were.
+
+        Another process may still be writing a younger one. Stores without leftovers return 0.
+        """
+        return 0
+
+
+def part_size_for(part_size: int, size_hint: int | None) -> int:
+    """Bytes a part such that an object of `size_hint` bytes has at most `MAX_PARTS`, rounded up to whole MiB."""
+    least = -(-(size_hint or 0) // MAX_PARTS)
+    return part_size if least <= part_size else -(-least // 2**20) * 2**20
+
+
+def truncated(url: str, name: str, start: int, wanted: int, got: int) -> Truncated:
+    """The error of an object that ends before what was asked for."""
+    return Truncated(f"{url}: {name} ends after {start + got} bytes; bytes {start} to {start + wanted} were asked for")
 
 
 def check_name(name: str) -> str:

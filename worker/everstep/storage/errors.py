@@ -14,7 +14,16 @@ class StorageError(Exception):
 
 
 class RetryableError(StorageError):
-    """The store did not answer, or asked to come back later. The operation may or may not have happened."""
+    """The store did not answer, or asked to come back later. The operation may or may not have happened.
+
+    `retry_after` is how many seconds the store asked to be left alone, if it said so.
+    """
+
+    retry_after: float | None = None
+
+
+class Throttled(RetryableError):
+    """The store asks for fewer requests (429, 503 SlowDown). The operation has not happened."""
 
 
 class TerminalError(StorageError):
@@ -27,6 +36,10 @@ class AlreadyExists(TerminalError):
 
 class NotFound(TerminalError):
     """No object has this name."""
+
+
+class Truncated(TerminalError):
+    """The object ends before the bytes that were asked for."""
 
 
 class InvalidName(TerminalError):

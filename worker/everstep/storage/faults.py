@@ -1,7 +1,8 @@
 """A store that fails on purpose: the crash and fault tests enumerate its calls.
 
-Each call of the wrapped store has a number from 0. A fault at a number happens before the call, or after it where the
-name says so. Shipped, not test code, so that those who write a backend can put it through the same faults.
+Each call of the wrapped store has a number from 0; the start, each part, the commit and the abort of an upload are
+calls of their own. A fault at a number happens before the call, or after it where the name says so. Shipped, not test
+code, so that those who write a backend can put it through the same faults.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, assert_never
 
-from everstep.storage.base import Data, ObjectInfo, ObjectStore
+from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, Upload
 from everstep.storage.errors import RetryableError
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Tear:
-    """Write only the first half of the bytes under the name, then die: a store without atomic writes."""
+    """Write only the first half of the bytes (of an object, or of a part), then die: a store without atomic writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,9 @@ class DieAfter:
 Fault = Fail | LoseResponse | Delay | Tear | Die | DieAfter
 
 
-class FaultStore:
-    """`inner` with faults by call number. `calls` records every call as `"operation name"`."""
+class FaultStore(ObjectStore):
+    """`inner` with faults by call number. `calls` records every call as `"operation name"`; a part is
+    `"part name#number"`."""
 
     def __init__(self, inner: ObjectStore, faults: Mapping[int, Fault] | None = None) -> None:
         self._inner = inner
@@ -70,25 +72,40 @@ class FaultStore:
     def url(self) -> str:
         return self._inner.url
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
     def create(self, name: str, data: Data) -> None:
-        self._call("create", name, lambda: self._inner.create(name, data), data)
+        self.call("create", name, lambda: self._inner.create(name, data), lambda: self._tear(name, data))
 
     def put(self, name: str, data: Data) -> None:
-        self._call("put", name, lambda: self._inner.put(name, data), data)
+        self.call("put", name, lambda: self._inner.put(name, data), lambda: self._tear(name, data))
 
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        return self._call("get", name, lambda: self._inner.get(name, start, end))
+        return self.call("get", name, lambda: self._inner.get(name, start, end))
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self.call("get_into", name, lambda: self._inner.get_into(name, start, buffer))
 
     def size(self, name: str) -> int | None:
-        return self._call("size", name, lambda: self._inner.size(name))
+        return self.call("size", name, lambda: self._inner.size(name))
 
     def list(self, folder: str = "") -> list[ObjectInfo]:
-        return self._call("list", folder, lambda: self._inner.list(folder))
+        return self.call("list", folder, lambda: self._inner.list(folder))
 
     def delete(self, name: str) -> None:
-        self._call("delete", name, lambda: self._inner.delete(name))
+        self.call("delete", name, lambda: self._inner.delete(name))
 
-    def _call(self, operation: str, name: str, act: Callable[[], T], data: Data = b"") -> T:
+    def start_upload(self, name: str, size_hint: int | None = None) -> Upload:
+        inner = self.call("start", name, lambda: self._inner.start_upload(name, size_hint))
+        return FaultUpload(self, name, inner)
+
+    def sweep_uploads(self, older_than: float) -> int:
+        return self.call("sweep", "", lambda: self._inner.sweep_uploads(older_than))
+
+    def call(self, operation: str, name: str, act: Callable[[], T], tear: Callable[[], None] = lambda: None) -> T:
+        """Record the call and do it, or what the fault of its number says. `tear` does half of it."""
         with self._lock:
             fault = self._faults.get(len(self.calls))
             self.calls.append(f"{operation} {name}")
@@ -104,8 +121,7 @@ class FaultStore:
                 time.sleep(seconds)
                 return act()
             case Tear():
-                if data:
-                    self._inner.put(name, memoryview(data).cast("B")[: len(data) // 2])
+                tear()
                 _die()
             case Die():
                 _die()
@@ -115,6 +131,39 @@ class FaultStore:
             case _:
                 assert_never(fault)
         raise AssertionError("unreachable: the process was killed")
+
+    def _tear(self, name: str, data: Data) -> None:
+        self._inner.put(name, _half(data))
+
+
+class FaultUpload:
+    """The upload of a `FaultStore`: each of its calls counts among the store's."""
+
+    def __init__(self, store: FaultStore, name: str, inner: Upload) -> None:
+        self._store = store
+        self._name = name
+        self._inner = inner
+
+    @property
+    def part_size(self) -> int:
+        return self._inner.part_size
+
+    def write_part(self, number: int, data: Data) -> None:
+        def tear() -> None:
+            self._inner.write_part(number, _half(data))
+
+        self._store.call("part", f"{self._name}#{number}", lambda: self._inner.write_part(number, data), tear)
+
+    def commit(self) -> None:
+        self._store.call("commit", self._name, self._inner.commit)
+
+    def abort(self) -> None:
+        self._store.call("abort", self._name, self._inner.abort)
+
+
+def _half(data: Data) -> memoryview:
+    view = memoryview(data).cast("B")
+    return view[: len(view) // 2]
 
 
 def _die() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import fsspec
 
-from everstep.storage.base import Data, ObjectInfo, check_folder, check_name
+from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, check_folder, check_name
 from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, StorageError, StoreUnusable, TerminalError
 
 S3 = frozenset({"s3", "s3a"})
@@ -42,7 +42,7 @@ _RETRY_ERRNO = {
 }  # fmt: skip
 
 
-class FsspecStore:
+class FsspecStore(ObjectStore):
     """Objects below `url`. `options` go to the fsspec file system (keys, endpoint and the like)."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -55,6 +55,10 @@ class FsspecStore:
     @property
     def url(self) -> str:
         return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(conditional_create=self._scheme in CONDITIONAL, multipart=False)
 
     def create(self, name: str, data: Data) -> None:
         self._write(name, data, "create")

@@ -11,11 +11,21 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from everstep.storage.base import Data, ObjectInfo, check_folder, check_name
+from everstep.storage.base import (
+    Capabilities,
+    Data,
+    ObjectInfo,
+    ObjectStore,
+    check_folder,
+    check_name,
+    part_size_for,
+    truncated,
+)
 from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, StorageError, StoreUnusable, TerminalError
 
 # Names of this form are never listed; a crash between write and link leaves one behind.
@@ -26,7 +36,7 @@ _RETRYABLE = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOU
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
-class LocalStore:
+class LocalStore(ObjectStore):
     """Files below `root`, which is created when first written to."""
 
     def __init__(self, root: str | Path) -> None:
@@ -35,6 +45,10 @@ class LocalStore:
     @property
     def url(self) -> str:
         return f"file://{self._root}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
 
     def create(self, name: str, data: Data) -> None:
         with self._translated(name), self._written(name, data) as (temporary, final):
@@ -47,17 +61,17 @@ class LocalStore:
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         path = self._path(name)
         with self._translated(name), path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            first, last, _ = slice(start, end).indices(size)
-            file.seek(first)
+            first, last, _ = slice(start, end).indices(os.fstat(file.fileno()).st_size)
             data = bytearray(max(0, last - first))
-            view, done = memoryview(data), 0
-            while done < len(data):
-                count = file.readinto(view[done:])
-                if not count:
-                    break
-                done += count
-            return bytes(view[:done])
+            done = _read(file.fileno(), first, memoryview(data))
+            return bytes(memoryview(data)[:done])
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        path, view = self._path(name), memoryview(buffer).cast("B")
+        with self._translated(name), path.open("rb", buffering=0) as file:
+            done = _read(file.fileno(), start, view)
+        if done < len(view):
+            raise truncated(self.url, name, start, len(view), done)
 
     def size(self, name: str) -> int | None:
         path = self._path(name)
@@ -82,6 +96,21 @@ class LocalStore:
                 if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
                     raise
 
+    def start_upload(self, name: str, size_hint: int | None = None) -> LocalUpload:
+        return LocalUpload(self, check_name(name), part_size_for(self.capabilities.part_size, size_hint))
+
+    def sweep_uploads(self, older_than: float) -> int:
+        swept = 0
+        with self._translated(""):
+            for path in _walk(self._root):
+                try:
+                    if path.name.startswith(_TEMPORARY) and time.time() - path.lstat().st_mtime > older_than:
+                        path.unlink()
+                        swept += 1
+                except FileNotFoundError:
+                    continue
+        return swept
+
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
 
@@ -97,20 +126,10 @@ class LocalStore:
     @contextmanager
     def _written(self, name: str, data: Data) -> Iterator[tuple[Path, Path]]:
         """A synced temporary file beside the final name; the body gives it that name."""
-        final = self._path(name)
-        temporary = final.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_counter)}-{final.name}")
-        while True:
-            self._make_folder(final.parent)
-            try:
-                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-                break
-            except FileNotFoundError:
-                continue  # another process removed the empty folder between the two calls
+        descriptor, temporary, final = self._temporary(name)
         try:
             try:
-                view = memoryview(data).cast("B")
-                while view:
-                    view = view[os.write(descriptor, view) :]
+                _write(descriptor, 0, data)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -118,6 +137,17 @@ class LocalStore:
             _sync_folder(final.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _temporary(self, name: str) -> tuple[int, Path, Path]:
+        """A new file open for writing, its path, and the final path beside it."""
+        final = self._path(name)
+        temporary = final.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_counter)}-{final.name}")
+        while True:
+            self._make_folder(final.parent)
+            try:
+                return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), temporary, final
+            except FileNotFoundError:
+                continue  # another process removed the empty folder between the two calls
 
     @contextmanager
     def _translated(self, name: str) -> Iterator[None]:
@@ -137,8 +167,79 @@ class LocalStore:
         return RetryableError(text) if e.errno in _RETRYABLE else TerminalError(text)
 
 
+class LocalUpload:
+    """Parts at their places in a temporary file."""
+
+    def __init__(self, store: LocalStore, name: str, part_size: int) -> None:
+        self._store = store
+        self._name = name
+        self._part_size = part_size
+        with store._translated(name):
+            self._descriptor, self._temporary, self._final = store._temporary(name)
+        self._open = True
+
+    @property
+    def part_size(self) -> int:
+        return self._part_size
+
+    def write_part(self, number: int, data: Data) -> None:
+        with self._store._translated(self._name):
+            _write(self._descriptor, number * self._part_size, data)
+
+    def commit(self) -> None:
+        try:
+            with self._store._translated(self._name):
+                os.fsync(self._descriptor)
+                os.link(self._temporary, self._final)
+                _sync_folder(self._final.parent)
+        except RetryableError:
+            raise  # the file stays for the next attempt
+        except NotFound as e:
+            self.abort()
+            raise TerminalError(f"{self._store.url}: the unfinished file of {self._name} was swept by another") from e
+        except StorageError:
+            self.abort()
+            raise
+        self.abort()
+
+    def abort(self) -> None:
+        if self._open:
+            self._open = False
+            os.close(self._descriptor)
+            with self._store._translated(self._name):
+                self._temporary.unlink(missing_ok=True)
+
+
+def _write(descriptor: int, offset: int, data: Data) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _read(descriptor: int, offset: int, view: memoryview) -> int:
+    """Fill the view from the file; how many bytes there were."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
 def _files(top: Path) -> Iterator[tuple[Path, int]]:
-    """Every finished file below `top`; what vanishes while we look was deleted, and is not listed."""
+    """Every finished file below `top`."""
+    for path in _walk(top):
+        if not path.name.startswith(_TEMPORARY):
+            try:
+                yield path, path.stat().st_size
+            except FileNotFoundError:
+                continue
+
+
+def _walk(top: Path) -> Iterator[Path]:
+    """Every file below `top`; what vanishes while we look was deleted, and is not given."""
     stack = [top]
     while stack:
         try:
@@ -148,11 +249,8 @@ def _files(top: Path) -> Iterator[tuple[Path, int]]:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 stack.append(Path(entry.path))
-            elif not entry.name.startswith(_TEMPORARY):
-                try:
-                    yield Path(entry.path), entry.stat().st_size
-                except FileNotFoundError:
-                    continue
+            else:
+                yield Path(entry.path)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import threading
 
-from everstep.storage.base import Data, ObjectInfo, check_folder, check_name
+from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, check_folder, check_name, part_size_for
 from everstep.storage.errors import AlreadyExists, NotFound
 
 
-class MemoryStore:
+class MemoryStore(ObjectStore):
     """Objects in this process. `objects` is open to tests that damage them on purpose."""
 
     def __init__(self, name: str = "") -> None:
@@ -22,6 +22,10 @@ class MemoryStore:
     @property
     def url(self) -> str:
         return f"memory://{self._name}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
 
     def create(self, name: str, data: Data) -> None:
         check_name(name)
@@ -57,3 +61,30 @@ class MemoryStore:
         check_name(name)
         with self._lock:
             self.objects.pop(name, None)
+
+    def start_upload(self, name: str, size_hint: int | None = None) -> MemoryUpload:
+        return MemoryUpload(self, check_name(name), part_size_for(self.capabilities.part_size, size_hint))
+
+
+class MemoryUpload:
+    """Parts in a dict."""
+
+    def __init__(self, store: MemoryStore, name: str, part_size: int) -> None:
+        self._store = store
+        self._name = name
+        self._part_size = part_size
+        self._parts: dict[int, bytes] = {}
+
+    @property
+    def part_size(self) -> int:
+        return self._part_size
+
+    def write_part(self, number: int, data: Data) -> None:
+        self._parts[number] = bytes(data)
+
+    def commit(self) -> None:
+        self._store.create(self._name, b"".join(self._parts[n] for n in range(len(self._parts))))
+        self._parts = {}
+
+    def abort(self) -> None:
+        self._parts = {}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from everstep.storage.base import Data, ObjectInfo, ObjectStore
+from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, Upload
 from everstep.storage.errors import RetryableError
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class RetryPolicy:
         return float(min(self.most, self.first * 2 ** min(attempt, 30)) * (0.5 + jitter / 2))
 
 
-class RetryingStore:
+class RetryingStore(ObjectStore):
     """A store whose operations are repeated while the error is retryable and the policy's time lasts."""
 
     def __init__(
@@ -59,25 +59,39 @@ class RetryingStore:
     def url(self) -> str:
         return self._inner.url
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
     def create(self, name: str, data: Data) -> None:
-        self._repeat(lambda: self._inner.create(name, data))
+        self.repeat(lambda: self._inner.create(name, data))
 
     def put(self, name: str, data: Data) -> None:
-        self._repeat(lambda: self._inner.put(name, data))
+        self.repeat(lambda: self._inner.put(name, data))
 
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        return self._repeat(lambda: self._inner.get(name, start, end))
+        return self.repeat(lambda: self._inner.get(name, start, end))
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self.repeat(lambda: self._inner.get_into(name, start, buffer))
 
     def size(self, name: str) -> int | None:
-        return self._repeat(lambda: self._inner.size(name))
+        return self.repeat(lambda: self._inner.size(name))
 
     def list(self, folder: str = "") -> list[ObjectInfo]:
-        return self._repeat(lambda: self._inner.list(folder))
+        return self.repeat(lambda: self._inner.list(folder))
 
     def delete(self, name: str) -> None:
-        self._repeat(lambda: self._inner.delete(name))
+        self.repeat(lambda: self._inner.delete(name))
 
-    def _repeat(self, operation: Callable[[], T]) -> T:
+    def start_upload(self, name: str, size_hint: int | None = None) -> Upload:
+        return RetryingUpload(self, self.repeat(lambda: self._inner.start_upload(name, size_hint)))
+
+    def sweep_uploads(self, older_than: float) -> int:
+        return self.repeat(lambda: self._inner.sweep_uploads(older_than))
+
+    def repeat(self, operation: Callable[[], T]) -> T:
+        """Do `operation` until it succeeds, fails for good, or the policy's time is over."""
         deadline = self._clock() + self._policy.outage
         attempt = 0
         while True:
@@ -89,3 +103,24 @@ class RetryingStore:
                     raise RetryableError(f"{e} (gave up after {attempt + 1} attempts)") from e
             self._sleep(delay)
             attempt += 1
+
+
+class RetryingUpload:
+    """An upload whose parts are repeated one by one: what the store has of it is never sent again."""
+
+    def __init__(self, store: RetryingStore, inner: Upload) -> None:
+        self._store = store
+        self._inner = inner
+
+    @property
+    def part_size(self) -> int:
+        return self._inner.part_size
+
+    def write_part(self, number: int, data: Data) -> None:
+        self._store.repeat(lambda: self._inner.write_part(number, data))
+
+    def commit(self) -> None:
+        self._store.repeat(self._inner.commit)
+
+    def abort(self) -> None:
+        self._store.repeat(self._inner.abort)
