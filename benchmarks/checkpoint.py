@@ -1,0 +1,157 @@
+"""What a checkpoint costs: ours beside `torch.save`, DCP and the bare reads, writes and copies of the same bytes.
+
+    python benchmarks/checkpoint.py [--quick] [--json PATH] [--store disk|tmpfs|s3] [--ranks N] [--gib N] [--rounds N]
+
+Every cell (store, ranks, GiB of replicated state) measures all subjects in one run, interleaved; figures are medians.
+The state is a decoder's parameters and Adam's moments (`checkpoint_parts/model.py`). The S3 server is versitygw on a
+tmpfs, on the same cores as its clients. On files every row is durable: synced before it counts as done.
+
+Figures, by cell:
+- `blocked`: the time that `save` keeps the training loop ÷ a warm copy of the same bytes with all the cores that
+  torch may use. The first save, which makes its buffers, is apart (`first_blocked`, seconds).
+- `save`: our throughput until the commit is durable ÷ the better of two bare concurrent writes of the same bytes, one
+  through the page cache and synced, one around it (O_DIRECT); on S3 ÷ concurrent PUTs.
+- `load`: DCP's `load` into existing tensors ÷ our `restore`, both from a warm page cache; ours verifies checksums,
+  DCP's has none. On S3: bare concurrent ranged GETs ÷ our `restore`.
+- `memory`: peak resident memory of two saves beyond what was there before the Checkpointer ÷ the bytes staged.
+- `training_cost`, `steps_slower`: what a save takes from the steps beside it; see `checkpoint_parts/training.py`. One
+  rank, files only: an S3 server on the same cores would take them from the steps itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "cluster")]
+
+from checkpoint_parts.cell import Measured, Place, Trained, measure, seconds, train
+from checkpoint_parts.meter import Joint, middle
+from checkpoint_parts.world import World
+from figures import Better, Figure, finish, parser
+
+GIB = 2**30
+QUICK_SIZE = 2**28
+ROUNDS = 3
+SHM = Path("/dev/shm")
+
+
+def arguments() -> argparse.Namespace:
+    p = parser(__doc__)
+    p.add_argument("--store", action="append", choices=["disk", "tmpfs", "s3"], help="default: all three")
+    p.add_argument("--ranks", action="append", type=int, help="default: 1, 2 and 4; quick: 2")
+    p.add_argument("--gib", action="append", type=float, help="default: 1 and 4; quick: 0.25")
+    p.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; quick: 1")
+    p.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure")
+    p.add_argument("--samples", type=Path, metavar="PATH", help="write every wall time there, as JSON")
+    args = p.parse_args()
+    args.store = args.store or ["disk", "tmpfs", "s3"]
+    args.ranks = args.ranks or ([2] if args.quick else [1, 2, 4])
+    args.gib = args.gib or ([QUICK_SIZE / GIB] if args.quick else [1, 4])
+    args.rounds = args.rounds or (1 if args.quick else ROUNDS)
+    return args
+
+
+@contextlib.contextmanager
+def place(name: str, disk: Path) -> Iterator[tuple[Place, dict[str, str]]]:
+    """The store and the environment that its clients need; what it holds is removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="everstep-bench-", dir=disk if name == "disk" else SHM))
+    try:
+        if name != "s3":
+            yield Place(name, folder), {}
+            return
+        from testcluster.s3 import S3Server  # noqa: PLC0415  builds the server where it is not cached
+
+        server = S3Server(folder)
+        server.start()
+        try:
+            yield Place(name, server.data, server.bucket("bench")), server.env
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder)
+
+
+def fits(name: str, ranks: int, size: int) -> bool:
+    """Whether memory is there: each rank's state, the staging, and two checkpoints where files are memory."""
+    pages, page = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    free = next(
+        (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvail" in line),
+        pages * page,
+    )
+    return size * (ranks + 1.3 + (0 if name == "disk" else 2)) + ranks * 2**29 < free
+
+
+def figures_of(cell: str, m: Measured, s3: bool) -> list[Figure]:
+    """The figures of one cell, its goals among them."""
+    lower, higher = Better.LOWER, Better.HIGHER
+    n = len(m.acts["everstep_save"])
+    loads = len(m.acts["everstep_load"])
+    wall = {act: middle(joints) for act, joints in m.acts.items()}
+    raw = wall["raw_save"] if s3 else min(wall["raw_buffered"], wall["raw_direct"])
+    load = wall["raw_load"] if s3 else wall["dcp_load"]
+
+    def blocked(joint: Joint) -> float:
+        return joint.blocked
+
+    first, later = m.acts["everstep_first"], m.acts["everstep_save"]
+    peak = max(j.extra for j in first + later) / m.bytes
+    stuck = middle(later, blocked)
+    found = [
+        Figure(f"blocked.{cell}", stuck / wall["copy"], "x", lower, n, goal=1.1),
+        Figure(f"save.{cell}", raw / wall["everstep_save"], "x", higher, n, goal=0.9),
+        Figure(f"load.{cell}", load / wall["everstep_load"], "x", higher, loads, goal=0.9 if s3 else 5),
+        Figure(f"memory.{cell}", peak, "x", lower, n, goal=1.2),
+        Figure(f"seconds.{cell}.everstep_blocked", stuck, "s", lower, n),
+        Figure(f"seconds.{cell}.everstep_first_blocked", middle(first, blocked), "s", lower, len(first)),
+        Figure(f"seconds.{cell}.dcp_async_blocked", middle(m.acts["dcp_async_save"], blocked), "s", lower, loads),
+    ]
+    found += [Figure(f"seconds.{cell}.{act}", wall[act], "s", lower, len(m.acts[act])) for act in sorted(wall)]
+    return found
+
+
+def training_figures(cell: str, t: Trained, n: int) -> list[Figure]:
+    """What a save takes from training, ours with its goals and DCP's beside it."""
+    lower = Better.LOWER
+    return [
+        Figure(f"training_cost.{cell}", t.cost("everstep"), "x", lower, n, goal=1.2),
+        Figure(f"training_cost.{cell}.dcp_async", t.cost("dcp"), "x", lower, n),
+        Figure(f"steps_slower.{cell}", t.slower("everstep"), "%", lower, n, goal=5),
+        Figure(f"steps_slower.{cell}.dcp_async", t.slower("dcp"), "%", lower, n),
+        Figure(f"seconds.{cell}.bare_write_cpu", median(t.bare), "s", lower, n),
+    ]
+
+
+def main() -> int:
+    args = arguments()
+    figures: list[Figure] = []
+    samples: dict[str, object] = {}
+    for gib in args.gib:
+        for ranks in args.ranks:
+            for name in args.store:
+                cell, size = f"{name}.{ranks}r.{gib:g}gib", int(gib * GIB)
+                if not fits(name, ranks, size):
+                    print(f"{cell}: left out, too little memory is free on this machine", file=sys.stderr)
+                    continue
+                with place(name, args.disk) as (where, env), World(ranks, size, env) as world:
+                    m = measure(world, where, args.rounds, args.quick)
+                    if ranks == 1 and name != "s3":
+                        figures += training_figures(cell, train(world, where, args.rounds), args.rounds)
+                samples[cell] = seconds(m)
+                figures += figures_of(cell, m, name == "s3")
+    if args.samples:
+        args.samples.write_text(json.dumps(samples, indent=1))
+    return finish(figures, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The least that the same bytes can cost: a warm copy, bare writes, bare HTTP requests. No format, no checksum.
+
+The source is one warm, page-aligned buffer, reused as often as the bytes need. Files are synced, and their folder too,
+as an engine that promises durability must. The S3 client is `http.client` on presigned URLs over kept connections:
+no signing, hashing or copying of bodies.
+"""
+
+from __future__ import annotations
+
+import http.client
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+
+BUFFER = 256 * 2**20
+BLOCK = 8 * 2**20
+PART = 16 * 2**20
+CONNECTIONS = 4
+
+
+class Raw:
+    """The references of one rank, whose share is `share` bytes."""
+
+    def __init__(self, share: int, threads: int) -> None:
+        self.share, self.threads = share, threads
+        size = min(BUFFER, max(BLOCK, share))
+        self.source, self.target = _warm(size), _warm(size)
+
+    def copy(self) -> None:
+        """Copy the bytes from warm memory to warm memory with torch's own threads."""
+        left = self.share
+        while left > 0:
+            n = min(left, len(self.source))
+            torch.frombuffer(self.target, dtype=torch.uint8)[:n].copy_(
+                torch.frombuffer(self.source, dtype=torch.uint8)[:n]
+            )
+            left -= n
+
+    def write(self, folder: Path, name: str, *, direct: bool) -> None:
+        """Write and sync the bytes as one file a thread."""
+        folder.mkdir(parents=True, exist_ok=True)
+        together(self.threads, lambda i: self._file(folder / f"{name}-{i}", self.share // self.threads, direct))
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def _file(self, path: Path, size: int, direct: bool) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0), 0o644)
+        try:
+            view = memoryview(self.source)
+            for begin in range(0, size, BLOCK):
+                at = begin % len(view)
+                block = view[at : at + BLOCK]
+                if not direct:
+                    block = block[: size - begin]
+                while block:
+                    block = block[os.write(descriptor, block) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def parts(self, prefix: str) -> list[tuple[str, int]]:
+        """Names and sizes of the objects that hold this rank's bytes."""
+        starts = range(0, self.share, PART)
+        return [(f"{prefix}/{begin // PART:06d}", min(PART, self.share - begin)) for begin in starts]
+
+    def upload(self, urls: list[tuple[str, int]]) -> None:
+        """PUT the bytes as objects of `PART` bytes over several connections."""
+
+        def put(connection: http.client.HTTPConnection, url: str, size: int, index: int) -> None:
+            at = index * PART % len(self.source)
+            connection.request("PUT", url, memoryview(self.source)[at : at + size], {"Content-Length": str(size)})
+            _answer(connection, 200).read()
+
+        _requests(urls, put)
+
+    def download(self, urls: list[tuple[str, int]]) -> None:
+        """GET the same bytes by ranges into warm memory."""
+
+        def get(connection: http.client.HTTPConnection, url: str, size: int, index: int) -> None:
+            at = index * PART % len(self.target)
+            connection.request("GET", url, headers={"Range": f"bytes=0-{size - 1}"})
+            answer, view = _answer(connection, 206), memoryview(self.target)[at : at + size]
+            while view:
+                n = answer.readinto(view)
+                if not n:
+                    raise RuntimeError(f"{url}: the answer ended {len(view)} bytes early")
+                view = view[n:]
+            answer.read()
+
+        _requests(urls, get)
+
+
+def together(threads: int, body: Callable[[int], Any]) -> None:
+    """Run `body(0)` to `body(threads - 1)` at once; raises what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def call(index: int) -> None:
+        try:
+            body(index)
+        except BaseException as e:
+            errors.append(e)
+
+    started = [threading.Thread(target=call, args=(i,)) for i in range(threads)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _warm(size: int) -> mmap.mmap:
+    buffer = mmap.mmap(-1, -(-size // BLOCK) * BLOCK)
+    noise = np.random.default_rng(1).integers(0, 256, BLOCK, dtype=np.uint8)
+    np.frombuffer(buffer, dtype=np.uint8).reshape(-1, BLOCK)[:] = noise
+    return buffer
+
+
+def _requests(urls: list[tuple[str, int]], send: Callable[[http.client.HTTPConnection, str, int, int], None]) -> None:
+    def serve(worker: int) -> None:
+        connection: http.client.HTTPConnection | None = None
+        for index in range(worker, len(urls), CONNECTIONS):
+            url, size = urls[index]
+            where = urlsplit(url)
+            connection = connection or http.client.HTTPConnection(where.netloc, timeout=60, blocksize=2**20)
+            send(connection, f"{where.path}?{where.query}", size, index)
+        if connection is not None:
+            connection.close()
+
+    together(min(CONNECTIONS, len(urls)), serve)
+
+
+def _answer(connection: http.client.HTTPConnection, status: int) -> http.client.HTTPResponse:
+    answer = connection.getresponse()
+    if answer.status != status:
+        raise RuntimeError(f"the store answered {answer.status}: {answer.read(500)!r}")
+    return answer
