@@ -3,7 +3,6 @@
 import math
 import pickle
 import random
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.checkpoint.errors import StateMismatch
-from everstep.checkpoint.shard import Staging, assign, plan_shard
+from everstep.checkpoint.shard import Staging, plan_shard
 from everstep.checkpoint.tree import DTYPES, Flattener, unflatten
 from everstep.storage import MemoryStore
 
@@ -245,13 +244,3 @@ def test_staging_buffer_is_reused_between_saves_of_one_size() -> None:
     tensors = {"a": torch.ones(1000)}
     assert staging.fill(plan_shard(tensors), tensors) is first
     assert safetensors.torch.load(bytes(first))["a"].sum() == 1000
-
-
-@given(st.dictionaries(st.text(max_size=5), st.integers(0, 10**9), max_size=40), st.integers(1, 9))
-def test_each_tensor_has_one_rank_and_no_rank_has_much_more_than_its_share(sizes: dict[str, int], world: int) -> None:
-    owned = assign(sizes, world)
-    assert sorted(n for names in owned for n in names) == sorted(sizes)
-    loads = [sum(sizes[n] for n in names) for names in owned]
-    # Greedy by size: no rank is further above the least than the largest tensor.
-    assert max(loads) - min(loads) <= max([*sizes.values(), 0]) + len(sizes)
-    assert owned == assign(OrderedDict(reversed(sizes.items())), world)

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from everstep.checkpoint import opening, reader
@@ -26,11 +27,13 @@ from everstep.checkpoint.manifest import CommitRecord, OpenRecord
 from everstep.checkpoint.opening import Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
+from everstep.checkpoint.portions import slices
 from everstep.checkpoint.ranks import Ranks, join
 from everstep.checkpoint.restoring import newest_whole
 from everstep.checkpoint.rounds import known_round, remember_round
-from everstep.checkpoint.shard import Staging, assign, entries_of, plan_shard
+from everstep.checkpoint.shard import Staging, entries_of, plan_shard
 from everstep.checkpoint.state import Captured, apply, capture
+from everstep.checkpoint.targets import targets
 from everstep.checkpoint.writer import Events, Identity, SaveHandle, Skipped, Writer
 from everstep.storage import ObjectStore, StoreUnusable
 
@@ -122,8 +125,9 @@ class Checkpointer:
         none. Collective. Commits with damaged shards are stepped over, each with an event that names the file."""
         started = time.monotonic()
         own, ranks = self._open()
-        capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
-        found = newest_whole(self._log, self._store, own, ranks, self._stepped_over)
+        live = capture(state, ranks.rank).tensors  # what cannot be saved is refused now, not at the first save
+        wanted = partial(targets, state, live, rank=ranks.rank, group=ranks.group)
+        found = newest_whole(self._log, self._store, own, ranks, wanted, self._stepped_over)
         if found is not None:
             record, tensors = found
             assert isinstance(record.values, dict)
@@ -207,11 +211,10 @@ class Checkpointer:
         return next((r for r in self._log.commits(head.last + 1) if isinstance(r, CommitRecord)), None)
 
     def _stage(self, step: int, identifier: str, captured: Captured, ranks: Ranks) -> Staged:
-        shared = captured.tensors
-        sizes = {name: t.numel() * t.element_size() for name, t in shared.items()}
-        mine = {name: shared[name] for name in assign(sizes, ranks.world_size)[ranks.rank]} | captured.own_tensors
-        plan = plan_shard(mine)
-        data = self._staging.fill(plan, mine) if mine else None
+        mine = slices(captured.tensors, captured.own_tensors, ranks.rank, ranks.world_size, ranks.group)
+        tensors = {s.key: s.data for s in mine}
+        plan = plan_shard(tensors)
+        data = self._staging.fill(plan, tensors) if mine else None
         return Staged(
             step, identifier, ranks.rank, ranks.world_size, data, entries_of(plan, mine),
             captured.own_values, captured.values,

@@ -237,11 +237,14 @@ def check_tiling(entry: Entry, where: str) -> None:
     covered = sum(math.prod(p.shape) for p in entry.pieces)
     if covered != total:
         raise FormatError(f"{where}: its pieces hold {covered} of {total} elements")
-    boxes = sorted((p for p in entry.pieces if math.prod(p.shape)), key=lambda p: p.offset)
+    boxes = [p for p in entry.pieces if math.prod(p.shape)]
+    # Along the axis on which the most boxes begin at different places, the fewest have to be compared.
+    axis = max(range(len(entry.shape)), key=lambda a: len({p.offset[a] for p in boxes}), default=0)
+    boxes.sort(key=lambda p: p.offset[axis : axis + 1])
     for i, a in enumerate(boxes):
         for b in boxes[i + 1 :]:
-            if a.offset and b.offset[0] >= a.offset[0] + a.shape[0]:
-                break  # sorted by the first axis: no later box reaches back
+            if a.offset and b.offset[axis] >= a.offset[axis] + a.shape[axis]:
+                break  # no later box reaches back
             if all(
                 bo < ao + an and ao < bo + bn
                 for ao, an, bo, bn in zip(a.offset, a.shape, b.offset, b.shape, strict=True)

@@ -32,12 +32,22 @@ class Ranks(Protocol):
         """The greatest of all ranks' values."""
         ...
 
+    def broadcast(self, data: torch.Tensor, source: int) -> Any:
+        """Begin to copy rank `source`'s `data` into every other rank's; the `wait()` of what is returned ends it."""
+        ...
+
+    @property
+    def group(self) -> Any:
+        """The process group whose ranks these are; None for the default one, or none."""
+        ...
+
 
 class Alone:
     """A world of one."""
 
     rank = 0
     world_size = 1
+    group = None
 
     def from_first(self, data: bytes) -> bytes:
         return data
@@ -45,12 +55,16 @@ class Alone:
     def maximum(self, value: int) -> int:
         return value
 
+    def broadcast(self, data: torch.Tensor, source: int) -> Any:
+        raise AssertionError("a world of one has nobody to broadcast to")
+
 
 class Group:
     """A world over a process group that moves CPU tensors. None is the default group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0) if group is not None else 0
@@ -67,6 +81,10 @@ class Group:
         tensor = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return int(tensor.item())
+
+    def broadcast(self, data: torch.Tensor, source: int) -> Any:
+        from_rank = source if self._group is None else dist.get_global_rank(self._group, source)
+        return dist.broadcast(data, from_rank, group=self._group, async_op=True)
 
 
 def join(process_group: Any, rank: int | None, world_size: int | None) -> Ranks:

@@ -7,20 +7,25 @@ ranks that restore different steps would train a state that never existed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
+import xxhash
 
-from everstep.checkpoint import reader
+from everstep.checkpoint import reading
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
+from everstep.checkpoint.exchange import exchange
 from everstep.checkpoint.log import Unreadable
-from everstep.checkpoint.manifest import CommitRecord, OpenRecord, decode_record, encode_record
+from everstep.checkpoint.manifest import CommitRecord, OpenRecord, Shard, decode_record, encode_record
 from everstep.checkpoint.ranks import Ranks
+from everstep.checkpoint.targets import Target
 from everstep.storage import ObjectStore, StorageError
 
 MAX_TRIES: Final = 100
+
+Wanted = Callable[[CommitRecord], list[Target]]  # what this rank needs of a commit
 
 _GOOD, _DAMAGED, _BROKEN = 0, 1, 2
 
@@ -30,9 +35,10 @@ def newest_whole(
     store: ObjectStore,
     own: OpenRecord,
     ranks: Ranks,
+    wanted: Wanted,
     stepped_over: Callable[[int, str], None],
 ) -> tuple[CommitRecord, dict[str, torch.Tensor]] | None:
-    """The newest commit below `own` that loads on all ranks, with its tensors. Collective.
+    """The newest commit below `own` that loads on all ranks, with this rank's `wanted` tensors of it. Collective.
 
     Raises `CheckpointError` if there are commits and none of them loads: to start from nothing then would throw the
     training away; and whatever a store that does not answer raises.
@@ -44,14 +50,65 @@ def newest_whole(
             if tried:
                 raise CheckpointError(f"{store.url}: none of the {tried} commits that were tried can be read whole")
             return None
-        tensors, problem = _load(store, record, ranks.rank)
-        worst = ranks.maximum(_GOOD if problem is None else _DAMAGED if isinstance(problem, Damaged) else _BROKEN)
-        if worst == _GOOD:
-            return record, tensors
-        if worst == _BROKEN:
-            raise problem or CheckpointError(f"{store.url}: another rank could not read the store")
-        stepped_over(record.n, str(problem) if problem else "another rank could not read it")
+        try:
+            return record, load(store, record, wanted, ranks)
+        except Damaged as e:
+            stepped_over(record.n, str(e))
     raise CheckpointError(f"{store.url}: none of the newest {MAX_TRIES} commits can be read whole")
+
+
+def load(store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """This rank's tensors of a commit, each rank reading its part of what all need. Collective.
+
+    Every rank raises if one does: `Damaged` if that is all that was found, else another error.
+    """
+    problem: Exception | None = None
+    targets: list[Target] = []
+    todo = reading.Plan()
+    try:
+        targets = wanted(record)
+        todo = reading.plan(record, targets)
+    except (StorageError, CheckpointError) as e:
+        problem = e
+    # Where ranks want different things, each reads all of its own.
+    together = ranks.world_size > 1 and _agree(ranks, _digest(targets))
+    divided = reading.divide(todo.shared, record.shards, ranks.world_size) if together else []
+    tasks = todo.own + (divided[ranks.rank] if together else todo.shared)
+    buffers = reading.Buffers(todo, targets)
+    if problem is None:
+        try:
+            reading.check_sizes(store, _to_check(record, tasks, ranks))
+            reading.fetch(store, record.shards, tasks, buffers.bytes)
+        except FormatError as e:
+            problem = Damaged(str(e))
+        except (StorageError, CheckpointError) as e:
+            problem = e
+    worst = ranks.maximum(_GOOD if problem is None else _DAMAGED if isinstance(problem, Damaged) else _BROKEN)
+    if worst == _DAMAGED:
+        raise problem or Damaged("another rank could not read it")
+    if worst == _BROKEN:
+        if problem is None or isinstance(problem, Damaged):
+            raise CheckpointError(f"{store.url}: another rank could not read the store, or its state does not fit")
+        raise problem
+    if together:
+        exchange(divided, buffers.bytes, ranks)
+    return buffers.finish()
+
+
+def _digest(targets: Sequence[Target]) -> int:
+    """A number of 62 bits for what this rank wants together with the others."""
+    names = "\n".join(t.entry.name for t in targets if t.shared)
+    return xxhash.xxh3_64_intdigest(names.encode()) >> 2
+
+
+def _agree(ranks: Ranks, number: int) -> bool:
+    return ranks.maximum(number) == -ranks.maximum(-number)
+
+
+def _to_check(record: CommitRecord, tasks: Sequence[reading.Task], ranks: Ranks) -> list[Shard]:
+    """The shards whose presence and size this rank checks: those that it reads, and its part of all."""
+    mine = {task.shard for task in tasks} | set(range(ranks.rank, len(record.shards), ranks.world_size))
+    return [record.shards[number] for number in sorted(mine)]
 
 
 def _candidates(log: CommitLog, own: OpenRecord, stepped_over: Callable[[int, str], None]) -> Iterator[CommitRecord]:
@@ -91,14 +148,3 @@ def _propose(candidates: Iterator[CommitRecord], ranks: Ranks) -> CommitRecord |
     found = decode_record(body, told["n"], "rank 0's proposal")
     assert isinstance(found, CommitRecord)
     return found
-
-
-def _load(
-    store: ObjectStore, record: CommitRecord, rank: int
-) -> tuple[dict[str, torch.Tensor], StorageError | CheckpointError | None]:
-    try:
-        return reader.load(store, record, rank), None
-    except FormatError as e:
-        return {}, Damaged(str(e))
-    except (StorageError, CheckpointError) as e:
-        return {}, e

@@ -8,18 +8,23 @@ aligned.
 
 from __future__ import annotations
 
-import heapq
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import xxhash
 
 from everstep.checkpoint.errors import Damaged, FormatError
 from everstep.checkpoint.manifest import CHUNK_BYTES, DTYPE_BYTES, Entry, Piece, Shard
+from everstep.checkpoint.portions import Slice
 from everstep.checkpoint.tree import DTYPES, TORCH
+
+# With at least so many chunks a shard, readers get even shares of it; with at least so many bytes a chunk, the store is
+# not asked for crumbs.
+CHUNKS: Final = 64
+MIN_CHUNK_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +36,10 @@ class Plan:
     size: int
 
 
-def assign(sizes: Mapping[str, int], world_size: int) -> list[list[str]]:
-    """Which rank writes which tensor of a state that all ranks hold: by size in bytes, largest first, to the rank
-    with the least so far. The same on every rank, without asking."""
-    loads = [(0, rank) for rank in range(world_size)]
-    owned: list[list[str]] = [[] for _ in range(world_size)]
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        load, rank = heapq.heappop(loads)
-        owned[rank].append(name)
-        heapq.heappush(loads, (load + max(1, sizes[name]), rank))
-    return owned
-
-
 def plan_shard(tensors: Mapping[str, torch.Tensor]) -> Plan:
-    """Lay these tensors out in one file."""
-    names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))
+    """Lay these tensors out in one file, in the order given but for their widths."""
     fields, offset, ranges = {}, 0, {}
-    for name in names:
+    for name in sorted(tensors, key=lambda n: -tensors[n].element_size()):
         tensor = tensors[name]
         ranges[name] = (offset, offset + tensor.numel() * tensor.element_size())
         fields[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": list(ranges[name])}
@@ -81,7 +73,17 @@ class Staging:
 
 def describe(path: str, data: bytearray | bytes) -> Shard:
     """The manifest's description of a shard with these bytes."""
-    return Shard(path, len(data), CHUNK_BYTES, checksums(data, CHUNK_BYTES))
+    chunk_bytes = chunk_bytes_for(len(data))
+    return Shard(path, len(data), chunk_bytes, checksums(data, chunk_bytes))
+
+
+def chunk_bytes_for(size: int) -> int:
+    """How many bytes of a shard have one checksum: a power of two, at most `CHUNK_BYTES`, and small enough that readers
+    can divide the shard evenly among them."""
+    least = MIN_CHUNK_BYTES
+    while least * CHUNKS < size and least < CHUNK_BYTES:
+        least *= 2
+    return least
 
 
 def checksums(data: bytes | bytearray | memoryview, chunk_bytes: int) -> tuple[str, ...]:
@@ -91,7 +93,7 @@ def checksums(data: bytes | bytearray | memoryview, chunk_bytes: int) -> tuple[s
     return tuple(xxhash.xxh3_128_hexdigest(view[start : start + chunk_bytes]) for start in starts)
 
 
-def check_chunk(shard: Shard, index: int, data: bytes) -> None:
+def check_chunk(shard: Shard, index: int, data: bytes | memoryview) -> None:
     """Raise `Damaged` unless `data` is chunk `index` of the shard."""
     expected = min(shard.chunk_bytes, shard.bytes - index * shard.chunk_bytes)
     if len(data) != expected:
@@ -100,26 +102,20 @@ def check_chunk(shard: Shard, index: int, data: bytes) -> None:
         raise Damaged(f"{shard.path}: chunk {index} fails its checksum: the bytes were changed")
 
 
-def entries_of(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> tuple[Entry, ...]:
-    """The entries of a shard that holds each of its tensors whole."""
-    entries = []
-    for name in sorted(plan.spans):
-        shape = tuple(tensors[name].shape)
-        piece = Piece(0, name, (0,) * len(shape), shape, *plan.spans[name])
-        entries.append(Entry(name, DTYPES[tensors[name].dtype], shape, (piece,)))
-    return tuple(entries)
+def entries_of(plan: Plan, slices: Sequence[Slice]) -> tuple[Entry, ...]:
+    """The entries of a shard that holds these slices."""
+    pieces: dict[str, list[Piece]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for s in slices:
+        piece = Piece(0, s.key, s.box.offset, s.box.shape, *plan.spans[s.key])
+        pieces.setdefault(s.name, []).append(piece)
+        kinds[s.name] = (DTYPES[s.data.dtype], s.shape)
+    return tuple(Entry(name, *kinds[name], tuple(pieces[name])) for name in sorted(pieces))
 
 
-def assemble(entry: Entry, files: Sequence[bytearray]) -> torch.Tensor:
-    """The logical tensor from its pieces in these verified files, in memory of its own."""
+def torch_dtype(entry: Entry) -> torch.dtype:
+    """The type of an entry's elements. Raises `FormatError` if this torch does not have it."""
     dtype = TORCH.get(entry.dtype)
     if dtype is None or dtype.itemsize != DTYPE_BYTES[entry.dtype]:
         raise FormatError(f"{entry.name}: this torch has no type {entry.dtype}")
-    result = torch.empty(entry.shape, dtype=dtype)
-    for piece in entry.pieces:
-        if math.prod(piece.shape):
-            box = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.shape, strict=True))
-            # Copied as bytes first: a foreign writer need not have aligned its tensors.
-            source = bytearray(memoryview(files[piece.shard])[piece.begin : piece.end])
-            result[box] = torch.frombuffer(source, dtype=dtype).view(piece.shape)
-    return result
+    return dtype

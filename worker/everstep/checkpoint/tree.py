@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
 from everstep.checkpoint.errors import StateMismatch
+from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.wire import Json
 
 DTYPES: Final[dict[torch.dtype, str]] = {
@@ -87,12 +88,12 @@ class Flattener:
         )
 
     def _add(self, tensor: torch.Tensor, path: str) -> str:
-        if hasattr(tensor, "device_mesh") or hasattr(tensor, "sharding_spec"):
-            raise StateMismatch(f"{path}: sharded tensors (DTensor, FSDP) are not supported in this version")
+        if hasattr(tensor, "sharding_spec"):
+            raise StateMismatch(f"{path}: a ShardedTensor (FSDP1) cannot be in a checkpoint; use fully_shard (FSDP2)")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in DTYPES:
             raise StateMismatch(f"{path}: a {tensor.dtype} tensor ({tensor.layout}, {tensor.device}) is not supported")
         tensor = tensor.detach()
-        same = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
+        same = (_place(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
         if tensor.numel() and same in self._names:
             return self._names[same]
         name, copy = path, 1
@@ -102,6 +103,19 @@ class Flattener:
         self.tensors[name] = tensor
         self._names[same] = name
         return name
+
+
+def references(value: Json) -> Iterator[str]:
+    """The names of the tensors that a tree refers to."""
+    if isinstance(value, list):
+        for v in value:
+            yield from references(v)
+    elif isinstance(value, dict):
+        for key, v in value.items():
+            if key in ("$tensor", "$ndarray") and len(value) == 1 and isinstance(v, str):
+                yield v
+            else:
+                yield from references(v)
 
 
 def unflatten(value: Json, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
@@ -133,6 +147,15 @@ def _tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor], where: st
             pairs = (v for v in body if isinstance(v, list) and len(v) == 2)
             return {unflatten(k, tensors, where): unflatten(v, tensors, where) for k, v in pairs}
     raise StateMismatch(f"{where}: {tag} {str(body)[:80]!r} cannot be decoded")
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor's elements are. All ranks must see the same tensors as tied, also a rank whose part of a sharded
+    one is empty and has no address: the storage has an identity then too."""
+    if not is_sharded(tensor):
+        return (tensor.data_ptr(),)
+    local = tensor.to_local()  # type: ignore[attr-defined]
+    return (local.untyped_storage()._cdata, local.storage_offset(), tensor.placements)  # type: ignore[attr-defined]
 
 
 def _join(path: str, key: object) -> str:

@@ -1,0 +1,152 @@
+"""Boxes of tensors: how a state is divided over ranks so that each writes its even share.
+
+Pure: shapes and numbers, no torch. A box is an axis-aligned part of a tensor. Invariant: the portions that `share`
+gives to all parts tile every tensor exactly once, and are the same on every rank that asks with the same sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+# A cut is rounded to whole trailing blocks of at most this part of a share: rows where rows are small, else parts of
+# one. So small tensors are never cut, and no share is off by more than 2 / _GRAINS.
+_GRAINS: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: where it begins on each axis, and its shape."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something to divide: a box of elements with a name. `bytes_each` is the size of an element."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes_each: int
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A box of the item of this name."""
+
+    name: str
+    box: Box
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def order(items: Iterable[Item]) -> list[Item]:
+    """The order of items in files and shares: widest elements first, so that all are aligned; then by name."""
+    return sorted(items, key=lambda i: (-i.bytes_each, i.name))
+
+
+def share(items: Iterable[Item], parts: int) -> list[list[Portion]]:
+    """Divide items over `parts` takers, evenly by bytes: lay them end to end, cut the line at equal distances.
+
+    A taker's portions are neighbours on the line, so a file of them is read back as one range.
+    """
+    line = order(items)
+    total = sum(math.prod(i.shape) * i.bytes_each for i in line)
+    limit = total / parts / _GRAINS
+    taken: list[list[Portion]] = [[] for _ in range(parts)]
+    part, position = 0, 0
+    for item in line:
+        elements = math.prod(item.shape)
+        grain = _grain(item.shape, limit / item.bytes_each)
+        start = 0
+        while part < parts - 1 and total * (part + 1) <= (position + elements * item.bytes_each) * parts:
+            exact = (total * (part + 1) / parts - position) / item.bytes_each
+            cut = max(start, min(elements, round(exact / grain) * grain))
+            taken[part] += _portions(item, start, cut)
+            part, start = part + 1, cut
+        if start < elements:
+            taken[part] += _portions(item, start, elements)
+        elif not elements:
+            taken[part].append(Portion(item.name, whole(item.shape)))
+        position += elements * item.bytes_each
+    return taken
+
+
+def flat_boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """The boxes of elements `begin` to `end` (exclusive) in row-major order, themselves in that order."""
+    if begin >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, into = divmod(begin, row)
+    last, over = divmod(end, row)
+    if into:
+        stop = over if first == last else row
+        yield from _below(first, flat_boxes(shape[1:], into, stop))
+        if first == last:
+            return
+        first += 1
+    if last > first:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    if over:
+        yield from _below(last, flat_boxes(shape[1:], 0, over))
+
+
+def flat_begin(shape: Sequence[int], box: Box) -> int | None:
+    """The row-major index of the box's first element in a tensor of this shape, if the box is one run of elements
+    there; else None."""
+    inner = len(shape)
+    while inner and box.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    if any(n != 1 for n in box.shape[: max(0, inner - 1)]) and box.elements:
+        return None
+    return first_element(shape, box)
+
+
+def first_element(shape: Sequence[int], box: Box) -> int:
+    """The row-major index of the box's first element."""
+    index = 0
+    for size, at in zip(shape, box.offset, strict=True):
+        index = index * size + at
+    return index
+
+
+def moved(outer: Box, box: Box) -> Box:
+    """A box that is given from the beginning of `outer`, as a box of the whole tensor."""
+    return Box(tuple(b + o for b, o in zip(box.offset, outer.offset, strict=True)), box.shape)
+
+
+def text(box: Box) -> str:
+    """The box as Python slices."""
+    return "[" + ",".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True)) + "]"
+
+
+def _grain(shape: Sequence[int], limit: float) -> int:
+    """Elements of the largest trailing block that holds at most `limit`, at least 1."""
+    block = 1
+    for size in reversed(shape):
+        if block * size > limit:
+            break
+        block *= size
+    return max(1, block)
+
+
+def _portions(item: Item, start: int, end: int) -> list[Portion]:
+    return [Portion(item.name, box) for box in flat_boxes(item.shape, start, end)]
+
+
+def _below(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    for box in boxes:
+        yield Box((index, *box.offset), (1, *box.shape))

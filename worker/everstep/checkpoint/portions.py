@@ -1,0 +1,74 @@
+"""What one rank writes of a state: its even share of what several ranks hold alike, all of what only it holds.
+
+Decided without asking another rank, from what all of them know: shapes, placements and the ranks' order. Invariant: the
+slices of all ranks tile every tensor exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.boxes import Box, Item, moved, share, text, whole
+from everstep.checkpoint.sharding import holding, is_sharded
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of the tensor `name` of shape `shape`, whose content is `data`, a view of the live one."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    data: torch.Tensor
+
+    @property
+    def key(self) -> str:
+        """Its name in the file: the tensor's, with the box where it is only a part."""
+        return self.name if self.box == whole(self.shape) else self.name + text(self.box)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    shape: tuple[int, ...]
+    box: Box
+    local: torch.Tensor
+
+
+def slices(
+    shared: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], rank: int, world_size: int, group: Any = None
+) -> list[Slice]:
+    """What `rank` writes of the world's state (`shared`, which may hold DTensors) and of its `own`, in file order.
+
+    Sharded tensors come after replicated ones of the same width: what all ranks want is one range of the file.
+    """
+    teams: dict[tuple[int, ...], dict[str, _Held]] = {}
+    everyone = tuple(range(world_size))
+    for name, tensor in shared.items():
+        if not is_sharded(tensor):
+            teams.setdefault(everyone, {})[name] = _Held(tuple(tensor.shape), whole(tensor.shape), tensor)
+            continue
+        held = holding(name, tensor, group)
+        if held is not None:
+            teams.setdefault(held.replicas, {})[name] = _Held(tuple(tensor.shape), held.box, held.local)
+    found = [(False, s) for team, members in teams.items() if team == everyone for s in _team(members, team, rank)]
+    found += [(True, s) for team, members in teams.items() if team != everyone for s in _team(members, team, rank)]
+    found += [(True, Slice(name, tuple(t.shape), whole(t.shape), t)) for name, t in own.items()]
+    found.sort(key=lambda f: (-f[1].data.element_size(), f[0], f[1].name, f[1].box.offset))
+    return [s for _, s in found]
+
+
+def _team(members: Mapping[str, _Held], team: tuple[int, ...], rank: int) -> list[Slice]:
+    """This rank's share of what a team of ranks holds alike."""
+    items = [Item(name, held.box.shape, held.local.element_size()) for name, held in members.items()]
+    found = []
+    for portion in share(items, len(team))[team.index(rank)]:
+        held = members[portion.name]
+        box = moved(held.box, portion.box)
+        if box.elements or box == whole(held.shape):  # ranks beyond a short axis hold nothing
+            cut = tuple(slice(o, o + n) for o, n in zip(portion.box.offset, portion.box.shape, strict=True))
+            found.append(Slice(portion.name, held.shape, box, held.local[cut]))
+    return found

@@ -1,0 +1,217 @@
+"""Brings what ranks need of a commit into tensors: each chunk is read once, checked, and only then used.
+
+Work is divided by chunks, the units that have a checksum. What only this rank needs it reads itself; what all ranks
+need is read by one of them, each an even part, and `exchange` brings it to the others. Planning does no I/O. Invariant:
+the bytes of a tensor are those that were saved, or an error names the file.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from everstep.checkpoint.boxes import Box, flat_begin
+from everstep.checkpoint.errors import Damaged
+from everstep.checkpoint.manifest import CommitRecord, Piece, Shard
+from everstep.checkpoint.shard import check_chunk, torch_dtype
+from everstep.checkpoint.sharding import Read, reads
+from everstep.checkpoint.targets import Target
+from everstep.storage import NotFound, ObjectStore, Truncated
+
+THREADS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`size` bytes of a chunk from `begin`, which belong at `at` of buffer number `buffer`."""
+
+    begin: int
+    size: int
+    buffer: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One chunk of one shard, and where its bytes go."""
+
+    shard: int
+    chunk: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A buffer that holds rows of a piece, of which a box goes to a box of a target's tensor."""
+
+    buffer: int
+    rows: tuple[int, ...]
+    source: Box
+    target: int
+    box: Box
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to read. Buffers are the targets' tensors in order, then those of the folds."""
+
+    sizes: list[int] = field(default_factory=list)
+    own: list[Task] = field(default_factory=list)
+    shared: list[Task] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
+
+
+def plan(record: CommitRecord, targets: Sequence[Target]) -> Plan:
+    """The tasks for these targets; the shared ones are the same on every rank whose shared targets are."""
+    result = Plan([t.box.elements * torch_dtype(t.entry).itemsize for t in targets])
+    segments: dict[bool, dict[tuple[int, int], list[Segment]]] = {False: {}, True: {}}
+    for number, target in enumerate(targets):
+        width = torch_dtype(target.entry).itemsize
+        for read in reads(target.entry, target.box) if target.box.elements else ():
+            piece = target.entry.pieces[read.piece]
+            if not read.source.elements:
+                continue
+            begin, size, buffer, at = _landing(result, read, piece, number, target, width)
+            _cut(record.shards[piece.shard], piece.shard, begin, size, buffer, at, segments[target.shared])
+    for wanted, tasks in ((False, result.own), (True, result.shared)):
+        tasks += [Task(*key, tuple(found)) for key, found in sorted(segments[wanted].items())]
+    return result
+
+
+def _landing(
+    result: Plan, read: Read, piece: Piece, number: int, target: Target, width: int
+) -> tuple[int, int, int, int]:
+    """The bytes of the shard that a read needs, as begin and size, and the buffer and place where they land."""
+    begin = flat_begin(piece.shape, read.source)
+    at = flat_begin(target.box.shape, read.target)
+    if begin is not None and at is not None:
+        return piece.begin + begin * width, read.source.elements * width, number, at * width
+    # Not one run of bytes on both sides: the rows that hold it are kept until they are complete, then copied.
+    rows = (read.source.shape[0], *piece.shape[1:])
+    source = Box((0, *read.source.offset[1:]), read.source.shape)
+    row = math.prod(piece.shape[1:]) * width
+    result.sizes.append(rows[0] * row)
+    result.folds.append(Fold(len(result.sizes) - 1, rows, source, number, read.target))
+    return piece.begin + read.source.offset[0] * row, rows[0] * row, len(result.sizes) - 1, 0
+
+
+def _cut(
+    shard: Shard, number: int, begin: int, size: int, buffer: int, at: int,
+    found: dict[tuple[int, int], list[Segment]],
+) -> None:  # fmt: skip
+    """Cut a run of bytes at the borders of the shard's chunks."""
+    end = begin + size
+    while begin < end:
+        chunk, into = divmod(begin, shard.chunk_bytes)
+        count = min(end - begin, shard.chunk_bytes - into)
+        found.setdefault((number, chunk), []).append(Segment(into, count, buffer, at))
+        begin, at = begin + count, at + count
+
+
+def divide(tasks: Sequence[Task], shards: Sequence[Shard], parts: int) -> list[list[Task]]:
+    """Neighbouring tasks to each of `parts` ranks, even by bytes to read. At the world size that saved a replicated
+    state, each rank gets the shard that it wrote."""
+    sizes = [_chunk_size(shards[t.shard], t.chunk) for t in tasks]
+    total, position = sum(sizes), 0
+    divided: list[list[Task]] = [[] for _ in range(parts)]
+    for task, size in zip(tasks, sizes, strict=True):
+        divided[min(parts - 1, (2 * position + size) * parts // max(1, 2 * total))].append(task)
+        position += size
+    return divided
+
+
+class Buffers:
+    """The memory that a plan's bytes land in."""
+
+    def __init__(self, plan: Plan, targets: Sequence[Target]) -> None:
+        self.tensors = [torch.empty(t.box.shape, dtype=torch_dtype(t.entry)) for t in targets]
+        self.bytes = [_bytes_of(t) for t in self.tensors]
+        self.bytes += [np.empty(size, dtype=np.uint8) for size in plan.sizes[len(targets) :]]
+        self._folds = plan.folds
+        self._targets = targets
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, once all bytes have landed."""
+        for fold in self._folds:
+            into = self.tensors[fold.target]
+            rows = torch.from_numpy(self.bytes[fold.buffer]).view(into.dtype).view(fold.rows)
+            into[_cut_of(fold.box)] = rows[_cut_of(fold.source)]
+            self.bytes[fold.buffer] = np.empty(0, dtype=np.uint8)
+        return {t.entry.name: t.finish(tensor) for t, tensor in zip(self._targets, self.tensors, strict=True)}
+
+
+def fetch(store: ObjectStore, shards: Sequence[Shard], tasks: Iterable[Task], buffers: Sequence[Any]) -> None:
+    """Read, check and place the chunks of `tasks`. Raises `Damaged` or `StorageError`."""
+    spare = threading.local()
+
+    def one(task: Task) -> None:
+        shard = shards[task.shard]
+        size = _chunk_size(shard, task.chunk)
+        if len(task.segments) == 1 and task.segments[0].size == size:
+            (segment,) = task.segments
+            read_chunk(store, shard, task.chunk, memoryview(buffers[segment.buffer])[segment.at : segment.at + size])
+            return
+        if len(getattr(spare, "buffer", b"")) < size:
+            spare.buffer = np.empty(size, dtype=np.uint8)
+        data = spare.buffer[:size]
+        read_chunk(store, shard, task.chunk, memoryview(data))
+        for s in task.segments:
+            buffers[s.buffer][s.at : s.at + s.size] = data[s.begin : s.begin + s.size]
+
+    in_parallel(one, tasks)
+
+
+def check_sizes(store: ObjectStore, shards: Iterable[Shard]) -> None:
+    """Raise `Damaged` for a shard that is missing or longer or shorter than the manifest says."""
+    in_parallel(lambda shard: check_size(store, shard), shards)
+
+
+def check_size(store: ObjectStore, shard: Shard) -> None:
+    size = store.size(shard.path)
+    if size is None:
+        raise Damaged(f"{shard.path}: is missing")
+    if size != shard.bytes:
+        raise Damaged(f"{shard.path}: has {size} bytes, the manifest says {shard.bytes}")
+
+
+def read_chunk(store: ObjectStore, shard: Shard, index: int, into: memoryview) -> None:
+    """Fill `into` with a chunk, checked."""
+    try:
+        if into:
+            store.get_into(shard.path, index * shard.chunk_bytes, into)
+    except NotFound as e:
+        raise Damaged(f"{shard.path}: is missing") from e
+    except Truncated as e:
+        raise Damaged(f"{shard.path}: is shorter than the manifest says") from e
+    check_chunk(shard, index, into)
+
+
+def in_parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
+    """Do the work on a few threads; raises what the first of them raised."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-read") as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _chunk_size(shard: Shard, chunk: int) -> int:
+    return min(shard.chunk_bytes, shard.bytes - chunk * shard.chunk_bytes)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, dtype=np.uint8)
+
+
+def _cut_of(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))

@@ -1,0 +1,104 @@
+"""What part of a sharded tensor (DTensor: FSDP2, tensor parallelism, HSDP) is here, and what of a commit it needs.
+
+The boxes are those of torch DCP's planner (`create_default_local_save_plan`), and so is the resharding
+(`create_read_items_for_chunk_list`): DCP knows every placement, the strided ones of FSDP over tensor parallelism too.
+DCP's writer and reader are not used. This module alone imports `torch.distributed.tensor` and `.checkpoint`, and only
+once a DTensor is met: they cost seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everstep.checkpoint.boxes import Box, whole
+from everstep.checkpoint.errors import StateMismatch
+from everstep.checkpoint.manifest import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The part of a tensor that this rank holds. `replicas` are all ranks that hold the same part, in order."""
+
+    box: Box
+    local: torch.Tensor
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """From `source`, a box of the commit's piece number `piece`, to `target`, a box of the local tensor."""
+
+    piece: int
+    source: Box
+    target: Box
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether this is a DTensor, without importing what defines it."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def holding(name: str, tensor: Any, group: Any = None) -> Holding | None:
+    """What this rank holds of a DTensor; None if it is not in the tensor's mesh. Ranks are those in `group`."""
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan  # noqa: PLC0415
+
+    if any(p.is_partial() for p in tensor.placements):
+        raise StateMismatch(f"{name}: a DTensor with Partial placement is a sum not yet made; redistribute() it first")
+    plan = create_default_local_save_plan({name: tensor}, False)
+    if not plan.items:
+        return None
+    (item,) = plan.items
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    local = tensor.to_local()
+    if tuple(local.shape) != box.shape:
+        raise StateMismatch(
+            f"{name}: holds {tuple(local.shape)} where its placements {tensor.placements} say {box.shape}"
+        )
+    mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    same = mesh.mesh[
+        tuple(slice(None) if p.is_replicate() else c for p, c in zip(tensor.placements, here, strict=True))
+    ]
+    ranks = [int(r) for r in same.flatten().tolist()]
+    if group is not None:
+        ranks = [dist.get_group_rank(group, r) for r in ranks]
+    return Holding(box, local, tuple(sorted(ranks)))
+
+
+def reads(entry: Entry, box: Box) -> list[Read]:
+    """What of the entry's pieces makes up this box of the tensor."""
+    if box == whole(entry.shape):
+        return [Read(i, whole(p.shape), Box(p.offset, p.shape)) for i, p in enumerate(entry.pieces)]
+    from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list  # noqa: PLC0415
+
+    stored = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in entry.pieces]
+    wanted = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+    metadata = TensorStorageMetadata(TensorProperties(), torch.Size(entry.shape), stored)
+    items = create_read_items_for_chunk_list(entry.name, metadata, [wanted])
+    found = []
+    for item in items:
+        assert item.storage_index.index is not None
+        lengths = tuple(item.lengths)
+        source, target = Box(tuple(item.storage_offsets), lengths), Box(tuple(item.dest_offsets), lengths)
+        found.append(Read(item.storage_index.index, source, target))
+    return found
+
+
+def like(tensor: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor that is sharded as `tensor` is, of this local part."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    return DTensor.from_local(
+        local.to(tensor.device_mesh.device_type), tensor.device_mesh, tensor.placements,
+        run_check=False, shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip

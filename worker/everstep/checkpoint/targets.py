@@ -1,0 +1,109 @@
+"""Which part of each of a commit's tensors this rank needs, judged by the objects that it will be put into.
+
+A sharded live tensor needs its own box, and gets it back as a tensor sharded like it; everything else is needed whole.
+Optimizer state that does not exist yet is sharded as its parameter is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.boxes import Box, whole
+from everstep.checkpoint.errors import StateMismatch
+from everstep.checkpoint.manifest import CommitRecord, Entry
+from everstep.checkpoint.sharding import holding, is_sharded, like
+from everstep.checkpoint.tree import references
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A box of an entry that this rank needs. `shared`: every rank needs all of it. `model` is sharded as the result is
+    to be; None for a plain tensor."""
+
+    entry: Entry
+    box: Box
+    shared: bool
+    model: torch.Tensor | None = None
+
+    def finish(self, local: torch.Tensor) -> torch.Tensor:
+        return local if self.model is None else like(self.model, local)
+
+
+def targets(
+    state: Mapping[str, Any], live: Mapping[str, torch.Tensor], record: CommitRecord, rank: int, group: Any = None
+) -> list[Target]:
+    """What `state` needs of the commit, in the order of the commit's entries. `live` are its present tensors by name.
+
+    Raises `StateMismatch` if a sharded tensor has another shape in the commit.
+    """
+    values: dict[str, Any] = record.values if isinstance(record.values, dict) else {}
+    models: dict[str, torch.Tensor] = {name: t for name, t in live.items() if is_sharded(t)}
+    shared, own = set[str](), set[str]()
+    for key, target in state.items():
+        if getattr(target, "everstep_per_rank", False):
+            own.update(references(_own_body(values, rank, key)))
+            continue
+        body = values.get("state", {}).get(key)
+        shared.update(references(body))
+        if isinstance(target, torch.optim.Optimizer) and isinstance(body, dict):
+            models |= {n: t for n, t in _of_parameters(target, body, record, key) if n not in models}
+    found = []
+    for entry in record.entries:
+        if entry.name in own:
+            found.append(Target(entry, whole(entry.shape), False))
+        elif entry.name in shared:
+            found.append(_target(entry, models.get(entry.name), group))
+    return found
+
+
+def _target(entry: Entry, model: torch.Tensor | None, group: Any) -> Target:
+    if model is None:
+        return Target(entry, whole(entry.shape), True)
+    if tuple(model.shape) != entry.shape:
+        raise StateMismatch(
+            f"{entry.name}: has shape {entry.shape} in the commit, {tuple(model.shape)} in the state passed"
+        )
+    held = holding(entry.name, model, group)
+    if held is None:
+        return Target(entry, Box((0,) * len(entry.shape), (0,) * len(entry.shape)), False, model)
+    return Target(entry, held.box, held.box == whole(entry.shape), model)
+
+
+def _own_body(values: Mapping[str, Any], rank: int, key: str) -> Any:
+    ranks = values.get("ranks", [])
+    return ranks[rank].get(key) if rank < len(ranks) else None
+
+
+def _of_parameters(
+    optimizer: torch.optim.Optimizer, body: Mapping[str, Any], record: CommitRecord, key: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names of the optimizer state that the commit holds for sharded parameters, with the parameter."""
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    if not any(is_sharded(p) for p in parameters.values()):
+        return
+    shapes = {e.name: e.shape for e in record.entries}
+    for number, names in _state_of(body):
+        parameter = parameters.get(number)
+        if parameter is None or not is_sharded(parameter):
+            continue
+        for name in names:
+            if shapes.get(name) == tuple(parameter.shape):
+                yield name, parameter
+            elif len(shapes.get(name, ())) > 1:
+                raise StateMismatch(
+                    f"{name}: is no scalar and not of its parameter's shape, so how it is sharded cannot be told: make "
+                    f"one optimizer step before restore(), so that {key!r} holds such tensors"
+                )
+
+
+def _state_of(body: Mapping[str, Any]) -> Iterator[tuple[int, list[str]]]:
+    """Parameter number → names of its state's tensors, from the encoded `state_dict` of an optimizer."""
+    state = body.get("tree", {}).get("state", {})
+    pairs = state.get("$dict", []) if isinstance(state, dict) else []
+    for pair in pairs:
+        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int):
+            yield pair[0], list(references(pair[1]))
