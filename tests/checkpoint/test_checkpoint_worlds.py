@@ -1,0 +1,88 @@
+"""State saved by one world is the same state, bit for bit, in a world of any other size and sharding (case 83).
+
+Real processes over gloo: see `worlds.py`. Each test starts one program, which runs its worlds one after the other.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("worlds.py")
+LOADED = (1, 3, 7, 16)
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def run(out: Path, *specs: str) -> list[list[dict[str, Any]]]:
+    """Each world's results by rank. Fails with what the processes printed if any of them failed."""
+    out.mkdir(exist_ok=True)
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("EVERSTEP_")}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(out), *specs],
+        capture_output=True, text=True, timeout=280, env=variables, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert not any(any(world) for world in codes), (codes, done.stderr)
+    return [
+        [json.loads((out / f"{number}-{rank}.json").read_text()) for rank in range(len(world))]
+        for number, world in enumerate(codes)
+    ]
+
+
+def sizes(root: Path) -> list[int]:
+    return [p.stat().st_size for p in sorted(root.glob("data/*/*.safetensors"))]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_state_saved_by_eight_ranks_loads_bit_identical_on_other_numbers_and_kinds(kind: str, tmp_path: Path) -> None:
+    # Case 83: replicated and sharded state, with Adam's; then each loaded as the other.
+    root, other = tmp_path / "store", {"ddp": "fsdp", "fsdp": "ddp"}[kind]
+    worlds = [f"load:{n}:{root}:kind={kind}" for n in LOADED] + [f"load:3:{root}:kind={other}"]
+    saved, *loaded = run(tmp_path / "out", f"save:8:{root}:kind={kind}", *worlds)
+    assert len(sizes(root)) == 8
+    if kind == "ddp":  # FSDP2 itself decides how sharded tensors are divided
+        assert max(sizes(root)) / min(sizes(root)) < 1.1, "each of eight ranks writes about an eighth, headers included"
+    for world in loaded:
+        assert {(r["step"], r["digest"]) for r in world} == {(3, saved[0]["digest"])}, len(world)
+
+
+def test_replicated_state_is_read_once_by_the_world_and_not_once_by_each_rank(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    worlds = run(tmp_path / "out", f"save:2:{root}:kind=ddp", *[f"load:{n}:{root}:kind=ddp" for n in (1, 2, 4)])
+    stored = sum(sizes(root))
+    for world in worlds[1:]:
+        read = [r["read"] for r in world]
+        assert sum(read) == stored, "every byte once"
+        assert max(read) <= stored / len(read) + 2 * 4096, "even but for a chunk"
+
+
+def test_sharded_state_is_read_by_those_who_need_it(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    worlds = run(tmp_path / "out", f"save:4:{root}:kind=fsdp", *[f"load:{n}:{root}:kind=fsdp" for n in (2, 4)])
+    stored = sum(sizes(root))
+    for world in worlds[1:]:
+        assert max(r["read"] for r in world) < 1.7 * stored / len(world), "its own part, and chunks on the borders"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_restored_training_goes_on_bit_identical(kind: str, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    *_, world = run(tmp_path / "out", f"save:2:{root}:kind={kind}", f"load_and_train:2:{root}:kind={kind}")
+    assert [r["same"] for r in world] == [True, True]
+
+
+def test_tensors_of_every_placement_move_between_meshes(tmp_path: Path) -> None:
+    # Rows, columns, both, HSDP (replicas of shards), the same axis twice, all of it everywhere; f32 and bf16.
+    root = tmp_path / "store"
+    meshes = [(2, 4), (4, 2), (3, 2), (1, 1), (1, 5)]
+    specs = [f"grid:{a * b}:{root}:rows={a}:columns={b}:seed={n + 1}" for n, (a, b) in enumerate(meshes)]
+    saved, *loaded = run(tmp_path / "out", *specs)
+    assert saved[0]["step"] is None
+    for world in loaded:
+        assert {(r["step"], r["digest"], r["sharded"]) for r in world} == {(1, saved[0]["digest"], True)}

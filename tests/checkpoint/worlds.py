@@ -1,0 +1,211 @@
+"""Worlds of real processes over gloo for the tests of this folder, run as a program.
+
+    python worlds.py OUT SPEC...      SPEC is scenario:size:root[:key=value…]
+
+One process imports torch and forks every rank of every world, as a launcher with a warm parent does. Each rank leaves its
+result in `OUT/<number of the spec>-<rank>.json`; the exit codes are printed, a list for each spec.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # once, not once a rank: optimizers import it
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import everstep
+import everstep.checkpoint.shard
+from everstep.storage import ObjectStore, open_store
+
+torch.set_num_threads(1)
+everstep.checkpoint.shard.MIN_CHUNK_BYTES = 4096  # type: ignore[misc]  so that small states have several chunks
+
+State = dict[str, Any]
+Result = dict[str, Any]
+
+
+class Counting:
+    """A store that counts the bytes of shards that are read and created through it."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self._inner = inner
+        self.read = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self.read += len(buffer) if name.startswith("data/") else 0
+        self._inner.get_into(name, start, buffer)
+
+
+def network(seed: int) -> torch.nn.Module:
+    """Some layers, with shapes that no world size divides and some that are shorter than a world."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(37, 90), torch.nn.LayerNorm(90), torch.nn.Linear(90, 101), torch.nn.Linear(101, 5, bias=False),
+        torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3),
+    )  # fmt: skip
+
+
+def state(kind: str, seed: int, **options: Any) -> State:
+    """Model and optimizer, replicated ("ddp") or sharded ("fsdp")."""
+    model: torch.nn.Module = network(seed)
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model:  # type: ignore[attr-defined]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "ddp":
+        model = DistributedDataParallel(model)
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01), "epoch": 0, **options}
+
+
+def train(found: State, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(1000 + step)
+        batch = torch.randn(4, 37)
+        found["optimizer"].zero_grad()
+        found["model"](batch).square().sum().backward()
+        found["optimizer"].step()
+    found["epoch"] = steps
+
+
+def digest(found: State) -> str:
+    """Of the logical state: every sharded tensor is gathered. Collective."""
+    h = hashlib.sha256()
+
+    def feed(value: Any) -> None:
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if isinstance(value, torch.Tensor):
+            h.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            h.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                h.update(repr(key).encode())
+                feed(value[key])
+        elif isinstance(value, list | tuple):
+            for v in value:
+                feed(v)
+        else:
+            h.update(repr(value).encode())
+
+    bare = getattr(found["model"], "module", found["model"])
+    for part in (bare.state_dict(), found["optimizer"].state_dict(), found["epoch"]):
+        feed(part)
+    return h.hexdigest()
+
+
+def save(root: str, kind: str) -> Result:
+    found = state(kind, 1)
+    with everstep.Checkpointer(root) as checkpointer:
+        assert checkpointer.restore(found) is None
+        train(found, 3)
+        checkpointer.save(3, found).wait(60)
+    return {"digest": digest(found)}
+
+
+def load(root: str, kind: str) -> Result:
+    found = state(kind, 2)
+    store = Counting(open_store(root))
+    step = everstep.Checkpointer(store=store).restore(found)  # type: ignore[arg-type]
+    return {"step": step, "digest": digest(found), "read": store.read}
+
+
+def load_and_train(root: str, kind: str) -> Result:
+    """A state that is restored trains on as the one that was saved would have."""
+    found = state(kind, 1)
+    train(found, 3)
+    want = digest(found)
+    torch.manual_seed(7)
+    restored = state(kind, 2)
+    everstep.Checkpointer(root).restore(restored)
+    assert digest(restored) == want
+    for each in (found, restored):
+        train(each, 2)
+    return {"same": digest(found) == digest(restored)}
+
+
+PLACEMENTS: dict[str, list[Any]] = {
+    "rows": [Replicate(), Shard(0)], "columns": [Shard(1), Replicate()], "grid": [Shard(0), Shard(1)],
+    "twice": [Shard(0), Shard(0)], "all": [Replicate(), Replicate()],
+}  # fmt: skip
+
+
+def tensors(seed: int, mesh: Any, shapes: str = "") -> dict[str, torch.Tensor]:
+    """DTensors of every placement on a two-dimensional mesh, and a plain tensor."""
+    torch.manual_seed(seed)
+    found: dict[str, torch.Tensor] = {"plain": torch.randn(50, 3), "scalar": torch.tensor(float(seed))}
+    for name, placements in PLACEMENTS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            found[f"{name}-{dtype}"] = distribute_tensor(torch.randn(13, 11, 3).to(dtype), mesh, placements)
+    return found
+
+
+def grid(root: str, rows: str, columns: str, seed: str = "1", reverse: str = "") -> Result:
+    """Save (seed 1) or load (another) DTensors on a mesh of rows × columns, perhaps with other placements."""
+    mesh = init_device_mesh("cpu", (int(rows), int(columns)))
+    found: State = {"tensors": tensors(int(seed), mesh)}
+    checkpointer = everstep.Checkpointer(root)
+    step = checkpointer.restore(found)
+    if step is None:
+        checkpointer.save(1, found).wait(60)
+    checkpointer.close()
+    full = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in found["tensors"].items()}
+    local = all(isinstance(v, DTensor) for k, v in found["tensors"].items() if k not in ("plain", "scalar"))
+    h = hashlib.sha256()
+    for name in sorted(full):
+        h.update(name.encode() + full[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return {"step": step, "digest": h.hexdigest(), "sharded": local}
+
+
+SCENARIOS: dict[str, Callable[..., Result]] = {
+    "save": save, "load": load, "load_and_train": load_and_train, "grid": grid
+}  # fmt: skip
+
+
+def rank_main(out: Path, number: int, spec: str, rank: int) -> None:
+    scenario, size, root, *pairs = spec.split(":")
+    options = dict(pair.split("=") for pair in pairs)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{out}/meeting-{number}", rank=rank, world_size=int(size),
+        timeout=timedelta(seconds=90),
+    )  # fmt: skip
+    result = SCENARIOS[scenario](root, **options)
+    (out / f"{number}-{rank}.json").write_text(json.dumps(result))
+    dist.barrier()  # nobody leaves while another still talks to it
+
+
+def world(out: Path, number: int, spec: str) -> list[int]:
+    children = []
+    for rank in range(int(spec.split(":")[1])):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                rank_main(out, number, spec, rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+if __name__ == "__main__":
+    print(json.dumps([world(Path(sys.argv[1]), n, spec) for n, spec in enumerate(sys.argv[2:])]))
