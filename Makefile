@@ -11,6 +11,7 @@ TORCH := --find-links $(WHEELS) 'torch==2.13.0+cpu'
 else
 TORCH := 'torch>=2.13'
 endif
+DEMO ?= .everstep/demo
 EXTRAS := operator,worker,s3,dev
 
 .PHONY: help demo setup test unit lint e2e soak bench cluster-up cluster-down clean
@@ -19,8 +20,8 @@ help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  %-14s %s\n", $$1, $$2}'
 
 demo: setup  ## train here with three workers, kill one, scale to four; no cluster, no GPU, no Docker
-	@rm -rf .everstep/demo
-	@$(BIN)/everstep run examples/digits/train.py --workers 3 --out .everstep/demo \
+	@rm -rf $(DEMO)
+	@$(BIN)/everstep run examples/digits/train.py --workers 3 --out $(DEMO) \
 	  --at 100:kill=1 --at 200:scale=4 -- --steps 300 --every-steps 50 --step-seconds 0.02
 
 setup: $(VENV)/.stamp  ## the virtual environment with everything the tests need

@@ -6,7 +6,6 @@ Every test that uses `machine` also proves that nothing is left of it: no proces
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -16,20 +15,14 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+import kubelet_world as world
 
 
 @pytest.fixture(scope="session")
 def kubelet_world() -> ModuleType:
-    return _load("kubelet_world")
+    return world
 
 
 @pytest.fixture

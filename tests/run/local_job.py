@@ -25,6 +25,7 @@ from everstep_operator.local.run.control import ControlError, RunAddress, ask
 NODES = 2
 FASTER = 0.4  # of a scenario's pause: nothing here waits for a cluster
 BUCKET = "everstep"
+LOOK = 2.0  # seconds from one look at the run's ports to the next
 
 
 class LocalJob(Player):
@@ -39,6 +40,8 @@ class LocalJob(Player):
         self.process: subprocess.Popen[bytes] | None = None
         self.killed_nodes: list[str] = []
         self._last: dict[str, Any] = {}
+        self._listening: set[str] = set()  # inodes of the sockets that the run was seen to listen on
+        self._looked = 0.0
         self._prefix = secrets.token_hex(4)
 
     # Where it runs.
@@ -85,6 +88,9 @@ class LocalJob(Player):
 
     def view(self) -> dict[str, Any]:
         """What `everstep status -o json` says; after the end what the run left."""
+        if time.monotonic() - self._looked > LOOK:
+            self._looked = time.monotonic()
+            self._listening |= {inode for pid in self.processes() for inode in sockets_of(pid)} & listening()
         try:
             (answer,) = self.ask("status")
             self._last = answer["view"]
@@ -201,18 +207,22 @@ class LocalJob(Player):
                 self.process.wait(10)
 
     def left(self) -> list[str]:
-        """What the run left behind that it should not have: processes, sockets and temporary files."""
+        """What the run left behind that it should not have: processes, ports, sockets and temporary files."""
         found = [str(p) for p in self.temporary.rglob("*") if not p.is_dir()]
         found += [str(p) for p in self.temporary.glob("*") if p.name != f"everstep-{os.getuid()}"]
+        found += [f"process {pid}: {command_of(pid)!r}" for pid in self.processes()]
+        assert self._listening or self.process is None or not self._last, "the operator's port was never seen"
+        found += [f"listening socket, inode {inode}" for inode in self._listening & listening()]
+        return found
+
+    def processes(self) -> list[int]:
+        """Every living process of the run, known by its environment."""
         mark = str(self.temporary).encode()
+        found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if (
-                    entry.name.isdecimal()
-                    and int(entry.name) != os.getpid()
-                    and mark in (entry / "environ").read_bytes()
-                ):
-                    found.append(f"process {entry.name}: {command_of(int(entry.name))!r}")
+                if entry.name.isdecimal() and mark in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
         return found
 
     def expect_nothing_left(self) -> None:
@@ -228,6 +238,24 @@ def command_of(pid: int) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
+
+
+def sockets_of(pid: int) -> set[str]:
+    """Inodes of the sockets that a process has open."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                name = os.readlink(handle)
+                if name.startswith("socket:["):
+                    found.add(name[len("socket:[") : -1])
+    return found
+
+
+def listening() -> set[str]:
+    """Inodes of this machine's listening TCP sockets."""
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    return {row[9] for row in rows if row[3] == "0A"}
 
 
 def descendants(pid: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -33,17 +34,31 @@ def test_run_with_a_kill_at_a_random_moment_completes_with_the_right_parameters(
     seed: int, new_job: Callable[..., LocalJob]
 ) -> None:
     rng = random.Random(seed)
-    job = new_job()
-    job.apply(workers=2, steps=200, pause=0.1, every=20)
-    wait_for("both workers have a process", lambda: [r for r in job.view().get("workers", ()) if r["pid"]][1:], 30)
+    # A third each: any moment; a save is always under way; a second kill while the first is being recovered from.
+    aim = ("any moment", "save", "recovery")[seed % 3]
     moment, victim = rng.randrange(0, 150), rng.randrange(2)
-    print(f"seed {seed}: torchrun of worker {victim} is killed at step {moment}")
+    print(f"seed {seed}: torchrun of worker {victim} is killed at step {moment}, aimed at {aim}")
+    job = new_job()
+    job.apply(workers=2, steps=200, pause=0.1, every=1 if aim == "save" else 20)
+    first = wait_for("both workers have a process", lambda: both if len(both := pids(job)) == 2 else {}, 30)
     # The rows are live; the status is written every few seconds.
     wait_for("the moment", lambda: max(row["step"] or 0 for row in job.view()["workers"]) >= moment, 60)
     job.kill_torchrun(victim)
+    if aim == "recovery":
+        job.until_lost()
+        again = rng.randrange(2)
+        wait_for("its new pod has a process", lambda: pids(job).get(again, first[again]) != first[again], 30)
+        time.sleep(rng.uniform(0, 4))  # anywhere in the seconds until training goes on
+        job.kill_torchrun(again)
     job.until_complete()
     job.expect_undisturbed()
-    job.expect_restarts("infrastructure", 1)
+    job.expect_restarts("infrastructure", 2 if aim == "recovery" else 1)
+
+
+def pids(job: LocalJob) -> dict[int, int]:
+    """Of each worker with a process, the newest pod's."""
+    rows = sorted(job.view().get("workers", ()), key=lambda row: row["restarts"])
+    return {row["worker"]: row["pid"] for row in rows if row["pid"]}
 
 
 def test_two_runs_of_one_name_at_once_do_not_meet(new_job: Callable[..., LocalJob]) -> None:

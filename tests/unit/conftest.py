@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+import plan_world as toy_cluster
 
 
 @pytest.fixture(scope="session")
 def plan_world() -> ModuleType:
-    return _load("plan_world")
+    return toy_cluster

@@ -1,0 +1,86 @@
+"""What a newcomer sees first: `make demo`, and the live table on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from player import ROOT, Result
+
+from everstep_operator.local.run.history import ActionTaken, EventSeen, History, StatusSeen
+
+pytestmark = pytest.mark.timeout(300)
+STYLES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def test_make_demo_trains_kills_scales_and_draws_what_happened(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "demo", f"DEMO={tmp_path / 'demo'}"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    result = Result.parse(done.stdout)
+    assert result is not None, done.stdout
+    assert result.accuracy >= 0.95
+    history = list(History.load(tmp_path / "demo" / "history.jsonl"))
+    assert [e.text.split()[0] for e in history if isinstance(e, ActionTaken)] == ["kill", "scale"]
+    sizes = [e.size for e in history if isinstance(e, StatusSeen) and e.reason == "Running"]
+    assert sizes[0] == 3
+    assert sizes[-1] == 4
+    assert "WorkerLost" in {e.reason for e in history if isinstance(e, EventSeen)}
+    drawing = ElementTree.parse(tmp_path / "demo" / "timeline.svg")
+    words = " ".join(t for t in drawing.getroot().itertext() if t.strip())
+    for lane in range(4):
+        assert f"worker {lane}" in words, words
+    assert "kill" in words
+
+
+def test_run_on_a_terminal_shows_a_live_table_with_every_worker(tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text("import time\ntime.sleep(4)\nprint('over')\n")
+    screen, terminal = pty.openpty()
+    command = [sys.executable, "-m", "everstep_cli.main", "run", str(script), "--workers", "2", "--nodes", "2"]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "150", "LINES": "50"}
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out")], stdin=terminal, stdout=terminal, stderr=terminal, env=environment
+    )
+    os.close(terminal)
+    shown = STYLES.sub("", read_all(screen, process, 60))
+    assert process.wait(10) == 0, shown
+    assert re.search(r"WORKER +NODE +STATE +RANK +STEP +RESTARTS +POD +PID", shown), shown
+    for worker in range(2):
+        assert re.search(rf"{worker} +node-[12] +\w+ .*-w{worker}-0 +\d+", shown), shown
+    assert "WorldFormed" in shown, shown
+    assert "\x1b[?25l" in shown, "the cursor is hidden while the table is live"
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "and is given back"
+
+
+def read_all(screen: int, process: subprocess.Popen[bytes], seconds: float) -> str:
+    """What a terminal was sent until the process ended."""
+    deadline, data = time.monotonic() + seconds, b""
+    while time.monotonic() < deadline:
+        ready, _, _ = select.select([screen], [], [], 0.2)
+        if not ready:
+            if process.poll() is not None:
+                break
+            continue
+        try:
+            chunk = os.read(screen, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        data += chunk
+    os.close(screen)
+    return data.decode(errors="replace")
