@@ -52,8 +52,9 @@ test: lint  ## everything: unit, model, worker, API server, S3, and a real clust
 e2e: setup  ## the scenarios on a real cluster with nodes
 	$(BIN)/pytest tests/e2e
 
-soak: setup  ## what takes hours: a hundred local runs, each with a kill at a random moment
-	EVERSTEP_RUNS=100 $(BIN)/pytest tests/run/test_run_robust.py -k random_moment
+soak: setup  ## what takes long: a hundred local runs with kills at random moments, and the demo in a fresh clone
+	EVERSTEP_RUNS=100 $(BIN)/pytest -n 3 tests/run/test_run_robust.py -k random_moment
+	$(BIN)/pytest -s tests/soak
 
 bench: setup  ## every benchmark, briefly
 	@for script in $(filter-out benchmarks/figures.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script --quick || exit 1; done
