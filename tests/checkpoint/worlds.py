@@ -2,8 +2,8 @@
 
     python worlds.py OUT SPEC...      SPEC is scenario:size:root[:key=value…]
 
-One process imports torch and forks every rank of every world, as a launcher with a warm parent does. Each rank leaves its
-result in `OUT/<number of the spec>-<rank>.json`; the exit codes are printed, a list for each spec.
+One process imports torch and forks every rank of every world, as a launcher with a warm parent does. Each rank leaves
+its result in `OUT/<number of the spec>-<rank>.json`; the exit codes are printed, a list for each spec.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
-import everstep.checkpoint.shard
+import everstep.checkpoint.chunks
 from everstep.storage import ObjectStore, open_store
 
 torch.set_num_threads(1)
-everstep.checkpoint.shard.MIN_CHUNK_BYTES = 4096  # type: ignore[misc]  so that small states have several chunks
+everstep.checkpoint.chunks.MIN_CHUNK_BYTES = 4096  # type: ignore[misc]  so that small states have several chunks
 
 State = dict[str, Any]
 Result = dict[str, Any]

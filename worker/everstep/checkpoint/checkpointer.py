@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from everstep.checkpoint import opening, reader
+from everstep.checkpoint import chunks, opening
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Fenced
@@ -204,7 +204,7 @@ class Checkpointer:
     def verify(self) -> tuple[str, ...]:
         """What is wrong with the newest commit's shards, each text naming a file; empty if it is whole or absent."""
         record = self._newest()
-        return reader.verify(self._store, record) if record else ()
+        return chunks.verify(self._store, record) if record else ()
 
     def _newest(self) -> CommitRecord | None:
         head = self._log.head()

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from everstep.checkpoint.chunks import write_shard
 from everstep.checkpoint.errors import SaveFailed
 from everstep.checkpoint.layout import part_name, save_folder, shard_name
-from everstep.checkpoint.manifest import Entry, Part, PartFailed, Shard, decode_part, encode_part
-from everstep.checkpoint.shard import describe
+from everstep.checkpoint.manifest import Entry, Part, PartFailed, decode_part, encode_part
 from everstep.checkpoint.wire import Json
-from everstep.storage import AlreadyExists, NotFound, ObjectStore
+from everstep.storage import NotFound, ObjectStore
 
 _POLL_FIRST: Final = 0.02
 _POLL_MOST: Final = 1.0
@@ -41,22 +41,11 @@ def write_part(store: ObjectStore, staged: Staged) -> Part:
     """Write the shard, then its description. The names are this save's own, so repeating it is harmless."""
     shard = None
     if staged.data is not None:
-        shard = describe(shard_name(staged.save_id, staged.rank), staged.data)
-        _create_shard(store, shard, staged.data)
+        shard = write_shard(store, shard_name(staged.save_id, staged.rank), staged.data)
     part = Part(staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values))
     if staged.world_size > 1:
         store.put(part_name(staged.save_id, staged.rank), encode_part(part))
     return part
-
-
-def _create_shard(store: ObjectStore, shard: Shard, data: bytearray) -> None:
-    """A shard is created, never replaced: an attempt that was given up may still arrive when the commit exists and the
-    staging buffer holds the next save. Meeting oneself, after a lost answer, is success."""
-    try:
-        store.create(shard.path, data)
-    except AlreadyExists:
-        if describe(shard.path, store.get(shard.path)) != shard:
-            raise SaveFailed(f"{shard.path} exists with other content; another writer uses this save id") from None
 
 
 def give_up_part(store: ObjectStore, save_id: str, rank: int, reason: str) -> None:

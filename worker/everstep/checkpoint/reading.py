@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from everstep.checkpoint.boxes import Box, flat_begin
-from everstep.checkpoint.errors import Damaged
+from everstep.checkpoint.boxes import Box, flat_begin, whole
+from everstep.checkpoint.chunks import check_size, chunk_size, in_parallel, read_chunk
 from everstep.checkpoint.manifest import CommitRecord, Piece, Shard
-from everstep.checkpoint.shard import check_chunk, torch_dtype
+from everstep.checkpoint.shard import torch_dtype
 from everstep.checkpoint.sharding import Read, reads
 from everstep.checkpoint.targets import Target
-from everstep.storage import NotFound, ObjectStore, Truncated
-
-THREADS: Final = 4
+from everstep.storage import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ def _cut(
 def divide(tasks: Sequence[Task], shards: Sequence[Shard], parts: int) -> list[list[Task]]:
     """Neighbouring tasks to each of `parts` ranks, even by bytes to read. At the world size that saved a replicated
     state, each rank gets the shard that it wrote."""
-    sizes = [_chunk_size(shards[t.shard], t.chunk) for t in tasks]
+    sizes = [chunk_size(shards[t.shard], t.chunk) for t in tasks]
     total, position = sum(sizes), 0
     divided: list[list[Task]] = [[] for _ in range(parts)]
     for task, size in zip(tasks, sizes, strict=True):
@@ -153,7 +151,7 @@ def fetch(store: ObjectStore, shards: Sequence[Shard], tasks: Iterable[Task], bu
 
     def one(task: Task) -> None:
         shard = shards[task.shard]
-        size = _chunk_size(shard, task.chunk)
+        size = chunk_size(shard, task.chunk)
         if len(task.segments) == 1 and task.segments[0].size == size:
             (segment,) = task.segments
             read_chunk(store, shard, task.chunk, memoryview(buffers[segment.buffer])[segment.at : segment.at + size])
@@ -168,45 +166,15 @@ def fetch(store: ObjectStore, shards: Sequence[Shard], tasks: Iterable[Task], bu
     in_parallel(one, tasks)
 
 
-def check_sizes(store: ObjectStore, shards: Iterable[Shard]) -> None:
-    """Raise `Damaged` for a shard that is missing or longer or shorter than the manifest says."""
-    in_parallel(lambda shard: check_size(store, shard), shards)
-
-
-def check_size(store: ObjectStore, shard: Shard) -> None:
-    size = store.size(shard.path)
-    if size is None:
-        raise Damaged(f"{shard.path}: is missing")
-    if size != shard.bytes:
-        raise Damaged(f"{shard.path}: has {size} bytes, the manifest says {shard.bytes}")
-
-
-def read_chunk(store: ObjectStore, shard: Shard, index: int, into: memoryview) -> None:
-    """Fill `into` with a chunk, checked."""
-    try:
-        if into:
-            store.get_into(shard.path, index * shard.chunk_bytes, into)
-    except NotFound as e:
-        raise Damaged(f"{shard.path}: is missing") from e
-    except Truncated as e:
-        raise Damaged(f"{shard.path}: is shorter than the manifest says") from e
-    check_chunk(shard, index, into)
-
-
-def in_parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
-    """Do the work on a few threads; raises what the first of them raised."""
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-read") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            for future in futures:
-                future.cancel()
-
-
-def _chunk_size(shard: Shard, chunk: int) -> int:
-    return min(shard.chunk_bytes, shard.bytes - chunk * shard.chunk_bytes)
+def load_whole(store: ObjectStore, record: CommitRecord, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a commit by name, or those of these names: all of each, in this process alone."""
+    asked = None if names is None else set(names)
+    wanted = [Target(e, whole(e.shape), False) for e in record.entries if asked is None or e.name in asked]
+    todo = plan(record, wanted)
+    buffers = Buffers(todo, wanted)
+    in_parallel(partial(check_size, store), [record.shards[n] for n in sorted({task.shard for task in todo.own})])
+    fetch(store, record.shards, todo.own, buffers.bytes)
+    return buffers.finish()
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import torch
 import xxhash
 
 from everstep.checkpoint import reading
+from everstep.checkpoint.chunks import check_size, in_parallel
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
 from everstep.checkpoint.exchange import exchange
@@ -77,7 +79,7 @@ def load(store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks)
     buffers = reading.Buffers(todo, targets)
     if problem is None:
         try:
-            reading.check_sizes(store, _to_check(record, tasks, ranks))
+            in_parallel(partial(check_size, store), _to_check(record, tasks, ranks))
             reading.fetch(store, record.shards, tasks, buffers.bytes)
         except FormatError as e:
             problem = Damaged(str(e))

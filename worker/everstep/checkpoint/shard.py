@@ -1,4 +1,4 @@
-"""Tensors in one safetensors file: where each one lies, the staging buffer that becomes the file, and checksums.
+"""Tensors in one safetensors file: where each one lies, and the staging buffer that becomes the file.
 
 The file is laid out here rather than by the safetensors library because staging must copy each tensor once, straight
 to its place in the file. Format: 8 bytes little-endian header length, a JSON header padded to 8 bytes, then the
@@ -11,20 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
-import xxhash
 
-from everstep.checkpoint.errors import Damaged, FormatError
-from everstep.checkpoint.manifest import CHUNK_BYTES, DTYPE_BYTES, Entry, Piece, Shard
+from everstep.checkpoint.errors import FormatError
+from everstep.checkpoint.manifest import DTYPE_BYTES, Entry, Piece
 from everstep.checkpoint.portions import Slice
 from everstep.checkpoint.tree import DTYPES, TORCH
-
-# With at least so many chunks a shard, readers get even shares of it; with at least so many bytes a chunk, the store is
-# not asked for crumbs.
-CHUNKS: Final = 64
-MIN_CHUNK_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +62,6 @@ class Staging:
                 tensor = tensors[name]
                 whole[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return self._buffer
-
-
-def describe(path: str, data: bytearray | bytes) -> Shard:
-    """The manifest's description of a shard with these bytes."""
-    chunk_bytes = chunk_bytes_for(len(data))
-    return Shard(path, len(data), chunk_bytes, checksums(data, chunk_bytes))
-
-
-def chunk_bytes_for(size: int) -> int:
-    """How many bytes of a shard have one checksum: a power of two, at most `CHUNK_BYTES`, and small enough that readers
-    can divide the shard evenly among them."""
-    least = MIN_CHUNK_BYTES
-    while least * CHUNKS < size and least < CHUNK_BYTES:
-        least *= 2
-    return least
-
-
-def checksums(data: bytes | bytearray | memoryview, chunk_bytes: int) -> tuple[str, ...]:
-    """xxh3-128 of each chunk; one, of nothing, for an empty file."""
-    view = memoryview(data)
-    starts = range(0, max(1, len(view)), chunk_bytes)
-    return tuple(xxhash.xxh3_128_hexdigest(view[start : start + chunk_bytes]) for start in starts)
-
-
-def check_chunk(shard: Shard, index: int, data: bytes | memoryview) -> None:
-    """Raise `Damaged` unless `data` is chunk `index` of the shard."""
-    expected = min(shard.chunk_bytes, shard.bytes - index * shard.chunk_bytes)
-    if len(data) != expected:
-        raise Damaged(f"{shard.path}: chunk {index} has {len(data)} bytes, the manifest says {expected}")
-    if xxhash.xxh3_128_hexdigest(data) != shard.xxh3_128[index]:
-        raise Damaged(f"{shard.path}: chunk {index} fails its checksum: the bytes were changed")
 
 
 def entries_of(plan: Plan, slices: Sequence[Slice]) -> tuple[Entry, ...]:
