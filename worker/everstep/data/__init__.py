@@ -1,0 +1,72 @@
+"""Elastic data: every sample exactly once an epoch, in one order, whatever the world size does.
+
+The names below are loaded on first use, so that the pure modules (permutation, order, cursor, assignment, progress) can
+be used without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep.data.assignment import World
+    from everstep.data.batch import Batch
+    from everstep.data.cursor import Cursor
+    from everstep.data.errors import (
+        BatchUnusable,
+        DataError,
+        DatasetChanged,
+        DatasetUnusable,
+        PositionMismatch,
+        Unacknowledged,
+    )
+    from everstep.data.fingerprints import Fingerprint, fingerprint
+    from everstep.data.loader import ElasticLoader
+    from everstep.data.order import Blocks
+    from everstep.data.permutation import Permutation
+    from everstep.data.sampler import ElasticSampler
+    from everstep.data.seeding import sample_rng
+    from everstep.data.shards import Shard, ShardedDataset
+
+__all__ = [
+    "Batch",
+    "BatchUnusable",
+    "Blocks",
+    "Cursor",
+    "DataError",
+    "DatasetChanged",
+    "DatasetUnusable",
+    "ElasticLoader",
+    "ElasticSampler",
+    "Fingerprint",
+    "Permutation",
+    "PositionMismatch",
+    "Shard",
+    "ShardedDataset",
+    "Unacknowledged",
+    "World",
+    "fingerprint",
+    "sample_rng",
+]
+
+_HOME = {
+    "Batch": "batch",
+    "Blocks": "order",
+    "Cursor": "cursor",
+    "ElasticLoader": "loader",
+    "ElasticSampler": "sampler",
+    "Fingerprint": "fingerprints",
+    "Permutation": "permutation",
+    "Shard": "shards",
+    "ShardedDataset": "shards",
+    "World": "assignment",
+    "fingerprint": "fingerprints",
+    "sample_rng": "seeding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)

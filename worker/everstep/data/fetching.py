@@ -1,0 +1,64 @@
+"""The dataset as DataLoader workers see it: a request in, samples out, each read under its own random seed.
+
+Samples are visited in ascending order, which is kind to storage, and returned in the order that was asked for. Runs in
+worker processes, or in the training process when there are none.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset, get_worker_info
+
+from everstep.data.permutation import Indices
+from everstep.data.seeding import Reading, generators_kept, reading, sample_seed, seed_generators
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The samples of one micro-batch."""
+
+    seed: int
+    epoch: int
+    samples: Indices
+
+
+class Fetching(Dataset[Any]):
+    """Wraps a map-style dataset. `seeded`: set the global random generators for each sample.
+
+    Without it, a dataset that can read many samples at once (`__getitems__`) does so.
+    """
+
+    def __init__(self, dataset: Any, seeded: bool) -> None:
+        self._dataset = dataset
+        self._seeded = seeded
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, request: Request) -> list[Any]:
+        """The samples of a request, for torch's fetcher to collate."""
+        wanted: list[int] = request.samples.tolist()
+        at_once = getattr(self._dataset, "__getitems__", None)
+        if not self._seeded and callable(at_once):
+            with reading(Reading(request.seed, request.epoch)):
+                return list(at_once(wanted))
+        # The training process has generators of its own to keep; a worker's serve nothing but samples.
+        keep = self._seeded and get_worker_info() is None
+        with generators_kept() if keep else nullcontext():
+            found: list[Any] = [None] * len(wanted)
+            for row in sorted(range(len(wanted)), key=wanted.__getitem__):
+                found[row] = self._one(request, wanted[row])
+            return found
+
+    def _one(self, request: Request, index: int) -> Any:
+        if self._seeded:
+            seed_generators(sample_seed(request.seed, request.epoch, index))
+        try:
+            with reading(Reading(request.seed, request.epoch, index)):
+                return self._dataset[index]
+        except Exception as e:
+            e.add_note(f"while reading sample {index} in epoch {request.epoch}")
+            raise

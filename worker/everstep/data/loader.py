@@ -1,0 +1,257 @@
+"""`ElasticLoader`: torch's DataLoader, fed from the one cursor.
+
+All that is decided is decided in `progress` and below; this module moves data. Invariants: batches come in the order of
+their plan; the position that is saved counts what was consumed, never what was prefetched; iterating leaves the random
+generators of the training process alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from everstep.data.assignment import Epoch, World
+from everstep.data.batch import Batch
+from everstep.data.cursor import Cursor, check_changes
+from everstep.data.fetching import Fetching, Request
+from everstep.data.fingerprints import fingerprint
+from everstep.data.order import Shuffle, label, order_of, shuffle_of
+from everstep.data.progress import Progress
+from everstep.data.seeding import sample_seed
+from everstep.data.shards import blocks_of
+from everstep.data.workers import DEFAULT_CONTEXT, WorkerStart
+from everstep.data.world import world_of
+
+log = logging.getLogger("everstep.data")
+
+
+class ElasticLoader:
+    """Every sample exactly once an epoch, in the same order and the same steps, at any world size.
+
+        loader = ElasticLoader(dataset, global_batch=512, seed=0)
+        while loader.epoch < epochs:
+            for batch in loader:                         # the rest of the present epoch
+                loss = criterion(model(batch.data[0]), batch.data[1])      # a mean over the rows
+                batch.scale(loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                loader.acknowledge()                     # this step's samples are in the parameters
+                if checkpointer.should_save(step): checkpointer.save(step, {..., "data": loader})
+
+    `state_dict` is a few JSON values, the same on every rank. Load it at any world size: training goes on with the
+    sample after the last one consumed. Asking for the next batch acknowledges the one before; between a batch and that,
+    `state_dict` raises `Unacknowledged`, because only the loop knows whether the optimizer has stepped.
+
+    Arguments:
+    - `dataset`: has `__len__` and `__getitem__`; or a `ShardedDataset`.
+    - `global_batch`: samples of a step over all ranks together. Ranks' shares differ by at most one sample; `weight`
+      makes up for it.
+    - `rank`, `world_size`: by default those of torch.distributed, else of torchrun's environment, else 0 of 1.
+    - `micro_batch`: at most so many samples are yielded at a time; `batch.last` says when to step.
+    - `shuffle`: True, False, or `Blocks(size, window)`. `drop_last`: leave out an epoch's last step if it is not full.
+    - `dataset_id`: the data's name and version, to tell a changed dataset by. `hash_samples`: read and hash so many
+      samples to the same end. `allow_changes`: of "dataset", "order", "global_batch", what may differ from the saved
+      run.
+    - `seed_samples`: set Python's, numpy's and torch's generators for each sample, so that augmentation is the same
+      at any world size. Costs about 20 µs a sample; without it, `__getitems__` is used where there is one.
+    - `num_workers`, `collate_fn`, `prefetch_factor`, `pin_memory`, `timeout`, `worker_init_fn`: as torch's.
+    - `persistent_workers`: keep workers from epoch to epoch; what the training process changes in the dataset later
+      does not reach them. `multiprocessing_context`: "fork" on Linux.
+
+    Raises DatasetUnusable, BatchUnusable or DataError for what cannot work, before anything is read.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        micro_batch: int | None = None,
+        shuffle: bool | Shuffle = True,
+        drop_last: bool = False,
+        dataset_id: str | None = None,
+        hash_samples: int = 0,
+        allow_changes: Collection[str] = (),
+        seed_samples: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        persistent_workers: bool = True,
+        multiprocessing_context: Any = DEFAULT_CONTEXT,
+    ) -> None:
+        found = fingerprint(dataset, identity=dataset_id, hash_samples=hash_samples)
+        kind = shuffle_of(shuffle)
+        shards = blocks_of(dataset, kind)
+        order_of(kind, found.length, seed, 0, shards)  # what cannot be shuffled is refused here
+        self._allowed = check_changes(allow_changes)
+        self._progress = Progress(
+            Cursor(seed, 0, 0, global_batch, label(kind), found),
+            Epoch(found.length, global_batch, drop_last),
+            kind,
+            world_of(rank, world_size),
+            micro_batch=micro_batch,
+            shards=shards,
+        )
+        self._start = WorkerStart(worker_init_fn)
+        self._generator = torch.Generator()
+        self._requests = _Requests(self._progress)
+        self._options: dict[str, Any] = {
+            "dataset": Fetching(dataset, seed_samples),
+            "batch_sampler": self._requests,
+            "generator": self._generator,
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "prefetch_factor": prefetch_factor,
+            "pin_memory": pin_memory,
+            "timeout": timeout,
+            "worker_init_fn": self._start,
+            "persistent_workers": persistent_workers and num_workers > 0,
+            "multiprocessing_context": multiprocessing_context if num_workers > 0 else None,
+        }
+        self._torch: DataLoader[Any] | None = DataLoader(**self._options)
+        self._live: Iterator[Any] | None = None
+
+    @property
+    def cursor(self) -> Cursor:
+        """The position after the last acknowledged step."""
+        return self._progress.cursor
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step that is not acknowledged, from 0."""
+        return self._progress.cursor.epoch
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Samples that are yielded at a time at most; None for a rank's whole share."""
+        return self._progress.micro_batch
+
+    @property
+    def world(self) -> World:
+        """The rank and world size that batches are cut for."""
+        return self._progress.world
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch."""
+        return self._progress.epoch.steps
+
+    def __iter__(self) -> Iterator[Batch[Any]]:
+        """The rest of the present epoch. Raises Unacknowledged if a step is in hand."""
+        self._progress.settled("a new iteration was begun")
+        self._live = None
+        return _Epoch(self, self.epoch)
+
+    def acknowledge(self) -> None:
+        """The optimizer step of the batch in hand is done. Does nothing if none is in hand."""
+        self._progress.acknowledge()
+
+    def rewind(self) -> None:
+        """The step in hand failed: it comes again, whole. An iteration in progress goes on with it."""
+        self._progress.rewind()
+        self._live = None
+
+    def reshard(self, rank: int, world_size: int) -> None:
+        """The world has changed: go on as `rank` of `world_size`, without a restart.
+
+        A step in hand that was not acknowledged comes again, whole, cut for the new world. An iteration in progress
+        goes on. Raises BatchUnusable, and changes nothing, if the world is too large for the batch.
+        """
+        self._progress.reshard(World(rank, world_size))
+        self._live = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as JSON values. Raises Unacknowledged if a step is in hand."""
+        self._progress.settled("a position was asked for")
+        return self._progress.cursor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position. The saved seed replaces the one that was passed.
+
+        Raises DatasetChanged or PositionMismatch, and changes nothing, for a position that does not fit.
+        """
+        passed = self._progress.cursor.seed
+        self._progress.load(state, self._allowed)
+        self._live = None
+        if self._progress.cursor.seed != passed:
+            log.warning(
+                "the saved position has seed %d, which goes on; seed %d is not used", self._progress.cursor.seed, passed
+            )
+
+    def close(self) -> None:
+        """Stop the workers. Iterating again starts new ones."""
+        self._live = None
+        self._torch = None
+
+    def _next(self, epoch: int) -> Batch[Any]:
+        self._progress.ask()
+        cursor = self._progress.cursor
+        if cursor.epoch != epoch:
+            self._live = None
+            raise StopIteration
+        try:
+            if self._live is None:
+                self._live = self._begin()
+            data = next(self._live)
+        except BaseException as e:
+            # The plan and the workers' answers may be out of step now, or a worker gone: begin again from the cursor.
+            self._progress.rewind()
+            self.close()
+            if isinstance(e, StopIteration):
+                raise RuntimeError(f"the DataLoader ended before epoch {epoch} did") from e
+            raise
+        read = self._progress.hand_out()
+        share = read.share
+        return Batch(
+            data=data,
+            epoch=epoch,
+            step=share.step.number,
+            indices=read.samples,
+            count=share.count,
+            global_count=share.step.count,
+            weight=share.weight,
+            micro=share.micro,
+            micros=share.micros,
+        )
+
+    def _begin(self) -> Iterator[Any]:
+        if self._torch is None:
+            self._torch = DataLoader(**self._options)
+        # Else torch would draw the workers' base seed from the global generator, and a run that was interrupted would
+        # draw once more than one that was not. Ranks differ, so that workers that seed themselves do too.
+        cursor = self._progress.cursor
+        self._generator.manual_seed(sample_seed(cursor.seed, cursor.epoch, cursor.index) ^ self.world.rank)
+        self._start.about_to_start()
+        return iter(self._torch)
+
+
+class _Epoch(Iterator[Batch[Any]]):
+    """One `for` loop over a loader: it ends when the loader's position leaves the epoch that it began in."""
+
+    def __init__(self, loader: ElasticLoader, epoch: int) -> None:
+        self._loader = loader
+        self._epoch = epoch
+
+    def __next__(self) -> Batch[Any]:
+        return self._loader._next(self._epoch)
+
+
+class _Requests:
+    """What torch takes for its batch sampler. Apart from the loader, so that a dropped loader drops its workers."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __iter__(self) -> Iterator[Request]:
+        cursor = self._progress.cursor
+        for read in self._progress:
+            yield Request(cursor.seed, cursor.epoch, read.samples)

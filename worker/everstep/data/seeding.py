@@ -1,0 +1,89 @@
+"""Randomness that belongs to the sample, not to the process that happens to read it.
+
+A sample's augmentation must not depend on the world size, the number of workers, or how often the run was disturbed.
+So each sample has a seed of its own, made of (seed, epoch, index), and while it is read the global generators of
+Python, numpy and torch are set by it. The generators of the training process itself are put back afterwards: reading
+data without workers must not change what dropout draws. Knows torch only if the process has loaded it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import numpy as np
+
+from everstep.data.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is being read now. `index` is None while a dataset reads a batch of samples at once."""
+
+    seed: int
+    epoch: int
+    index: int | None = None
+
+
+_now: ContextVar[Reading | None] = ContextVar("everstep_reading", default=None)
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """64 bits that depend on nothing but the run's seed, the epoch and the sample."""
+    packed = struct.pack("<QQQ", seed, epoch, index)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"everstep sample").digest(), "little")
+
+
+def sample_rng(index: int | None = None) -> np.random.Generator:
+    """A generator for the sample that is being read; call it in `__getitem__` or a transform.
+
+    `index`: needed only where the dataset reads many samples at once (`__getitems__`). Raises DataError outside an
+    everstep loader.
+    """
+    reading = _now.get()
+    if reading is None:
+        raise DataError("sample_rng() works while an everstep loader reads a sample: call it in the dataset")
+    wanted = reading.index if index is None else index
+    if wanted is None:
+        raise DataError("sample_rng() does not know which of the batch's samples is meant: pass its index")
+    return np.random.Generator(np.random.Philox(key=sample_seed(reading.seed, reading.epoch, wanted)))
+
+
+@contextmanager
+def reading(what: Reading) -> Iterator[None]:
+    """Make `sample_rng` work for `what`."""
+    token = _now.set(what)
+    try:
+        yield
+    finally:
+        _now.reset(token)
+
+
+def seed_generators(value: int) -> None:
+    """Set the global generators of Python, numpy and torch."""
+    random.seed(value)
+    np.random.seed([value & 0xFFFFFFFF, value >> 32])
+    if "torch" in sys.modules:
+        # Not torch.manual_seed, which also visits every accelerator: that is slow, and breaks in a forked worker.
+        sys.modules["torch"].default_generator.manual_seed(value)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the global generators back as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    torch = sys.modules.get("torch")
+    words = torch.get_rng_state() if torch else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if torch and words is not None:
+            torch.set_rng_state(words)

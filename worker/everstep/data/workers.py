@@ -1,0 +1,75 @@
+"""DataLoader workers that do not outlive their trainer.
+
+A worker of a SIGKILLed trainer can live on: stock workers look at their parent only while they wait for work, and one
+that is blocked in the dataset or in a full pipe never does. It then holds memory, and copies of the trainer's sockets,
+so that peers do not even see the connection break. Each worker is therefore killed by the kernel with its parent, or,
+where that is not possible, ends itself when the trainer's pidfd says so. Knows nothing of datasets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_LINUX: Final = sys.platform == "linux"
+# Loaded here, in the parent: a forked worker of a process with threads should load as little as it can.
+_libc: Final = ctypes.CDLL(None, use_errno=True) if _LINUX else None
+
+DEFAULT_CONTEXT: Final = "fork" if _LINUX else None
+
+
+class WorkerStart:
+    """What a worker does first: bind its life to the trainer's, then the user's own `worker_init_fn`."""
+
+    def __init__(self, then: Callable[[int], None] | None = None) -> None:
+        self._then = then
+        self._trainer = os.getpid()
+        self._by_main_thread = True
+
+    def about_to_start(self) -> None:
+        """Called by the trainer just before its workers start.
+
+        The kernel's signal comes when the *thread* that made the worker ends, so it is of use for the main thread only.
+        """
+        self._trainer = os.getpid()
+        self._by_main_thread = threading.current_thread() is threading.main_thread()
+
+    def __call__(self, worker: int) -> None:
+        bind_to(self._trainer, self._by_main_thread)
+        if self._then is not None:
+            self._then(worker)
+
+
+def bind_to(pid: int, by_main_thread: bool = True) -> None:
+    """Make this process end, by SIGKILL, when process `pid` does. `by_main_thread`: of `pid`, if that is the parent."""
+    if _libc is None:
+        return
+    if by_main_thread and os.getppid() == pid:
+        if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed: a worker could outlive its trainer")
+        if os.getppid() != pid:  # it ended before the request was in place
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    try:
+        trainer = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    except OSError:  # a kernel or sandbox without pidfds: torch's own watch of the parent remains
+        return
+    threading.Thread(target=_end_with, args=(trainer,), name="everstep-trainer-watch", daemon=True).start()
+
+
+def _end_with(trainer: int) -> None:
+    """A pidfd becomes readable when its process ends."""
+    poller = select.poll()
+    poller.register(trainer, select.POLLIN)
+    poller.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
