@@ -7,50 +7,43 @@ a process that was fenced never writes again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from everstep.checkpoint import chunks, opening
+from everstep.checkpoint import opening
+from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Fenced
+from everstep.checkpoint.finite import Checked, Nonfinite
 from everstep.checkpoint.layout import save_id
-from everstep.checkpoint.manifest import CommitRecord, OpenRecord
+from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
+from everstep.checkpoint.manifest import OpenRecord
 from everstep.checkpoint.opening import Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
 from everstep.checkpoint.portions import slices
 from everstep.checkpoint.ranks import Ranks, join
-from everstep.checkpoint.restoring import newest_whole
+from everstep.checkpoint.restoring import Guard, newest_whole
 from everstep.checkpoint.rounds import known_round, remember_round
-from everstep.checkpoint.shard import Staging, entries_of, plan_shard
+from everstep.checkpoint.shard import entries_of, plan_shard
+from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state import Captured, apply, capture
 from everstep.checkpoint.targets import targets
 from everstep.checkpoint.writer import Events, Identity, SaveHandle, Skipped, Writer
-from everstep.storage import ObjectStore, StoreUnusable
+from everstep.storage import ObjectStore, StorageError, StoreUnusable
 
 logger = logging.getLogger("everstep.checkpoint")
 
 CLOSE_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A commit in the log. Its shards were not looked at."""
-
-    step: int
-    n: int
-    save_id: str
-    at: str
-    world_size: int
 
 
 class Checkpointer:
@@ -81,6 +74,11 @@ class Checkpointer:
       "save-skipped", "fenced" and "unusable", from the thread where it happened; its errors are logged. By default
       the events go to the operator as progress reports.
     - `peer_timeout`: seconds that rank 0 waits for the other ranks' parts before it abandons a save.
+    - `max_loads`: a commit that so many runs loaded and then came to nothing, with neither a commit, nor ten steps, nor
+      an orderly end, is stepped over (3); 0 for never.
+    - `nonfinite`: what becomes of a save whose modules' parameters hold NaN or infinity. "refuse" (the default): it
+      fails, and the commit before stays the latest. "mark": it is kept for those who look into it, and `restore` steps
+      over it. "allow": nobody looks.
 
     Raises `StoreUnusable` (exit code 85) at once or from `restore` if the store can never work, `Fenced` (exit code
     84) from any later call once a newer writer owns the log, `StateMismatch` for a state that cannot be saved or does
@@ -102,12 +100,17 @@ class Checkpointer:
         single_committer: bool | None = None,
         on_event: Events | None = None,
         peer_timeout: float = 300.0,
+        max_loads: int | None = None,
+        nonfinite: Nonfinite | None = None,
     ) -> None:
-        settings = Settings.resolve(os.environ, url, keep, every_seconds, every_steps, single_committer)
+        settings = Settings.resolve(
+            os.environ, url, keep, every_seconds, every_steps, single_committer, max_loads, nonfinite
+        )
         self._settings = settings
         self._store = store if store is not None else opening.connect(settings, storage_options)
         self._probe = store is None
         self._log = CommitLog(self._store)
+        self._catalog = Catalog(self._store)
         self._policy = SavePolicy(settings.every_seconds, settings.every_steps, time.monotonic())
         self._said = (process_group, rank, world_size)
         self._peer_timeout = peer_timeout
@@ -116,6 +119,8 @@ class Checkpointer:
         self._ranks: Ranks | None = None
         self._own: OpenRecord | None = None
         self._writer: Writer | None = None
+        self._loads: Loads | None = None  # of rank 0
+        self._proved: int | None = None  # the step at which the state that was loaded is no poison
         self._damaged: set[int] = set()
         self._sequence = 0
         self._closed = threading.Event()
@@ -127,12 +132,21 @@ class Checkpointer:
         own, ranks = self._open()
         live = capture(state, ranks.rank).tensors  # what cannot be saved is refused now, not at the first save
         wanted = partial(targets, state, live, rank=ranks.rank, group=ranks.group)
-        found = newest_whole(self._log, self._store, own, ranks, wanted, self._stepped_over)
-        if found is not None:
-            record, tensors = found
-            assert isinstance(record.values, dict)
-            apply(state, record.values, tensors, ranks.rank)
+        loads = Loads(self._store, own)
+        guard = Guard(loads, self._settings.max_loads, self._settings.nonfinite)
+        try:
+            found = newest_whole(self._log, self._store, own, ranks, wanted, guard, self._stepped_over)
+            if found is not None:
+                record, tensors = found
+                assert isinstance(record.values, dict)
+                apply(state, record.values, tensors, ranks.rank)
+        except (CheckpointError, StorageError, KeyboardInterrupt):
+            with contextlib.suppress(StorageError):
+                loads.end()  # this says nothing about the commit
+            raise
         step = found[0].step if found else None
+        if ranks.rank == 0 and step is not None:
+            self._loads, self._proved = loads, step + SURVIVED_STEPS
         self._start_writer()
         self._policy.saved(time.monotonic())
         n = found[0].n if found else None
@@ -145,6 +159,7 @@ class Checkpointer:
         Not while a save is in flight: a slow store makes saves rarer, never training slower.
         """
         now = time.monotonic()
+        self._alive(step)
         if not self._policy.candidate(step):
             return False
         writer, ranks = self._ready()
@@ -185,6 +200,8 @@ class Checkpointer:
         """Finish the save in flight (at most `CLOSE_SECONDS`) and stop the thread. Raises `Fenced` if it was fenced."""
         if not self._closed.is_set() and self._writer is not None:
             self._closed.set()
+            if self._proved is not None and self._loads is not None:
+                self._writer.later(self._loads.end)
             self._writer.close(CLOSE_SECONDS)
             if self._writer.fenced:
                 raise self._writer.fenced
@@ -196,28 +213,58 @@ class Checkpointer:
         if kind is None:
             self.close()
 
+    def list(self) -> tuple[Found, ...]:
+        """The commits that have their data, newest first. Like what follows, it takes nothing: any process may ask."""
+        return self._catalog.list()
+
     def latest(self) -> Found | None:
-        """The newest commit in the log, of whatever writer. Looks at the log alone, and takes nothing."""
-        record = self._newest()
-        return Found(record.step, record.n, record.save_id, record.at, record.world_size) if record else None
+        """The newest commit in the log, of whatever writer. Looks at the log alone."""
+        record = self._catalog.latest()
+        return Found.of(record) if record else None
 
-    def verify(self) -> tuple[str, ...]:
-        """What is wrong with the newest commit's shards, each text naming a file; empty if it is whole or absent."""
-        record = self._newest()
-        return chunks.verify(self._store, record) if record else ()
+    def verify(self, step: int | None = None, *, n: int | None = None) -> tuple[str, ...]:
+        """What is wrong with the shards of the newest commit, that of `step`, or record `n`: each text names a file.
+        Empty if it is whole, or if there is no commit at all. Reads every byte."""
+        if step is None and n is None and self._catalog.latest() is None:
+            return ()
+        return self._catalog.verify(step, n)
 
-    def _newest(self) -> CommitRecord | None:
-        head = self._log.head()
-        return next((r for r in self._log.commits(head.last + 1) if isinstance(r, CommitRecord)), None)
+    def pin(self, step: int | None = None, *, n: int | None = None) -> Found:
+        """Keep the newest commit, that of `step`, or record `n`, until `unpin`: no clean-up deletes it, whoever cleans.
+        Raises `CheckpointError` if there is none, or its deletion has begun."""
+        return Found.of(self._catalog.pin(step, n), pinned=True)
+
+    def unpin(self, step: int | None = None, *, n: int | None = None) -> Found:
+        """Take a pin back."""
+        return Found.of(self._catalog.unpin(step, n))
+
+    def gc(self) -> tuple[str, ...]:
+        """Clean up now, as is done after each commit; the save ids of what was deleted."""
+        return tuple(delete.save_id for delete in self._catalog.gc(self._settings.keep))
+
+    def export(self, path: str | os.PathLike[str], step: int | None = None) -> tuple[str, ...]:
+        """Write a commit (the newest) as safetensors and JSON files that other tools open into the folder `path`;
+        the files' names. See docs/reference/checkpoint.md."""
+        from everstep.checkpoint.export import export  # noqa: PLC0415  few runs export
+
+        return export(self._store, self._catalog.find(step), path)
+
+    def _alive(self, step: int) -> None:
+        """Training has come to `step`: what was loaded some steps before was no poison."""
+        if self._proved is not None and step >= self._proved and self._writer is not None:
+            assert self._loads is not None
+            self._writer.later(self._loads.end)
+            self._proved = None
 
     def _stage(self, step: int, identifier: str, captured: Captured, ranks: Ranks) -> Staged:
         mine = slices(captured.tensors, captured.own_tensors, ranks.rank, ranks.world_size, ranks.group)
         tensors = {s.key: s.data for s in mine}
         plan = plan_shard(tensors)
         data = self._staging.fill(plan, tensors) if mine else None
+        checked = (Checked(s.name, s.data.dtype, *plan.spans[s.key]) for s in mine if s.name in captured.parameters)
         return Staged(
             step, identifier, ranks.rank, ranks.world_size, data, entries_of(plan, mine),
-            captured.own_values, captured.values,
+            captured.own_values, captured.values, tuple(checked), self._settings.nonfinite,
         )  # fmt: skip
 
     def _ready(self) -> tuple[Writer, Ranks]:
@@ -259,7 +306,7 @@ class Checkpointer:
     def _start_writer(self) -> None:
         if self._writer is None:
             assert self._own is not None
-            cleaner = Cleaner(self._store, self._own, self._settings.keep, frozenset(self._damaged))
+            cleaner = Cleaner(self._store, self._own, self._settings.keep, frozenset(self._damaged), self._loads)
             identity = Identity(self._own, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
 

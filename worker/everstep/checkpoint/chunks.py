@@ -12,9 +12,9 @@ from typing import Final, TypeVar
 
 import xxhash
 
-from everstep.checkpoint.errors import Damaged, SaveFailed
+from everstep.checkpoint.errors import Damaged
 from everstep.checkpoint.manifest import CHUNK_BYTES, CommitRecord, Shard
-from everstep.storage import AlreadyExists, NotFound, ObjectStore, Truncated
+from everstep.storage import NotFound, ObjectStore, Truncated
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -44,28 +44,6 @@ def describe(path: str, data: bytes | bytearray | memoryview) -> Shard:
     chunk_bytes = chunk_bytes_for(len(data))
     sums = tuple(xxhash.xxh3_128_hexdigest(chunk) for chunk in _cut(memoryview(data), chunk_bytes))
     return Shard(path, len(data), chunk_bytes, sums)
-
-
-def write_shard(store: ObjectStore, path: str, data: bytes | bytearray | memoryview) -> Shard:
-    """Create the shard and return the manifest's description of it.
-
-    A shard is created, never replaced: an attempt that was given up may still arrive when the commit exists and the
-    staging buffer holds the next save. Meeting oneself, after a lost answer, is success; `SaveFailed` otherwise.
-    """
-    chunk_bytes = chunk_bytes_for(len(data))
-    sums = []
-    try:
-        with store.open_write(path, len(data)) as writer:
-            for chunk in _cut(memoryview(data), chunk_bytes):
-                sums.append(xxhash.xxh3_128_hexdigest(chunk))
-                writer.write(chunk)
-            shard = Shard(path, len(data), chunk_bytes, tuple(sums))
-            writer.commit()
-    except AlreadyExists:
-        shard = describe(path, data)
-        if problems(store, shard):
-            raise SaveFailed(f"{path} exists with other content; another writer uses this save id") from None
-    return shard
 
 
 def read_chunk(store: ObjectStore, shard: Shard, index: int, into: memoryview) -> None:

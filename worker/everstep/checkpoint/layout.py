@@ -9,9 +9,13 @@ import re
 
 LOG = "log/"
 DATA = "data/"
+PINS = "pins/"
+LOADS = "loads/"
 
 _RECORD = re.compile(r"log/(\d{12})\.json")
 _SHARD = re.compile(r"data/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+_PIN = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})\.json")
+_LOAD = re.compile(r"loads/(\d{12})/(\d{12})\.json")
 _SAVE_ID = re.compile(r"(\d{12})-[0-9a-f]{8}-(\d{8})")
 
 MAX_RECORD_NUMBER = 10**12 - 1
@@ -62,3 +66,30 @@ def folder_of(shard: str) -> str | None:
     """The save id in a shard's name, or None if the name is not one that a manifest may hold."""
     match = _SHARD.fullmatch(shard)
     return match[1] if match else None
+
+
+def deletion_name(identifier: str) -> str:
+    """The object that says that the deletion of this save has begun."""
+    return f"{DATA}{identifier}/deleting.json"
+
+
+def pin_name(identifier: str) -> str:
+    """The object that keeps this save from being deleted."""
+    return f"{PINS}{identifier}.json"
+
+
+def pinned_save(name: str) -> str | None:
+    """The save id that the object of this name pins, or None for anything else."""
+    match = _PIN.fullmatch(name)
+    return match[1] if match else None
+
+
+def load_name(commit: int, open_n: int) -> str:
+    """The object that says that the writer of open record `open_n` is loading commit `commit`."""
+    return f"{LOADS}{commit:012d}/{open_n:012d}.json"
+
+
+def load_numbers(name: str) -> tuple[int, int] | None:
+    """The commit and the open record in the name of a load mark, or None for anything else."""
+    match = _LOAD.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None

@@ -118,6 +118,7 @@ class Part:
     shard: Shard | None
     entries: tuple[Entry, ...]  # pieces point at shard 0
     values: Json
+    nonfinite: tuple[str, ...] = ()  # parameters in it that hold NaN or infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,12 @@ class PartFailed:
     rank: int
     save_id: str
     reason: str
+
+
+def nonfinite_in(record: CommitRecord) -> tuple[str, ...]:
+    """The parameters that hold NaN or infinity in a commit that was marked for it; it is not one to go on from."""
+    found = record.values.get("nonfinite") if isinstance(record.values, dict) else None
+    return tuple(str(name) for name in found) if isinstance(found, list) else ()
 
 
 def encode_record(record: Record) -> bytes:
@@ -185,6 +192,8 @@ def encode_part(part: Part | PartFailed) -> bytes:
             body["shard"] = _shard_body(part.shard) if part.shard else None
             body["entries"] = {e.name: _entry_body(e) for e in part.entries}
             body["values"] = part.values
+            if part.nonfinite:
+                body["nonfinite"] = list(part.nonfinite)
     return wire.encode(body)
 
 
@@ -199,7 +208,8 @@ def decode_part(data: bytes, rank: int, save_id: str, where: str) -> Part | Part
     shard = None if fields.any("shard") is None else _shard(Fields(fields.any("shard"), f"{where}: shard"))
     shards = (shard,) if shard else ()
     entries = tuple(_entry(name, Fields(body, f"{where}: {name}"), shards) for name, body in _sorted(fields))
-    return Part(rank, save_id, shard, entries, fields.any("values"))
+    bad = tuple(str(name) for name in fields.items("nonfinite")) if fields.has("nonfinite") else ()
+    return Part(rank, save_id, shard, entries, fields.any("values"), bad)
 
 
 def merge_parts(parts: Sequence[Part]) -> tuple[tuple[Shard, ...], tuple[Entry, ...]]:

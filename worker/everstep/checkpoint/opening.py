@@ -10,10 +10,11 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Fenced, UnsupportedVersion
+from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.log import Claim
 from everstep.checkpoint.manifest import OpenRecord, decode_record, encode_record
 from everstep.checkpoint.ranks import Ranks
@@ -24,7 +25,10 @@ from everstep.storage import ObjectStore, RetryableError, RetryingStore, StoreUn
 log = logging.getLogger("everstep.checkpoint")
 
 SINGLE_COMMITTER = "EVERSTEP_SINGLE_COMMITTER"
+MAX_LOADS = "EVERSTEP_CHECKPOINT_MAX_LOADS"
+NONFINITE = "EVERSTEP_CHECKPOINT_NONFINITE"
 DEFAULT_KEEP = 3
+DEFAULT_LOADS = 3
 DEFAULT_SECONDS = 60.0
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -41,6 +45,8 @@ class Settings:
     every_seconds: float | None
     every_steps: int | None
     single_committer: bool
+    max_loads: int
+    nonfinite: Nonfinite
 
     @classmethod
     def resolve(
@@ -51,6 +57,8 @@ class Settings:
         every_seconds: float | None,
         every_steps: int | None,
         single_committer: bool | None,
+        max_loads: int | None,
+        nonfinite: str | None,
     ) -> Settings:
         """Raises `CheckpointError` naming the argument or variable that is wrong."""
         if every_seconds is None and every_steps is None:
@@ -66,7 +74,18 @@ class Settings:
                 raise CheckpointError(f"{name}={value}: a positive number is expected")
         if single_committer is None:
             single_committer = environ.get(SINGLE_COMMITTER, "") in ("1", "true")
-        return cls(url or environ.get(env.CHECKPOINT_URL, ""), keep, every_seconds, every_steps, single_committer)
+        if max_loads is None:
+            given = _number(environ, MAX_LOADS)
+            max_loads = DEFAULT_LOADS if given is None else int(given)
+        if max_loads < 0:
+            raise CheckpointError(f"max_loads={max_loads}: 0 (never step over) or a positive number is expected")
+        policy = nonfinite or environ.get(NONFINITE, "") or "refuse"
+        if policy not in ("refuse", "mark", "allow"):
+            raise CheckpointError(f"nonfinite={policy!r}: one of 'refuse', 'mark' and 'allow' is expected")
+        return cls(
+            url or environ.get(env.CHECKPOINT_URL, ""), keep, every_seconds, every_steps, single_committer,
+            max_loads, cast(Nonfinite, policy),
+        )  # fmt: skip
 
 
 def connect(settings: Settings, options: Mapping[str, Any] | None) -> ObjectStore:

@@ -12,15 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from everstep.checkpoint.chunks import write_shard
 from everstep.checkpoint.errors import SaveFailed
+from everstep.checkpoint.finite import Checked, Nonfinite, nonfinite
 from everstep.checkpoint.layout import part_name, save_folder, shard_name
 from everstep.checkpoint.manifest import Entry, Part, PartFailed, decode_part, encode_part
+from everstep.checkpoint.pipeline import write_shard
 from everstep.checkpoint.wire import Json
 from everstep.storage import NotFound, ObjectStore
 
 _POLL_FIRST: Final = 0.02
 _POLL_MOST: Final = 1.0
+_NAMED: Final = 16  # how many diverged parameters a manifest names, a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +33,40 @@ class Staged:
     save_id: str
     rank: int
     world_size: int
-    data: bytearray | None  # None: this rank holds nothing of the state
+    data: memoryview | None  # None: this rank holds nothing of the state
     entries: tuple[Entry, ...]
     own_values: dict[str, Json]
     values: dict[str, Json]  # the replicated values, of which the coordinator's count
+    checked: tuple[Checked, ...] = ()  # the parameters' bytes in `data`
+    nonfinite: Nonfinite = "allow"
 
 
 def write_part(store: ObjectStore, staged: Staged) -> Part:
-    """Write the shard, then its description. The names are this save's own, so repeating it is harmless."""
+    """Write the shard, then its description. The names are this save's own, so repeating it is harmless.
+
+    Raises `SaveFailed` if parameters hold NaN or infinity and such a state is to be refused.
+    """
+    bad = _nonfinite(staged)
     shard = None
     if staged.data is not None:
         shard = write_shard(store, shard_name(staged.save_id, staged.rank), staged.data)
-    part = Part(staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values))
+    part = Part(staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values), bad)
     if staged.world_size > 1:
         store.put(part_name(staged.save_id, staged.rank), encode_part(part))
     return part
+
+
+def _nonfinite(staged: Staged) -> tuple[str, ...]:
+    """The parameters that hold NaN or infinity, at most `_NAMED` of them, unless nobody asked."""
+    if staged.nonfinite == "allow" or staged.data is None:
+        return ()
+    found = nonfinite(staged.data, staged.checked)
+    if found and staged.nonfinite == "refuse":
+        raise SaveFailed(
+            f"step {staged.step} was not saved: {', '.join(found[:3])}{' and more' * (len(found) > 3)} hold NaN or "
+            "infinity, and a run must not go back to that; pass nonfinite='mark' or 'allow' to save such states"
+        )
+    return tuple(found[:_NAMED])
 
 
 def give_up_part(store: ObjectStore, save_id: str, rank: int, reason: str) -> None:

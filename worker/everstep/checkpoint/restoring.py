@@ -19,8 +19,17 @@ from everstep.checkpoint.chunks import check_size, in_parallel
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
 from everstep.checkpoint.exchange import exchange
+from everstep.checkpoint.finite import Nonfinite
+from everstep.checkpoint.loads import Loads
 from everstep.checkpoint.log import Unreadable
-from everstep.checkpoint.manifest import CommitRecord, OpenRecord, Shard, decode_record, encode_record
+from everstep.checkpoint.manifest import (
+    CommitRecord,
+    OpenRecord,
+    Shard,
+    decode_record,
+    encode_record,
+    nonfinite_in,
+)
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.targets import Target
 from everstep.storage import ObjectStore, StorageError
@@ -32,12 +41,40 @@ Wanted = Callable[[CommitRecord], list[Target]]  # what this rank needs of a com
 _GOOD, _DAMAGED, _BROKEN = 0, 1, 2
 
 
+class Guard:
+    """Says which commits not to take, of those that can be read, and notes which one is being loaded. Rank 0's."""
+
+    def __init__(self, loads: Loads, max_loads: int, nonfinite: Nonfinite) -> None:
+        self._loads = loads
+        self._most = max_loads
+        self._nonfinite = nonfinite
+        self._failed: dict[int, int] | None = None
+
+    def against(self, found: CommitRecord | Unreadable) -> str | None:
+        """Why not to take it, or None."""
+        if isinstance(found, Unreadable):
+            return found.reason
+        if self._nonfinite != "allow" and (names := nonfinite_in(found)):
+            return f"step {found.step}: {', '.join(names[:3])} hold NaN or infinity"
+        if self._most == 0:
+            return None
+        if self._failed is None:
+            self._failed = self._loads.failed()
+        count = self._failed.get(found.n, 0)
+        return f"step {found.step}: {count} runs loaded it and came to nothing" if count >= self._most else None
+
+    def loading(self, record: CommitRecord) -> None:
+        if self._most:
+            self._loads.begin(record.n)
+
+
 def newest_whole(
     log: CommitLog,
     store: ObjectStore,
     own: OpenRecord,
     ranks: Ranks,
     wanted: Wanted,
+    guard: Guard,
     stepped_over: Callable[[int, str], None],
 ) -> tuple[CommitRecord, dict[str, torch.Tensor]] | None:
     """The newest commit below `own` that loads on all ranks, with this rank's `wanted` tensors of it. Collective.
@@ -45,7 +82,7 @@ def newest_whole(
     Raises `CheckpointError` if there are commits and none of them loads: to start from nothing then would throw the
     training away; and whatever a store that does not answer raises.
     """
-    candidates = _candidates(log, own, stepped_over) if ranks.rank == 0 else iter(())
+    candidates = _candidates(log, own, guard, stepped_over) if ranks.rank == 0 else iter(())
     for tried in range(MAX_TRIES):
         record = _propose(candidates, ranks)
         if record is None:
@@ -113,20 +150,33 @@ def _to_check(record: CommitRecord, tasks: Sequence[reading.Task], ranks: Ranks)
     return [record.shards[number] for number in sorted(mine)]
 
 
-def _candidates(log: CommitLog, own: OpenRecord, stepped_over: Callable[[int, str], None]) -> Iterator[CommitRecord]:
+def _candidates(
+    log: CommitLog, own: OpenRecord, guard: Guard, stepped_over: Callable[[int, str], None]
+) -> Iterator[CommitRecord]:
+    """The commits to try, newest first: those that were poison to earlier runs only when nothing else is left."""
     passed: list[str] = []
-    readable = False
+    poison: list[tuple[CommitRecord, str]] = []
+    tried = False
     for found in log.commits(own.n):
-        match found:
-            case CommitRecord():
-                readable = True
-                yield found
-            case Unreadable(n, reason):
-                passed.append(reason)
-                stepped_over(n, reason)
-    if passed and not readable:
+        reason = guard.against(found)
+        if reason is None and isinstance(found, CommitRecord):
+            for record, why in poison if not tried else ():
+                stepped_over(record.n, why)
+            tried = True
+            guard.loading(found)
+            yield found
+        elif isinstance(found, CommitRecord) and not nonfinite_in(found):
+            poison.append((found, str(reason)))
+        else:
+            passed.append(str(reason))
+            stepped_over(found.n, str(reason))
+    for record, _ in poison:
+        tried = True
+        guard.loading(record)
+        yield record
+    if passed and not tried:
         # It may have been a commit. Starting from nothing is the user's decision, not ours.
-        raise CheckpointError(f"the log holds records, but no commit can be read: {'; '.join(passed[:3])}")
+        raise CheckpointError(f"the log holds records, but no commit can be taken: {'; '.join(passed[:3])}")
 
 
 def _propose(candidates: Iterator[CommitRecord], ranks: Ranks) -> CommitRecord | None:

@@ -1,8 +1,8 @@
 """Which saves' objects may be deleted: a pure function of what the log and the listing say.
 
 Invariants: the newest `keep` usable commits keep every shard they name; what belongs to a newer open record than the
-caller's, to a save that may be in flight, or to nobody that `layout` knows is never touched. Log records are never
-deleted: they are small, and a dense log is what finding its end rests on.
+caller's, to a save that may be in flight, to a pinned one, or to nobody that `layout` knows is never touched. Log
+records are never deleted: they are small, and a dense log is what finding its end rests on.
 """
 
 from __future__ import annotations
@@ -30,23 +30,28 @@ def plan_retention(
     damaged: frozenset[int],
     open_n: int,
     sequence: int,
+    pinned: frozenset[str] = frozenset(),
+    marked: frozenset[int] = frozenset(),
 ) -> tuple[Delete, ...]:
     """The saves to delete, sorted by id.
 
     `save_ids` are the folders that exist, `commits` the newest commits, newest first and at least `keep` of them not
     in `damaged` if there are so many; `open_n` is the caller's own open record and `sequence` that of its newest
-    commit. Raises `ValueError` for `keep` < 1.
+    commit; `pinned` are the save ids that somebody pinned. `marked` are commits of a diverged state: the newest `keep`
+    of them stay for whoever looks into it, but no run goes on from them, so they do not count. Raises `ValueError` for
+    `keep` < 1.
 
     A save of an earlier open that is in no kept commit can never become one, because the caller's open fences it. A
     save of the caller's own open is finished, one way or the other, once a later one has been committed.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: at least 1 commit must be kept")
-    usable = [c for c in commits if c.n not in damaged]
-    needed = {folder_of(s.path) for c in usable[:keep] for s in c.shards} | {c.save_id for c in usable[:keep]}
+    usable = [c for c in commits if c.n not in damaged | marked]
+    kept = [*usable[:keep], *[c for c in commits if c.n in marked - damaged][:keep]]
+    needed = {folder_of(s.path) for c in kept for s in c.shards} | {c.save_id for c in kept}
     retired = {c.save_id for c in commits}
     plan = []
-    for identifier in sorted(set(save_ids) - needed):
+    for identifier in sorted(set(save_ids) - needed - pinned):
         owner = owner_of(identifier)
         if owner is None or owner[0] > open_n or (owner[0] == open_n and owner[1] >= sequence):
             continue

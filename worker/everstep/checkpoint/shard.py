@@ -1,4 +1,4 @@
-"""Tensors in one safetensors file: where each one lies, and the staging buffer that becomes the file.
+"""Tensors in one safetensors file: where each one lies.
 
 The file is laid out here rather than by the safetensors library because staging must copy each tensor once, straight
 to its place in the file. Format: 8 bytes little-endian header length, a JSON header padded to 8 bytes, then the
@@ -42,26 +42,6 @@ def plan_shard(tensors: Mapping[str, torch.Tensor]) -> Plan:
     header = len(text).to_bytes(8, "little") + text
     spans = {name: (begin + len(header), end + len(header)) for name, (begin, end) in ranges.items()}
     return Plan(header, spans, len(header) + offset)
-
-
-class Staging:
-    """One reused host buffer. Its content belongs to the caller of `fill` until the next `fill`."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def fill(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> bytearray:
-        """The bytes of the shard: a snapshot of the tensors, which may change as soon as this returns."""
-        if len(self._buffer) != plan.size:
-            self._buffer = bytearray()  # freed before the new one is made: never two at once
-            self._buffer = bytearray(plan.size)
-        self._buffer[: len(plan.header)] = plan.header
-        whole = torch.frombuffer(self._buffer, dtype=torch.uint8)
-        for name, (begin, end) in plan.spans.items():
-            if end > begin:
-                tensor = tensors[name]
-                whole[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        return self._buffer
 
 
 def entries_of(plan: Plan, slices: Sequence[Slice]) -> tuple[Entry, ...]:

@@ -10,14 +10,14 @@ What is saved is replicated: each rank holds the same, and the commit holds it o
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from everstep.checkpoint.errors import StateMismatch
-from everstep.checkpoint.tree import Flattener, unflatten
+from everstep.checkpoint.tree import Flattener, references, unflatten
 from everstep.checkpoint.wire import Json
 
 log = logging.getLogger("everstep.checkpoint")
@@ -31,6 +31,7 @@ class Captured:
     tensors: dict[str, torch.Tensor]
     own_values: dict[str, Json]
     own_tensors: dict[str, torch.Tensor]
+    parameters: frozenset[str]  # the tensors that are parameters of modules
 
 
 def capture(state: Mapping[str, Any], rank: int) -> Captured:
@@ -38,6 +39,7 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
     shared, own = Flattener(), Flattener()
     values: dict[str, Json] = {}
     own_values: dict[str, Json] = {}
+    parameters = set[str]()
     for key, target in state.items():
         if not isinstance(key, str) or not key or key.startswith(("@", "$")):
             raise StateMismatch(f"state key {key!r}: a text that does not start with '@' or '$' is expected")
@@ -45,7 +47,8 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
             own_values[key] = _encode(own, target, f"@{rank}/{key}")
         else:
             values[key] = _encode(shared, target, key)
-    return Captured(values, shared.tensors, own_values, own.tensors)
+            parameters.update(_parameters(target, values[key]))
+    return Captured(values, shared.tensors, own_values, own.tensors, frozenset(parameters))
 
 
 def apply(state: Mapping[str, Any], saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rank: int) -> None:
@@ -89,6 +92,15 @@ def _encode(flattener: Flattener, target: Any, key: str) -> Json:
         # Versions of the modules' own formats: load_state_dict migrates old ones by them.
         body["metadata"] = Flattener().flatten(dict(metadata), f"{key} (metadata)")
     return body
+
+
+def _parameters(target: Any, body: Any) -> Iterator[str]:
+    """The names of the tensors that are parameters of a module; its buffers may well hold infinity, as masks do."""
+    if isinstance(target, torch.nn.Module):
+        names = {name for name, _ in _bare(target).named_parameters(remove_duplicate=False)}
+        for name, value in body["tree"].items():
+            if name in names:
+                yield from references(value)
 
 
 def _decode(state: Mapping[str, Any], key: str, tree: Any, metadata: Json) -> None:

@@ -171,6 +171,17 @@ class Writer:
 
         self._put(note)
 
+    def later(self, task: Callable[[], object]) -> None:
+        """Do something small on the writer's thread, after what is in flight; what it raises is logged."""
+
+        def run() -> None:
+            try:
+                task()
+            except (StorageError, CheckpointError) as e:
+                logger.warning("the store did not take a note: %s", e)
+
+        self._put(run)
+
     def close(self, timeout: float) -> None:
         """Finish what is in flight, for at most `timeout` seconds, then stop."""
         self.idle(timeout)
@@ -192,6 +203,7 @@ class Writer:
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:
             task()
+            del task  # and with it the staged bytes, which the next save may have to make room for
 
     def _save(self, staged: Staged, handle: SaveHandle) -> None:
         started = self._clock()
@@ -217,6 +229,8 @@ class Writer:
         values: dict[str, Json] = {"state": dict(staged.values)}
         if any(p.values for p in parts):
             values["ranks"] = [p.values for p in parts]
+        if bad := sorted({name for p in parts for name in p.nonfinite}):
+            values["nonfinite"] = list(bad)
         draft = CommitRecord(
             NONE, own.writer, own.round, own.job_uid, staged.step, staged.save_id, staged.world_size,
             self._stamp(now), own.n, NONE, shards, entries, values,
@@ -224,6 +238,8 @@ class Writer:
         self._head, record = self._log.commit(self._head, own, draft)
         self._cleaner.committed(record)
         size, seconds = sum(s.bytes for s in shards), self._clock() - started
+        if bad:
+            self._events("nonfinite", step=record.step, n=record.n, names=bad)
         self._events("committed", step=record.step, n=record.n, at=now, bytes=size, seconds=seconds)
         return Committed(record.step, record.n, now, size, seconds)
 

@@ -1,0 +1,148 @@
+"""The commits of a store, seen from outside of training: found, checked, pinned and cleaned up without taking the log.
+
+Knows no torch: the command line uses it as it is. Invariant: nothing here can disturb the run that has the log: what it
+deletes, that run's own clean-up might delete too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from everstep.checkpoint import pins
+from everstep.checkpoint.chunks import verify
+from everstep.checkpoint.cleaner import clean, enough
+from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.layout import DATA, folder_of, owner_of
+from everstep.checkpoint.log import Unreadable
+from everstep.checkpoint.manifest import CommitRecord, nonfinite_in
+from everstep.checkpoint.retention import Delete
+from everstep.storage import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A commit in the log. Of its shards only names and sizes were looked at, not the bytes."""
+
+    step: int
+    n: int
+    save_id: str
+    at: str
+    world_size: int
+    bytes: int
+    pinned: bool = False
+    missing: tuple[str, ...] = ()  # shards that are not there, or of another size
+    nonfinite: tuple[str, ...] = ()  # parameters that hold NaN or infinity, if the commit was marked for it
+
+    @classmethod
+    def of(cls, record: CommitRecord, pinned: bool = False, missing: tuple[str, ...] = ()) -> Found:
+        size = sum(s.bytes for s in record.shards)
+        bad = nonfinite_in(record)
+        return cls(record.step, record.n, record.save_id, record.at, record.world_size, size, pinned, missing, bad)
+
+
+class Catalog:
+    """The commits below one store. Methods raise `StorageError` beside what they name."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._log = CommitLog(store)
+
+    def latest(self) -> CommitRecord | None:
+        """The newest commit in the log, of whatever writer."""
+        return next(self._commits(), None)
+
+    def list(self, limit: int = 1000) -> tuple[Found, ...]:
+        """The newest commits that have their data, newest first. Older ones are history: their shards are deleted."""
+        sizes: dict[str, dict[str, int]] = {}
+        for info in self._store.list(DATA):
+            sizes.setdefault(info.name.split("/")[1], {})[info.name] = info.size
+        pinned = pins.pinned(self._store)
+        left = {order for order in map(owner_of, sizes) if order is not None}
+        found = []
+        for record in itertools.islice(self._commits(), limit):
+            order = owner_of(record.save_id)
+            if record.shards and order is not None and not any(o <= order for o in left):
+                break  # save ids grow with the log: what is left belongs to no older commit
+            left.discard(order or (0, 0))
+            if not record.shards or any(folder_of(s.path) in sizes for s in record.shards):
+                found.append(_found(record, sizes, pinned))
+        return tuple(found)
+
+    def find(self, step: int | None = None, n: int | None = None) -> CommitRecord:
+        """The newest commit, or that of `step` (the newest of them), or record `n`. Raises `CheckpointError` if there
+        is none."""
+        if n is not None:
+            return self._record(n, step)
+        steps = []
+        for record in itertools.chain(self._commits(), self._pinned()):
+            if step is None or record.step == step:
+                return record
+            steps.append(record.step)
+        if step is None or not steps:
+            raise CheckpointError(f"{self._store.url}: there is no commit")
+        shown = ", ".join(map(str, steps[:10])) + (", …" if len(steps) > 10 else "")
+        raise CheckpointError(f"{self._store.url}: no commit of step {step}; there are {shown}")
+
+    def verify(self, step: int | None = None, n: int | None = None) -> tuple[str, ...]:
+        """What is wrong with a commit's shards, each text naming a file; empty if it is whole. Reads every byte."""
+        return verify(self._store, self.find(step, n))
+
+    def pin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
+        """Keep a commit until `unpin`, whatever `keep` says and whoever cleans up. Raises `CheckpointError`."""
+        record = self.find(step, n)
+        pins.pin(self._store, record, datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds"))
+        return record
+
+    def unpin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
+        """Take a pin back. Raises `CheckpointError` if there is no such commit."""
+        record = self.find(step, n)
+        pins.unpin(self._store, record)
+        return record
+
+    def gc(self, keep: int, *, really: bool = True) -> tuple[Delete, ...]:
+        """Delete the saves that are older than the newest `keep` commits that are there whole (by names and sizes), not
+        pinned, and of no run in flight; those that were, or without `really`, that would be.
+
+        Safe beside a run that has the log: what it may still commit is known by its open record's number.
+        """
+        if keep < 1:
+            raise CheckpointError(f"keep={keep}: at least 1 commit must be kept")
+        head = self._log.head()
+        if head.open is None:
+            return ()
+        damaged = frozenset(f.n for f in self.list() if f.missing)
+        commits = enough(self._commits(head.last + 1), keep, damaged)
+        newest = owner_of(commits[0].save_id) if commits else None
+        sequence = newest[1] if newest and newest[0] == head.open.n else 0
+        return clean(self._store, commits, keep, damaged, head.open.n, sequence, really=really)
+
+    def _record(self, n: int, step: int | None) -> CommitRecord:
+        record = self._log.read(n)
+        match record:
+            case CommitRecord() if step is None or record.step == step:
+                return record
+            case CommitRecord():
+                raise CheckpointError(f"{self._store.url}: record {n} is of step {record.step}, not {step}")
+            case Unreadable(_, reason):
+                raise CheckpointError(f"{self._store.url}: record {n} cannot be read: {reason}")
+        raise CheckpointError(f"{self._store.url}: record {n} is no commit; it says who opened the log")
+
+    def _commits(self, below: int | None = None) -> Iterator[CommitRecord]:
+        """The readable commits, newest first."""
+        below = self._log.head().last + 1 if below is None else below
+        return (record for record in self._log.commits(below) if isinstance(record, CommitRecord))
+
+    def _pinned(self) -> Iterator[CommitRecord]:
+        """The pinned commits: they may be older than a walk of the log goes."""
+        records = (self._log.read(n) for n in pins.pinned_commits(self._store))
+        return (record for record in records if isinstance(record, CommitRecord))
+
+
+def _found(record: CommitRecord, sizes: dict[str, dict[str, int]], pinned: frozenset[str]) -> Found:
+    missing = tuple(s.path for s in record.shards if sizes.get(folder_of(s.path) or "", {}).get(s.path) != s.bytes)
+    return Found.of(record, record.save_id in pinned, missing)
