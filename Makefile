@@ -12,7 +12,7 @@ else
 TORCH := 'torch>=2.13'
 endif
 DEMO ?= .everstep/demo
-EXTRAS := operator,worker,s3,dev
+EXTRAS := operator,worker,s3,gcs,azure,obstore,dev
 
 .PHONY: help demo setup test unit lint e2e soak bench cluster-up cluster-down clean
 
@@ -44,7 +44,7 @@ unit: setup  ## tests that need no server
 # prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/pytest -x tests/unit
-	$(BIN)/pytest -x -n 2 --dist worksteal -m "not kind" tests/worker tests/model tests/apiserver \
+	$(BIN)/pytest -x -n 2 --dist worksteal -m "not kind" tests/worker tests/storage tests/model tests/apiserver \
 	  tests/data tests/conformance tests/local tests/run tests/cluster
 	$(BIN)/pytest -n 2 --dist worksteal -m "kind and not alone" tests/cluster tests/e2e
 	$(BIN)/pytest -m alone tests/cluster tests/e2e

@@ -11,9 +11,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "cluster"))
 
-from testcluster import handle, programs, project
+from testcluster import handle, programs, project, stores
 from testcluster.controlplane import ControlPlane
 from testcluster.s3 import S3Server
+
+STORE_PROGRAMS = {
+    "careless_s3_server": stores.s3rver,
+    "gcs_server": programs.fake_gcs_server,
+    "azure_server": stores.azurite,
+}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -27,6 +33,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         handle.obtain().load_project()
     if wanted & {"control_plane", "s3_server"}:
         programs.link_all()
+    for fixture, make in STORE_PROGRAMS.items():
+        if fixture in wanted:
+            make()
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +51,33 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """versitygw on the loopback; tests use buckets of their own."""
     server = S3Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def careless_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.CarelessS3]:
+    """An S3 look-alike that ignores preconditions."""
+    server = stores.CarelessS3(tmp_path_factory.mktemp("careless-s3"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.GcsServer]:
+    """Google Cloud Storage's emulator."""
+    server = stores.GcsServer(tmp_path_factory.mktemp("gcs"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.AzureServer]:
+    """Azure Blob Storage's emulator."""
+    server = stores.AzureServer(tmp_path_factory.mktemp("azure"))
     server.start()
     yield server
     server.stop()

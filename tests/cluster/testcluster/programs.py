@@ -113,6 +113,10 @@ def versitygw() -> Path:
     return _installed("versitygw", "github.com/versity/versitygw/cmd/versitygw", versions.VERSITYGW)
 
 
+def fake_gcs_server() -> Path:
+    return _installed("fake-gcs-server", "github.com/fsouza/fake-gcs-server", versions.FAKE_GCS_SERVER)
+
+
 def link_all() -> Path:
     """`<cache>/bin`, a folder of links to the current programs that users put in front of their PATH."""
     folder = cache.root() / "bin"

@@ -6,7 +6,7 @@ passes each name through it, whoever wrote the name (a manifest read from the st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from everstep.storage.errors import InvalidName, Truncated
@@ -34,14 +34,22 @@ class Capabilities:
     `conditional_create`: `create` and a writer's `commit` are atomic against every other creator. `multipart`: a
     writer's parts go to the store as they come, so a crash may leave some behind for `sweep_uploads`; without it they
     wait on the local disk. `parallel_parts`: the parts of one upload may be written in any order and at once.
-    `part_size`: bytes of each part but the last, unless a size hint asks for larger ones.
+    `conditional_upload`: the commit of an upload, too, is atomic against every other creator. `part_size`: bytes of
+    each part but the last, unless a size hint asks for larger ones. `one_piece`: the largest object that `create` sends
+    in one request; a larger one it sends in parts. None: no limit.
     """
 
     conditional_create: bool = True
+    conditional_upload: bool = True
     multipart: bool = True
     parallel_parts: bool = True
     writable: bool = True
     part_size: int = PART_SIZE
+    one_piece: int | None = None
+
+    def with_part_size(self, part_size: int | None) -> Capabilities:
+        """The same with another part size; None changes nothing."""
+        return self if part_size is None else replace(self, part_size=part_size)
 
 
 class Upload(Protocol):

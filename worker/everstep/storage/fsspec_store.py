@@ -1,55 +1,45 @@
 """Any object store that fsspec reaches, through the few calls whose meaning is the same on all of them.
 
+The big three have backends of their own on the same file systems (`s3`, `gcs`, `azure`); this one serves the rest.
 Invariants:
-- One attempt a call: s3fs's and botocore's own retries are switched off, because the bound is `retry`'s to keep.
+- One attempt a call: the file systems' own retries are switched off, because the bound is `retry`'s to keep.
 - No listing cache: a cached listing would hide another writer's commit.
 - The file system belongs to the process that made it. Its event-loop thread does not survive a fork, so a child makes
   its own on first use.
-- `create` is conditional only where the backend sends a true precondition; other schemes are refused by `open_store`.
+- A client whose credentials the server calls expired is dropped; the next one reads them again.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import fsspec
 
 from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, check_folder, check_name
-from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, StorageError, StoreUnusable, TerminalError
+from everstep.storage.errors import NotFound, StorageError, StoreUnusable, TerminalError
+from everstep.storage.locks import ForkLock
+from everstep.storage.translate import EXPIRED_CODES, cannot_open, server_code, translate
 
-S3 = frozenset({"s3", "s3a"})
-# Schemes whose fsspec backend turns mode="create" into a precondition that the server checks.
-CONDITIONAL = S3 | {"gs", "gcs", "az", "abfs", "abfss"}
+# Settings of the fsspec file system (keys, endpoint and the like), or a function that gives fresh ones to each client.
+Options = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-_CONNECT_SECONDS = 5
-_READ_SECONDS = 30
-
-_EXISTS_CODES = {"PreconditionFailed", "412"}
-_BUCKET_CODES = {"NoSuchBucket", "InvalidBucketName", "PermanentRedirect", "AuthorizationHeaderMalformed"}
-_RETRY_CODES = {
-    "ConditionalRequestConflict", "OperationAborted", "SlowDown", "ServiceUnavailable", "InternalError",
-    "RequestTimeout", "RequestTimeTooSkewed", "ThrottlingException", "TooManyRequests", "ExpiredToken",
-    "NoSuchUpload", "IncompleteBody",
-}  # fmt: skip
-_RETRY_ERRNO = {
-    errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE,
-    errno.EHOSTUNREACH, errno.ENETUNREACH,
-}  # fmt: skip
+READ_ONLY = frozenset({"http", "https"})
 
 
 class FsspecStore(ObjectStore):
-    """Objects below `url`. `options` go to the fsspec file system (keys, endpoint and the like)."""
+    """Objects below `url`. `part_size` is the store's `Capabilities.part_size`; None is the backend's own."""
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+    bare_404_is_missing = True
+
+    def __init__(self, url: str, options: Options | None = None, part_size: int | None = None) -> None:
         self._url = url.rstrip("/")
         self._scheme = url.split("://", 1)[0]
-        self._options = dict(options or {})
-        self._lock = threading.Lock()
+        self._options = options or {}
+        self._part_size = part_size
+        self._lock = ForkLock()
         self._made: tuple[int, Any, str] | None = None
 
     @property
@@ -58,7 +48,8 @@ class FsspecStore(ObjectStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(conditional_create=self._scheme in CONDITIONAL, multipart=False)
+        known = Capabilities(conditional_create=False, multipart=False, writable=self._scheme not in READ_ONLY)
+        return known.with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
         self._write(name, data, "create")
@@ -71,19 +62,19 @@ class FsspecStore(ObjectStore):
         if start is not None and end is not None and start >= end:
             return b""  # no HTTP range means "nothing"
         try:
-            with self._translated("reading", name):
-                fs, root = self._fs()
+            with self.translated("reading", name):
+                fs, root = self.fs()
                 return bytes(fs.cat_file(f"{root}/{name}", start=start, end=end))
         except TerminalError as e:
-            if e.__cause__ is not None and _server_code(e.__cause__)[1] == 416:
+            if e.__cause__ is not None and server_code(e.__cause__)[1] == 416:
                 return b""  # a range after the end, which slices and files answer with nothing
             raise
 
     def size(self, name: str) -> int | None:
         check_name(name)
         try:
-            with self._translated("looking at", name):
-                fs, root = self._fs()
+            with self.translated("looking at", name):
+                fs, root = self.fs()
                 info = fs.info(f"{root}/{name}")
                 return int(info["size"] or 0) if info["type"] == "file" else None
         except NotFound:
@@ -92,8 +83,8 @@ class FsspecStore(ObjectStore):
     def list(self, folder: str = "") -> list[ObjectInfo]:
         check_folder(folder)
         try:
-            with self._translated("listing", folder):
-                fs, root = self._fs()
+            with self.translated("listing", folder):
+                fs, root = self.fs()
                 found = fs.find(f"{root}/{folder}".rstrip("/"), detail=True)
         except NotFound:
             return []
@@ -103,113 +94,70 @@ class FsspecStore(ObjectStore):
 
     def delete(self, name: str) -> None:
         check_name(name)
+        self.check_writable()
         try:
-            with self._translated("deleting", name):
-                fs, root = self._fs()
+            with self.translated("deleting", name):
+                fs, root = self.fs()
                 fs.rm_file(f"{root}/{name}")
         except NotFound:
             return
 
     def _write(self, name: str, data: Data, mode: str) -> None:
         check_name(name)
-        with self._translated("writing", name):
-            fs, root = self._fs()
-            body = bytes(data) if isinstance(data, memoryview) else data
-            fs.pipe_file(f"{root}/{name}", body, mode=mode)
+        self.check_writable()
+        try:
+            with self.translated("writing", name):
+                fs, root = self.fs()
+                body = bytes(data) if isinstance(data, memoryview) else data
+                fs.pipe_file(f"{root}/{name}", body, mode=mode)
+        except NotFound as e:
+            raise bucket_missing(e) from e
 
-    def _fs(self) -> tuple[Any, str]:
+    def check_writable(self) -> None:
+        if not self.capabilities.writable:
+            raise StoreUnusable(
+                f"{self._url}: {self._scheme}:// can only be read. Checkpoints are restored from there; to save, use "
+                "the object store's own URL (s3://, gs://, az://) or a folder"
+            )
+
+    def fs(self) -> tuple[Any, str]:
         """This process's file system, and the path of the store's root on it."""
         with self._lock:
             if self._made is None or self._made[0] != os.getpid():
                 try:
-                    fs, root = fsspec.core.url_to_fs(self._url, **self._arguments())
+                    fs, root = self._open()
                 except (ImportError, ValueError) as e:
-                    raise StoreUnusable(_cannot_open(self._url, self._scheme, e)) from e
-                if self._scheme in S3:
-                    fs.retries = 1
+                    raise StoreUnusable(cannot_open(self._url, self._scheme, e)) from e
                 self._made = (os.getpid(), fs, str(root).rstrip("/"))
             return self._made[1], self._made[2]
 
-    def _arguments(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False, "asynchronous": False}
-        if self._scheme in S3:
-            arguments["config_kwargs"] = {
-                "connect_timeout": _CONNECT_SECONDS,
-                "read_timeout": _READ_SECONDS,
-                "retries": {"mode": "standard", "total_max_attempts": 1},
-            }
-        return arguments | self._options
+    def forget(self) -> None:
+        """Drop the client, and the credentials that it read."""
+        with self._lock:
+            self._made = None
+
+    def _open(self) -> tuple[Any, str]:
+        fs, root = fsspec.core.url_to_fs(self._url, **self.arguments())
+        return fs, str(root)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the file system is made with."""
+        options = self._options() if callable(self._options) else self._options
+        return {"skip_instance_cache": True, "use_listings_cache": False, "asynchronous": False, **options}
 
     @contextmanager
-    def _translated(self, doing: str, name: str) -> Iterator[None]:
+    def translated(self, doing: str, name: str) -> Iterator[None]:
         try:
             yield
         except StorageError:
             raise
         except Exception as e:
-            raise translate(e, f"{self._url}: {doing} {name or '/'}") from e
+            if server_code(e)[0] in EXPIRED_CODES:
+                self.forget()
+            where = f"{self._url}: {doing} {name or '/'}"
+            raise translate(e, where, bare_404_is_missing=self.bare_404_is_missing) from e
 
 
-def translate(e: Exception, where: str) -> StorageError:
-    """The storage error that a backend's exception stands for.
-
-    s3fs maps a refused create to FileExistsError or to OSError(22), by the words the server chose, and hides the
-    server's own code in `__cause__`; that code decides where there is one.
-    """
-    code, status = _server_code(e)
-    text = f"{where}: {code or type(e).__name__}: {e}"
-    if isinstance(e, FileExistsError) or code in _EXISTS_CODES or status == 412:
-        return AlreadyExists(text)
-    if code in _BUCKET_CODES:
-        return StoreUnusable(f"{text}. The bucket of this URL does not exist or is elsewhere: create it or fix the URL")
-    if code in _RETRY_CODES or status in (408, 409, 429) or (status or 0) >= 500:
-        return RetryableError(text)
-    if isinstance(e, PermissionError) or status in (401, 403):
-        return StoreUnusable(f"{text}. The credentials may not do this: check the keys and the bucket's policy")
-    if _no_credentials(e):
-        return StoreUnusable(f"{text}. Set credentials (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)")
-    if isinstance(e, FileNotFoundError) or status == 404:
-        return NotFound(text)
-    if status is not None and 400 <= status < 500:
-        return TerminalError(text)
-    if _connection(e):
-        return RetryableError(text)
-    return TerminalError(text)
-
-
-def _server_code(e: BaseException) -> tuple[str, int | None]:
-    """The error code and HTTP status that the server sent, looked for along the chain of causes."""
-    seen: BaseException | None = e
-    for _ in range(5):
-        if seen is None:
-            break
-        response = getattr(seen, "response", None)
-        if isinstance(response, Mapping):
-            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            return str(response.get("Error", {}).get("Code", "")), status
-        status = getattr(seen, "status", None) or getattr(seen, "status_code", None) or getattr(seen, "code", None)
-        if isinstance(status, int) and 100 <= status < 600:
-            return "", status
-        seen = seen.__cause__
-    return "", None
-
-
-def _no_credentials(e: BaseException) -> bool:
-    return type(e).__name__ in {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
-
-
-def _connection(e: BaseException) -> bool:
-    """Errors without an answer from the server: sockets, time limits, and the clients' own wrappers of them."""
-    if isinstance(e, ConnectionError | TimeoutError):
-        return True
-    if isinstance(e, OSError) and e.errno in _RETRY_ERRNO:
-        return True
-    client = ("aiohttp.", "botocore.", "aiobotocore.", "httpx.", "urllib3.", "azure.core.", "gcsfs.")
-    return type(e).__module__.startswith(client) and not isinstance(e, ValueError)
-
-
-def _cannot_open(url: str, scheme: str, e: Exception) -> str:
-    extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme, "azure")
-    if isinstance(e, ImportError):
-        return f"{url}: the package for {scheme}:// is missing; install everstep[{extra}] ({e})"
-    return f"{url}: {e}"
+def bucket_missing(e: NotFound) -> StoreUnusable:
+    """Writing an object can meet nothing that is missing but the bucket."""
+    return StoreUnusable(f"{e}. The bucket of this URL does not exist: create it or fix the URL")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +34,18 @@ _TEMPORARY = ".tmp-"
 _counter = itertools.count()
 
 _RETRYABLE = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT}
+# What `link` says on a file system without hard links; vfat and some FUSE mounts say EPERM.
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class LocalStore(ObjectStore):
     """Files below `root`, which is created when first written to."""
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, part_size: int | None = None, *, single_committer: bool = False) -> None:
         self._root = Path(root).absolute()
+        self._part_size = part_size
+        self._single_committer = single_committer
 
     @property
     def url(self) -> str:
@@ -48,11 +53,11 @@ class LocalStore(ObjectStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities()
+        return Capabilities().with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
         with self._translated(name), self._written(name, data) as (temporary, final):
-            os.link(temporary, final)
+            self._link(temporary, final)
 
     def put(self, name: str, data: Data) -> None:
         with self._translated(name), self._written(name, data) as (temporary, final):
@@ -77,9 +82,10 @@ class LocalStore(ObjectStore):
         path = self._path(name)
         with self._translated(name):
             try:
-                return path.stat().st_size
+                found = path.stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def list(self, folder: str = "") -> list[ObjectInfo]:
         top = self._root / check_folder(folder)
@@ -149,13 +155,30 @@ class LocalStore(ObjectStore):
             except FileNotFoundError:
                 continue  # another process removed the empty folder between the two calls
 
+    def _link(self, temporary: Path, final: Path) -> None:
+        """Give the file its name, unless the name is taken: one step, which no other process can come between."""
+        try:
+            os.link(temporary, final)
+        except OSError as e:
+            if e.errno not in _NO_LINKS or not os.access(final.parent, os.W_OK):
+                raise
+            if not self._single_committer:
+                raise StoreUnusable(
+                    f"{self.url}: this file system has no hard links ({e.strerror}), as many FUSE and network mounts, "
+                    "so two writers could both commit. Use another file system or an object store's URL, or pass "
+                    "single_committer=True (EVERSTEP_SINGLE_COMMITTER=1) if only one job ever writes there"
+                ) from e
+            if final.exists():
+                raise FileExistsError(errno.EEXIST, "exists", str(final)) from e
+            temporary.replace(final)
+
     @contextmanager
     def _translated(self, name: str) -> Iterator[None]:
         try:
             yield
         except FileExistsError as e:
             raise AlreadyExists(f"{self.url}: {name} exists") from e
-        except FileNotFoundError as e:
+        except (FileNotFoundError, IsADirectoryError) as e:
             raise NotFound(f"{self.url}: no object {name}") from e
         except OSError as e:
             raise self._error(e, name) from e
@@ -190,7 +213,7 @@ class LocalUpload:
         try:
             with self._store._translated(self._name):
                 os.fsync(self._descriptor)
-                os.link(self._temporary, self._final)
+                self._store._link(self._temporary, self._final)
                 _sync_folder(self._final.parent)
         except RetryableError:
             raise  # the file stays for the next attempt

@@ -5,19 +5,19 @@ Invariant: one lock around each operation, so `create` is atomic between threads
 
 from __future__ import annotations
 
-import threading
-
 from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, check_folder, check_name, part_size_for
 from everstep.storage.errors import AlreadyExists, NotFound
+from everstep.storage.locks import ForkLock
 
 
 class MemoryStore(ObjectStore):
     """Objects in this process. `objects` is open to tests that damage them on purpose."""
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", part_size: int | None = None) -> None:
         self.objects: dict[str, bytes] = {}
         self._name = name
-        self._lock = threading.Lock()
+        self._part_size = part_size
+        self._lock = ForkLock()
 
     @property
     def url(self) -> str:
@@ -25,7 +25,7 @@ class MemoryStore(ObjectStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities()
+        return Capabilities().with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
         check_name(name)

@@ -2,58 +2,95 @@
 
 Only backends whose conditional create is real are opened by default. fsspec's generic `mode="create"` looks first and
 writes then, so a probe would pass and two writers could still both commit: such schemes need `single_committer`.
+Imports nothing heavy before a URL asks for it.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from everstep.storage.base import ObjectStore
 from everstep.storage.errors import StoreUnusable
 from everstep.storage.local import LocalStore
+from everstep.storage.locks import ForkLock
 from everstep.storage.memory import MemoryStore
 
+if TYPE_CHECKING:
+    from everstep.storage.fsspec_store import FsspecStore
+
+BACKEND = "EVERSTEP_STORAGE"
+BACKENDS = ("fsspec", "obstore")
+
 _memory: dict[str, MemoryStore] = {}
-_memory_lock = threading.Lock()
+_memory_lock = ForkLock()
 
 
-def open_store(url: str, options: Mapping[str, Any] | None = None, *, single_committer: bool = False) -> ObjectStore:
+def open_store(
+    url: str,
+    options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+    *,
+    single_committer: bool = False,
+    part_size: int | None = None,
+    backend: str | None = None,
+) -> ObjectStore:
     """The store below `url`: a path, `file://` (%-encoded), `memory://NAME` (this process only) or any fsspec URL.
 
-    Opening does no I/O. Raises `StoreUnusable` for an empty URL or a scheme that cannot be used.
+    `options` go to the backend (keys, endpoint and the like); a function is called for each new client, so it can give
+    fresh credentials. `part_size` is in bytes. `backend` is "fsspec" or "obstore", which serves s3, gs and az; by
+    default what `EVERSTEP_STORAGE` says, else fsspec. Opening does no I/O.
+
+    Raises `StoreUnusable` for an empty URL, a scheme that cannot be used, and a missing package.
     """
     if not url:
         raise StoreUnusable("no checkpoint URL: pass url=… or set EVERSTEP_CHECKPOINT_URL")
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return LocalStore(url)
+        return LocalStore(url, part_size, single_committer=single_committer)
     match scheme:
         case "file" | "local":
             if not rest.startswith("/"):
                 raise StoreUnusable(f"{url}: a file URL needs an absolute path, as in file:///path")
-            return LocalStore(unquote(rest))
+            return LocalStore(unquote(rest), part_size, single_committer=single_committer)
         case "memory":
             with _memory_lock:
-                return _memory.setdefault(rest, MemoryStore(rest))
+                return _memory.setdefault(rest, MemoryStore(rest, part_size))
         case _:
-            return _fsspec(url, scheme, options, single_committer)
+            chosen = backend or os.environ.get(BACKEND) or BACKENDS[0]
+            if chosen not in BACKENDS:
+                raise StoreUnusable(f"{BACKEND}={chosen!r}: the backends are {' and '.join(BACKENDS)}")
+            return _remote(url, scheme, options, single_committer, part_size)
 
 
-def _fsspec(url: str, scheme: str, options: Mapping[str, Any] | None, single_committer: bool) -> ObjectStore:
+def _remote(
+    url: str,
+    scheme: str,
+    options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+    single_committer: bool,
+    part_size: int | None,
+) -> FsspecStore:
     try:
         from fsspec.registry import known_implementations, registry  # noqa: PLC0415  only remote URLs pay for fsspec's import
 
-        from everstep.storage.fsspec_store import CONDITIONAL, FsspecStore  # noqa: PLC0415
+        from everstep.storage import azure, fsspec_store, gcs, s3  # noqa: PLC0415
     except ImportError as e:
         raise StoreUnusable(f"{url}: fsspec is missing; install everstep[worker]") from e
+    if not url.partition("://")[2].strip("/"):
+        raise StoreUnusable(f"{url} names no bucket: {scheme}://BUCKET/FOLDER is expected")
+    if scheme in s3.SCHEMES:
+        return s3.S3Store(url, options, part_size)
+    if scheme in gcs.SCHEMES:
+        return gcs.GcsStore(url, options, part_size)
+    if scheme in azure.SCHEMES:
+        return azure.AzureStore(url, options, part_size)
     if scheme not in known_implementations and scheme not in registry:
         raise StoreUnusable(f"{url}: unknown scheme {scheme!r}. Known: file, s3, gs, az and every other fsspec scheme")
-    if scheme not in CONDITIONAL and not single_committer:
+    if scheme not in fsspec_store.READ_ONLY and not single_committer:
+        conditional = sorted({"file"} | s3.SCHEMES | gcs.SCHEMES | azure.SCHEMES)
         raise StoreUnusable(
             f"{url}: {scheme}:// has no conditional create, so two writers could both commit. Use one of "
-            f"{', '.join(sorted(CONDITIONAL | {'file'}))}, or single_committer=True if only one job ever writes there"
+            f"{', '.join(conditional)}, or single_committer=True if only one job ever writes there"
         )
-    return FsspecStore(url, options)
+    return fsspec_store.FsspecStore(url, options, part_size)

@@ -1,0 +1,220 @@
+"""Azure Blob Storage: adlfs gives the credentials and the client, the requests go through Azure's own SDK.
+
+Parts are blocks. Uncommitted blocks belong to the blob's name, not to an upload, so their ids carry a random prefix:
+two writers of one name cannot mix. Whoever commits first wins; the other's blocks vanish. Blocks that nobody commits
+are deleted by the service after a week.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar
+
+import fsspec.asyn
+
+from everstep.storage.base import Capabilities, Data, ObjectInfo, check_folder, check_name, part_size_for, truncated
+from everstep.storage.errors import AlreadyExists, NotFound, TerminalError
+from everstep.storage.fsspec_store import FsspecStore, bucket_missing
+from everstep.storage.locks import ForkLock
+from everstep.storage.parts import create_in_parts, in_one_piece
+from everstep.storage.translate import server_code
+
+T = TypeVar("T")
+
+SCHEMES: Final = frozenset({"az", "abfs", "abfss"})
+ONE_PIECE: Final = 32 * 2**20
+_ONCE: Final = {"retry_total": 0, "connection_timeout": 5, "read_timeout": 60}
+
+
+class AzureStore(FsspecStore):
+    """Objects below `az://container/prefix`. `options` go to adlfs."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(one_piece=max(ONE_PIECE, self._part_size or 0)).with_part_size(self._part_size)
+
+    def create(self, name: str, data: Data) -> None:
+        check_name(name)
+        if in_one_piece(self, data):
+            try:
+                self._upload(name, data, overwrite=False)
+                return
+            except AlreadyExists:
+                if self.size(name) is not None:
+                    raise
+            # Blocks of an upload that nobody finished hold the name against a whole blob, not against blocks.
+        create_in_parts(self, name, data)
+
+    def put(self, name: str, data: Data) -> None:
+        self._upload(check_name(name), data, overwrite=True)
+
+    def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        check_name(name)
+        first = start or 0
+        if end is not None and first >= end:
+            return b""
+
+        async def read(fs: Any) -> bytes:
+            length = None if end is None else end - first
+            async with self.blob(fs, name) as blob:
+                answer = await blob.download_blob(offset=first, length=length, **_ONCE)
+                return bytes(await answer.readall())
+
+        try:
+            return self.run("reading", name, read)
+        except TerminalError as e:
+            if e.__cause__ is not None and server_code(e.__cause__)[1] == 416:
+                return b""
+            raise
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        check_name(name)
+        view = memoryview(buffer).cast("B")
+        if not view:
+            return
+
+        async def read(fs: Any) -> int:
+            done = 0
+            async with self.blob(fs, name) as blob:
+                answer = await blob.download_blob(offset=start, length=len(view), **_ONCE)
+                async for data in answer.chunks():
+                    view[done : done + len(data)] = data
+                    done += len(data)
+            return done
+
+        got = 0
+        try:
+            got = self.run("reading", name, read)
+        except TerminalError as e:
+            if e.__cause__ is None or server_code(e.__cause__)[1] != 416:
+                raise
+        if got < len(view):
+            raise truncated(self.url, name, start, len(view), got)
+
+    def size(self, name: str) -> int | None:
+        check_name(name)
+
+        async def look(fs: Any) -> int:
+            async with self.blob(fs, name) as blob:
+                return int((await blob.get_blob_properties(**_ONCE)).size)
+
+        try:
+            return self.run("looking at", name, look)
+        except NotFound:
+            return None
+
+    def list(self, folder: str = "") -> list[ObjectInfo]:
+        check_folder(folder)
+
+        async def collect(fs: Any) -> list[ObjectInfo]:
+            container, prefix = self.at(folder)
+            root = len(prefix) - len(folder)
+            async with fs.service_client.get_container_client(container) as client:
+                blobs = client.list_blobs(name_starts_with=prefix, **_ONCE)
+                return sorted([ObjectInfo(b.name[root:], int(b.size)) async for b in blobs if not b.name.endswith("/")])
+
+        try:
+            return self.run("listing", folder, collect)
+        except NotFound:
+            return []
+
+    def delete(self, name: str) -> None:
+        check_name(name)
+
+        async def remove(fs: Any) -> None:
+            async with self.blob(fs, name) as blob:
+                await blob.delete_blob(**_ONCE)
+
+        try:
+            self.run("deleting", name, remove)
+        except NotFound:
+            return
+
+    def start_upload(self, name: str, size_hint: int | None = None) -> AzureUpload:
+        return AzureUpload(self, check_name(name), part_size_for(self.capabilities.part_size, size_hint))
+
+    def at(self, name: str) -> tuple[str, str]:
+        """Container and blob of a name."""
+        _, root = self.fs()
+        container, _, prefix = root.partition("/")
+        return container, f"{prefix}/{name}" if prefix else name
+
+    def blob(self, fs: Any, name: str) -> Any:
+        """A client of one blob, for `async with`."""
+        container, key = self.at(name)
+        return fs.service_client.get_blob_client(container=container, blob=key)
+
+    def run(self, doing: str, name: str, request: Callable[[Any], Awaitable[T]]) -> T:
+        """Run one request on the file system's loop."""
+        with self.translated(doing, name):
+            fs, _ = self.fs()
+            result: T = fsspec.asyn.sync(fs.loop, request, fs)
+            return result
+
+    def _upload(self, name: str, data: Data, *, overwrite: bool) -> None:
+        async def write(fs: Any) -> None:
+            async with self.blob(fs, name) as blob:
+                await blob.upload_blob(_body(data), overwrite=overwrite, **_ONCE)
+
+        try:
+            self.run("writing", name, write)
+        except NotFound as e:
+            raise bucket_missing(e) from e
+
+
+class AzureUpload:
+    """Blocks and their list."""
+
+    def __init__(self, store: AzureStore, name: str, part_size: int) -> None:
+        self._store = store
+        self._name = name
+        self._part_size = part_size
+        self._id = secrets.token_hex(8)
+        self._lock = ForkLock()
+        self._numbers: set[int] = set()
+
+    @property
+    def part_size(self) -> int:
+        return self._part_size
+
+    def write_part(self, number: int, data: Data) -> None:
+        async def stage(fs: Any) -> None:
+            async with self._store.blob(fs, self._name) as blob:
+                await blob.stage_block(self._block(number), _body(data), length=memoryview(data).nbytes, **_ONCE)
+
+        try:
+            self._store.run(f"writing part {number} of", self._name, stage)
+        except NotFound as e:
+            raise bucket_missing(e) from e
+        with self._lock:
+            self._numbers.add(number)
+
+    def commit(self) -> None:
+        from azure.core import MatchConditions  # noqa: PLC0415  an extra
+        from azure.storage.blob import BlobBlock  # noqa: PLC0415
+
+        blocks = [BlobBlock(self._block(number)) for number in sorted(self._numbers)]
+
+        async def finish(fs: Any) -> None:
+            async with self._store.blob(fs, self._name) as blob:
+                await blob.commit_block_list(blocks, match_condition=MatchConditions.IfMissing, **_ONCE)
+
+        try:
+            self._store.run("committing", self._name, finish)
+        except TerminalError as e:
+            # Another writer's commit, or this one's own whose answer was lost, has taken the blocks away.
+            if e.__cause__ is not None and server_code(e.__cause__)[0] == "InvalidBlockList":
+                raise AlreadyExists(f"{self._store.url}: {self._name} exists; it may be this upload's own") from e
+            raise
+
+    def abort(self) -> None:
+        """Uncommitted blocks cannot be deleted; the service does so after a week."""
+
+    def _block(self, number: int) -> str:
+        return base64.b64encode(f"{self._id}-{number:06}".encode()).decode()
+
+
+def _body(data: Data) -> bytes:
+    return data if isinstance(data, bytes) else bytes(data)

@@ -1,0 +1,280 @@
+"""S3 and its look-alikes over s3fs's client, with the calls that fsspec has no word for: parts, reads into a buffer.
+
+s3fs gives the credentials, the client and its options; the requests are made here, because fsspec's own calls mix
+several of them and answer a bare 404 as a missing object. Invariant: every create, of parts too, carries
+`If-None-Match: *`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Final
+
+import fsspec.asyn
+
+from everstep.storage.base import (
+    Capabilities,
+    Data,
+    ObjectInfo,
+    check_folder,
+    check_name,
+    part_size_for,
+    truncated,
+)
+from everstep.storage.errors import AlreadyExists, NotFound, TerminalError
+from everstep.storage.fsspec_store import FsspecStore
+from everstep.storage.locks import ForkLock
+from everstep.storage.parts import create_in_parts, in_one_piece, write_parts
+from everstep.storage.translate import UNSUPPORTED_CODES, server_code
+
+log = logging.getLogger("everstep.storage")
+
+SCHEMES: Final = frozenset({"s3", "s3a"})
+ONE_PIECE: Final = 32 * 2**20
+_CREATE: Final = {"IfNoneMatch": "*"}
+_CONNECT_SECONDS: Final = 5
+_READ_SECONDS: Final = 30
+_READ_BYTES: Final = 2**20
+_MOST_PAGES: Final = 100_000
+
+
+class S3Store(FsspecStore):
+    """Objects below `s3://bucket/prefix`. `options` go to s3fs."""
+
+    bare_404_is_missing = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(one_piece=max(ONE_PIECE, self._part_size or 0)).with_part_size(self._part_size)
+
+    def create(self, name: str, data: Data) -> None:
+        check_name(name)
+        if in_one_piece(self, data):
+            self._put_object(name, data, _CREATE)
+        else:
+            create_in_parts(self, name, data)
+
+    def put(self, name: str, data: Data) -> None:
+        check_name(name)
+        if in_one_piece(self, data):
+            self._put_object(name, data, {})
+        else:
+            write_parts(S3Upload(self, name, self._upload_part_size(memoryview(data).nbytes), {}), data, 4)
+
+    def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        check_name(name)
+        if start is not None and end is not None and start >= end:
+            return b""
+        limits = {} if start is None and end is None else {"Range": _range(start or 0, end)}
+        try:
+            with self.translated("reading", name):
+                fs, _ = self.fs()
+                return bytes(fsspec.asyn.sync(fs.loop, self._read, fs, name, limits, None))
+        except TerminalError as e:
+            if e.__cause__ is not None and server_code(e.__cause__)[1] == 416:
+                return b""
+            raise
+
+    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+        check_name(name)
+        view, got = memoryview(buffer).cast("B"), 0
+        if not view:
+            return
+        try:
+            with self.translated("reading", name):
+                limits = {"Range": _range(start, start + len(view))}
+                fs, _ = self.fs()
+                got = fsspec.asyn.sync(fs.loop, self._read, fs, name, limits, view)
+        except TerminalError as e:
+            if e.__cause__ is None or server_code(e.__cause__)[1] != 416:
+                raise
+        if got < len(view):
+            raise truncated(self.url, name, start, len(view), got)
+
+    def size(self, name: str) -> int | None:
+        """The answer to HEAD has no body, so a 404 to it could be anyone's: then the listing decides."""
+        check_name(name)
+        bucket, key = self.at(name)
+        with self.translated("looking at", name):
+            try:
+                return int(self.call("head_object", Bucket=bucket, Key=key)["ContentLength"])
+            except FileNotFoundError:
+                page = self.call("list_objects_v2", Bucket=bucket, Prefix=key, MaxKeys=1)
+            return next((int(o["Size"]) for o in page.get("Contents", ()) if o["Key"] == key), None)
+
+    def list(self, folder: str = "") -> list[ObjectInfo]:
+        check_folder(folder)
+        bucket, prefix = self.at(folder)
+        root = len(prefix) - len(folder)
+        found: list[ObjectInfo] = []
+        more: dict[str, str] = {}
+        with self.translated("listing", folder):
+            for _ in range(_MOST_PAGES):
+                page = self.call("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
+                found += (ObjectInfo(o["Key"][root:], int(o["Size"])) for o in page.get("Contents", ()))
+                if not page.get("IsTruncated"):
+                    break
+                more = {"ContinuationToken": page["NextContinuationToken"]}
+        return sorted(info for info in found if not info.name.endswith("/"))  # folders that other tools left
+
+    def delete(self, name: str) -> None:
+        check_name(name)
+        bucket, key = self.at(name)
+        try:
+            with self.translated("deleting", name):
+                self.call("delete_object", Bucket=bucket, Key=key)
+        except NotFound:
+            return
+
+    def start_upload(self, name: str, size_hint: int | None = None) -> S3Upload:
+        return S3Upload(self, check_name(name), self._upload_part_size(size_hint), _CREATE)
+
+    def sweep_uploads(self, older_than: float) -> int:
+        """Look-alikes that cannot list uploads have nothing that could be swept from here."""
+        try:
+            return self._sweep(older_than)
+        except TerminalError as e:
+            if not _unsupported(e):
+                raise
+            return 0
+
+    def _sweep(self, older_than: float) -> int:
+        bucket, prefix = self.at("")
+        swept = 0
+        more: dict[str, str] = {}
+        with self.translated("sweeping the uploads of", ""):
+            for _ in range(_MOST_PAGES):
+                page = self.call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
+                for upload in page.get("Uploads", ()):
+                    if time.time() - upload["Initiated"].timestamp() > older_than:
+                        self._abort(bucket, upload["Key"], upload["UploadId"])
+                        swept += 1
+                if not page.get("IsTruncated"):
+                    break
+                more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        return swept
+
+    def at(self, name: str) -> tuple[str, str]:
+        """Bucket and key of a name."""
+        bucket, _, prefix = self.url.partition("://")[2].partition("/")
+        return bucket, f"{prefix}/{name}" if prefix else name
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """One request through s3fs, which adds the user's own settings (encryption, requester pays)."""
+        return self.fs()[0].call_s3(method, **arguments)
+
+    def arguments(self) -> dict[str, Any]:
+        config = {
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": _READ_SECONDS,
+            "retries": {"mode": "standard", "total_max_attempts": 1},
+            # What is read is checked above, with stronger sums; some look-alikes send those of the whole with a part.
+            "response_checksum_validation": "when_required",
+        }
+        return {"config_kwargs": config, **super().arguments()}
+
+    def _open(self) -> tuple[Any, str]:
+        fs, root = super()._open()
+        fs.retries = 1
+        return fs, root
+
+    def _upload_part_size(self, size_hint: int | None) -> int:
+        return part_size_for(self.capabilities.part_size, size_hint)
+
+    def _put_object(self, name: str, data: Data, condition: dict[str, str]) -> None:
+        bucket, key = self.at(name)
+        with self.translated("writing", name):
+            self.call("put_object", Bucket=bucket, Key=key, Body=_body(data), **condition)
+
+    async def _read(self, fs: Any, name: str, limits: dict[str, str], view: memoryview | None) -> bytes | int:
+        """The whole answer, or as much of it as fits in the view: its length then."""
+        bucket, key = self.at(name)
+        answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, **limits)
+        async with answer["Body"] as body:
+            if view is None:
+                return bytes(await body.read())
+            done = 0
+            while done < len(view) and (data := await body.read(min(_READ_BYTES, len(view) - done))):
+                view[done : done + len(data)] = data
+                done += len(data)
+            return done
+
+    def _abort(self, bucket: str, key: str, upload_id: str) -> None:
+        try:
+            with self.translated("aborting the upload of", key):
+                self.call("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
+        except TerminalError as e:
+            if _unsupported(e):
+                log.warning("%s cannot abort uploads; the parts of %s stay until its operator cleans up", self.url, key)
+            elif not _gone(e):
+                raise
+
+
+class S3Upload:
+    """A multipart upload. Its id outlives the client, so parts go on after the credentials were refreshed."""
+
+    def __init__(self, store: S3Store, name: str, part_size: int, condition: dict[str, str]) -> None:
+        self._store = store
+        self._name = name
+        self._part_size = part_size
+        self._condition = condition
+        self._bucket, self._key = store.at(name)
+        self._lock = ForkLock()
+        self._tags: dict[int, str] = {}
+        with store.translated("starting the upload of", name):
+            made = store.call("create_multipart_upload", Bucket=self._bucket, Key=self._key)
+        self._id: str | None = str(made["UploadId"])
+
+    @property
+    def part_size(self) -> int:
+        return self._part_size
+
+    def write_part(self, number: int, data: Data) -> None:
+        with self._store.translated(f"writing part {number} of", self._name):
+            answer = self._store.call(
+                "upload_part", Bucket=self._bucket, Key=self._key, UploadId=self._id, PartNumber=number + 1,
+                Body=_body(data),
+            )  # fmt: skip
+        with self._lock:
+            self._tags[number] = answer["ETag"]
+
+    def commit(self) -> None:
+        parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in sorted(self._tags.items())]
+        try:
+            with self._store.translated("committing", self._name):
+                self._store.call(
+                    "complete_multipart_upload", Bucket=self._bucket, Key=self._key, UploadId=self._id,
+                    MultipartUpload={"Parts": parts}, **self._condition,
+                )  # fmt: skip
+        except TerminalError as e:
+            if not _gone(e):
+                raise
+            # An attempt before this one has succeeded and its answer was lost, or somebody swept the upload.
+            if self._store.size(self._name) is None:
+                raise TerminalError(f"{self._store.url}: the upload of {self._name} was swept by another") from e
+            if self._condition:
+                raise AlreadyExists(f"{self._store.url}: {self._name} exists; it may be this upload's own") from e
+        self._id = None
+
+    def abort(self) -> None:
+        if self._id is not None:
+            self._store._abort(self._bucket, self._key, self._id)
+            self._id = None
+
+
+def _gone(e: TerminalError) -> bool:
+    return e.__cause__ is not None and server_code(e.__cause__)[0] == "NoSuchUpload"
+
+
+def _unsupported(e: TerminalError) -> bool:
+    return e.__cause__ is not None and server_code(e.__cause__)[0] in UNSUPPORTED_CODES
+
+
+def _range(start: int, end: int | None) -> str:
+    return f"bytes={start}-{'' if end is None else end - 1}"
+
+
+def _body(data: Data) -> bytes | bytearray:
+    """botocore takes no memoryview."""
+    return bytes(data) if isinstance(data, memoryview) else data

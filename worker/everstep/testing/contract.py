@@ -1,0 +1,303 @@
+"""The promises of `everstep.storage.ObjectStore` as tests, for every backend to inherit.
+
+    class TestMyStore(StoreContract):
+        @pytest.fixture
+        def store(self) -> ObjectStore:
+            return MyStore(...)  # empty, and of no other test
+
+A server that ignores preconditions is not skipped: `conditional = False` turns the promise of a single winner into the
+expectation that the probe refuses the store.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import pytest
+
+from everstep.storage.base import Data, ObjectStore
+from everstep.storage.errors import AlreadyExists, InvalidName, NotFound, StoreUnusable, TerminalError, Truncated
+from everstep.storage.probe import probe
+
+BAD_NAMES = ("", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "a\\b", "a\nb", "ü", "x" * 600)
+FORK_SECONDS = 60.0
+
+
+class StoreContract:
+    """Inherit it and give a `store` fixture.
+
+    `conditional`: whether the server honours preconditions. `listed`: how many objects the listing test makes, more
+    than a page of the server's listing. `sweeps`: whether an abandoned upload can be found and removed.
+    """
+
+    conditional: ClassVar[bool] = True
+    listed: ClassVar[int] = 1100
+    sweeps: ClassVar[bool] = True
+
+    def test_created_object_reads_back_whole_and_by_range(self, store: ObjectStore) -> None:
+        store.create("log/1.json", b"0123456789")
+        assert store.get("log/1.json") == b"0123456789"
+        assert store.get("log/1.json", 2, 5) == b"234"
+        assert store.get("log/1.json", 7) == b"789"
+        assert store.get("log/1.json", 8, 99) == b"89"
+        assert store.get("log/1.json", 50, 60) == b""
+        assert store.get("log/1.json", 3, 3) == b""
+        assert store.size("log/1.json") == 10
+
+    def test_probe_tells_whether_a_second_create_is_refused(self, store: ObjectStore) -> None:
+        if self.conditional:
+            for _ in range(3):
+                probe(store)
+            assert len(store.list()) == 1
+        else:
+            with pytest.raises(StoreUnusable, match=r"ignores conditional creates.*single_committer"):
+                probe(store)
+
+    def test_create_over_an_object_is_refused_and_changes_nothing(self, store: ObjectStore) -> None:
+        store.create("a", b"first")
+        if self.conditional:
+            with pytest.raises(AlreadyExists):
+                store.create("a", b"second")
+            assert store.get("a") == b"first"
+        else:
+            store.create("a", b"second")  # what the probe refuses such a store for
+            assert store.get("a") == b"second"
+
+    def test_twenty_racing_creators_have_one_winner(self, store: ObjectStore) -> None:
+        outcomes: list[str] = []
+        barrier = threading.Barrier(20)
+
+        def create(number: int) -> None:
+            barrier.wait()
+            try:
+                store.create("log/0", str(number).encode())
+                outcomes.append(f"won {number}")
+            except AlreadyExists:
+                outcomes.append("lost")
+
+        with ThreadPoolExecutor(20) as pool:
+            list(pool.map(create, range(20)))
+        winners = [o.removeprefix("won ") for o in outcomes if o != "lost"]
+        assert len(outcomes) == 20
+        assert store.get("log/0").decode() in winners
+        assert (len(winners) == 1) == self.conditional
+
+    def test_put_over_an_object_replaces_it(self, store: ObjectStore) -> None:
+        store.put("a/b", bytearray(b"first, and longer"))
+        store.put("a/b", memoryview(b"second"))
+        assert store.get("a/b") == b"second"
+
+    def test_missing_object_is_not_found_and_has_no_size(self, store: ObjectStore) -> None:
+        with pytest.raises(NotFound):
+            store.get("nothing/here")
+        with pytest.raises(NotFound):
+            store.get_into("nothing/here", 0, memoryview(bytearray(4)))
+        assert store.size("nothing/here") is None
+        assert store.size("nothing") is None
+        assert store.list("nothing/") == []
+        store.delete("nothing/here")
+
+    def test_folder_is_not_an_object(self, store: ObjectStore) -> None:
+        store.put("data/x/1", b"1")
+        assert store.size("data") is None
+        assert store.size("data/x") is None
+        with pytest.raises(NotFound):
+            store.get("data/x")
+
+    def test_list_is_sorted_and_keeps_to_its_folder(self, store: ObjectStore) -> None:
+        for name in ("log/2", "log/10", "logs/1", "data/x/1", "log/sub/1"):
+            store.put(name, name.encode())
+        assert [i.name for i in store.list("log/")] == ["log/10", "log/2", "log/sub/1"]
+        assert [(i.name, i.size) for i in store.list("data/")] == [("data/x/1", 8)]
+        assert [i.name for i in store.list()] == ["data/x/1", "log/10", "log/2", "log/sub/1", "logs/1"]
+
+    def test_listing_of_several_pages_is_whole(self, store: ObjectStore) -> None:
+        names = [f"log/{n:020}.json" for n in range(self.listed)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: store.put(name, b"{}"), names))
+        assert [i.name for i in store.list("log/")] == names
+
+    def test_deleted_object_is_gone_and_can_be_created_again(self, store: ObjectStore) -> None:
+        store.create("data/x/1", b"1")
+        store.delete("data/x/1")
+        assert store.list() == []
+        store.create("data/x/1", b"2")
+        assert store.get("data/x/1") == b"2"
+
+    def test_empty_object_is_an_object(self, store: ObjectStore) -> None:
+        store.create("empty", b"")
+        assert store.size("empty") == 0
+        assert store.get("empty") == b""
+
+    @pytest.mark.parametrize("name", BAD_NAMES)
+    def test_name_that_could_leave_the_prefix_is_refused_by_every_call(self, store: ObjectStore, name: str) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: store.create(name, b""),
+            lambda: store.put(name, b""),
+            lambda: store.get(name),
+            lambda: store.get_into(name, 0, memoryview(bytearray(1))),
+            lambda: store.size(name),
+            lambda: store.delete(name),
+            lambda: store.open_write(name),
+            lambda: store.start_upload(name),
+            lambda: store.list(f"{name}/"),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidName):
+                call()
+
+    def test_buffer_is_filled_from_the_given_byte(self, store: ObjectStore) -> None:
+        store.put("a", b"0123456789")
+        buffer = bytearray(b"....")
+        store.get_into("a", 3, memoryview(buffer))
+        assert buffer == b"3456"
+        store.get_into("a", 6, memoryview(buffer))
+        assert buffer == b"6789"
+
+    @pytest.mark.parametrize("start", [8, 10, 50])
+    def test_object_that_ends_before_the_buffer_is_full_says_where(self, store: ObjectStore, start: int) -> None:
+        store.put("a", b"0123456789")
+        with pytest.raises(Truncated, match=rf"a ends .*; bytes {start} to {start + 4} were asked for"):
+            store.get_into("a", start, memoryview(bytearray(4)))
+
+    @pytest.mark.parametrize("over", [-1, 0, 1])
+    def test_streamed_object_is_what_was_written_at_every_edge_of_a_part(self, store: ObjectStore, over: int) -> None:
+        size = store.capabilities.part_size
+        for parts, piece in ((0, 1), (1, size // 3), (2, 3 * size)):
+            data = pattern(max(0, parts * size + over))
+            stream(store, f"a/{parts}", data, piece)
+            assert store.size(f"a/{parts}") == len(data)
+            back = bytearray(len(data))
+            store.get_into(f"a/{parts}", 0, memoryview(back))
+            assert back == data
+
+    @pytest.mark.parametrize("parts", [0, 2])
+    def test_writer_without_commit_leaves_nothing(self, store: ObjectStore, parts: int) -> None:
+        size = parts * store.capabilities.part_size + 10
+
+        def body_that_raises() -> None:
+            with store.open_write("a") as writer:
+                writer.write(bytes(size))
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            body_that_raises()
+        with store.open_write("a") as writer:
+            writer.write(bytes(size))
+        assert store.list() == []
+        assert store.sweep_uploads(-60) == 0
+        with pytest.raises(TerminalError, match="writer of a is aborted"):
+            writer.write(b"x")
+
+    def test_object_is_not_visible_before_its_commit(self, store: ObjectStore) -> None:
+        size = 2 * store.capabilities.part_size
+        with store.open_write("a") as writer:
+            writer.write(bytes(size))
+            assert store.size("a") is None
+            assert store.list() == []
+            writer.commit()
+        assert store.size("a") == size
+
+    @pytest.mark.parametrize("parts", [0, 2])
+    def test_streamed_object_is_created_not_replaced(self, store: ObjectStore, parts: int) -> None:
+        if not self.conditional:
+            return  # the probe test holds what is expected of such a store
+        store.create("a", b"first")
+        with pytest.raises(AlreadyExists):
+            stream(store, "a", bytes(parts * store.capabilities.part_size + 10), 2**22)
+        assert store.get("a") == b"first"
+        assert [i.name for i in store.list()] == ["a"]
+        assert store.sweep_uploads(-60) == 0
+
+    def test_part_written_twice_counts_once(self, store: ObjectStore) -> None:
+        data = pattern(2 * store.capabilities.part_size + 5)
+        upload = store.start_upload("a", len(data))
+        size = upload.part_size
+        order = (2, 0, 1, 0) if store.capabilities.parallel_parts else (0, 1, 1, 2)
+        for number in order:
+            upload.write_part(number, memoryview(data)[number * size : (number + 1) * size])
+        upload.commit()
+        upload.abort()
+        assert store.get("a") == data
+
+    def test_create_of_more_than_one_piece_is_conditional_too(self, store: ObjectStore) -> None:
+        limit = store.capabilities.one_piece or 2**20
+        data = bytearray(limit + 1)
+        data[-1] = 7
+        store.create("big", data)
+        assert store.size("big") == len(data)
+        assert store.get("big", len(data) - 2) == b"\x00\x07"
+        if self.conditional:
+            with pytest.raises(AlreadyExists):
+                store.create("big", bytearray(limit + 1))
+            assert store.get("big", limit) == b"\x07"
+
+    def test_abandoned_upload_is_swept_once_it_is_old(self, store: ObjectStore) -> None:
+        upload = store.start_upload("a")
+        upload.write_part(0, bytes(upload.part_size))
+        assert store.list() == []
+        assert store.sweep_uploads(3600) == 0
+        if self.sweeps:
+            assert store.sweep_uploads(-60) == 1
+        assert store.sweep_uploads(-60) == 0
+        assert store.size("a") is None
+        stream(store, "a", b"another", 7)
+        assert store.get("a") == b"another"
+
+    def test_forked_child_uses_the_store_that_its_parent_uses(self, store: ObjectStore) -> None:
+        store.put("of/parent", b"parent")
+        threads = [threading.Thread(target=store.list) for _ in range(4)]  # at work while the child is made
+        for thread in threads:
+            thread.start()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                assert store.get("of/parent") == b"parent"
+                store.put("of/child", b"child")
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        for thread in threads:
+            thread.join()
+        assert _ended(child) == 0
+        if store.url.startswith("memory:"):
+            return  # a forked child has a copy of this process's memory
+        assert store.get("of/child") == b"child"
+
+
+def pattern(size: int) -> bytes:
+    """Bytes whose every place is recognisable, so that parts in a wrong order are seen."""
+    return b"".join(n.to_bytes(8, "little") for n in range(size // 8 + 1))[:size]
+
+
+def stream(store: ObjectStore, name: str, data: Data, piece: int) -> None:
+    """Write through `open_write`, a piece at a time, and use the buffer again after each."""
+    with store.open_write(name) as writer:
+        view = memoryview(data)
+        for start in range(0, len(view), piece):
+            scratch = bytearray(view[start : start + piece])
+            writer.write(scratch)
+            scratch[:] = bytes(len(scratch))
+        writer.commit()
+
+
+def _ended(child: int) -> int:
+    deadline = time.monotonic() + FORK_SECONDS
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError(f"the forked child did not end within {FORK_SECONDS} s: it hangs in the store")
