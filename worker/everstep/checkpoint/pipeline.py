@@ -50,7 +50,9 @@ def _in_parts(store: ObjectStore, path: str, data: memoryview) -> Shard:
     starts = range(0, len(data), upload.part_size)
     parts: list[Future[None]] = []
     try:
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-write") as pool:
+        # One thread takes them in order, which is what a store without parallel parts asks for.
+        threads = THREADS if store.capabilities.parallel_parts else 1
+        with ThreadPoolExecutor(threads, thread_name_prefix="everstep-write") as pool:
             parts = [pool.submit(upload.write_part, n, data[s : s + upload.part_size]) for n, s in enumerate(starts)]
             try:
                 shard = describe(path, data)

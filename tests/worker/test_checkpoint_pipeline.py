@@ -1,0 +1,123 @@
+"""Shards on their way to a store: in parts and at once, met again, broken off."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from everstep.checkpoint.chunks import problems
+from everstep.checkpoint.errors import SaveFailed
+from everstep.checkpoint.pipeline import write_shard
+from everstep.storage import (
+    Capabilities,
+    Data,
+    ObjectStore,
+    RetryableError,
+    RetryingStore,
+    RetryPolicy,
+    TerminalError,
+    open_store,
+)
+from everstep.storage.base import Upload
+from everstep.storage.faults import Fail, FaultStore, LoseResponse
+
+NAME = "data/save/00000.safetensors"
+PART = 16 * 2**20
+
+
+def noise(size: int, seed: int = 0) -> memoryview:
+    return memoryview(bytearray(np.random.default_rng(seed).bytes(size)))
+
+
+def quick(store: ObjectStore) -> RetryingStore:
+    return RetryingStore(store, RetryPolicy(first=0.001, most=0.01, outage=1.0))
+
+
+@pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 3 * PART, 5 * PART // 2])
+def test_shard_of_any_size_is_written_and_described(tmp_path: Path, size: int) -> None:
+    store, data = open_store(str(tmp_path)), noise(size)
+    shard = write_shard(store, NAME, data)
+    assert store.get(NAME) == data
+    assert problems(store, shard) == ()
+
+
+@pytest.mark.parametrize("size", [1000, 2 * PART + 5])
+def test_answer_that_was_lost_is_success(tmp_path: Path, size: int) -> None:
+    inner, data = open_store(str(tmp_path)), noise(size)
+    count = len(recorded(inner, data))
+    for number in range(count):
+        inner.delete(NAME)
+        shard = write_shard(quick(FaultStore(inner, {number: LoseResponse()})), NAME, data)
+        assert inner.get(NAME) == data
+        assert problems(inner, shard) == (), f"after the lost answer to call {number}"
+
+
+def recorded(inner: ObjectStore, data: memoryview) -> list[str]:
+    store = FaultStore(inner)
+    write_shard(store, NAME, data)
+    return store.calls
+
+
+@pytest.mark.parametrize("size", [1000, 2 * PART + 5])
+def test_shard_of_another_writer_is_not_replaced(tmp_path: Path, size: int) -> None:
+    store, data = open_store(str(tmp_path)), noise(size)
+    store.create(NAME, noise(size, seed=1))
+    with pytest.raises(SaveFailed, match="another writer"):
+        write_shard(store, NAME, data)
+    assert store.get(NAME) == noise(size, seed=1)
+
+
+def test_part_that_fails_for_good_leaves_nothing(tmp_path: Path) -> None:
+    inner, data = open_store(str(tmp_path)), noise(6 * PART)
+    calls = recorded(inner, data)
+    inner.delete(NAME)
+    for number in [n for n, call in enumerate(calls) if call.startswith(("part", "commit"))]:
+        with pytest.raises(TerminalError, match="disk is gone"):
+            write_shard(FaultStore(inner, {number: Fail(TerminalError("the disk is gone"))}), NAME, data)
+        assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def test_no_part_is_read_after_the_failure_was_reported(tmp_path: Path) -> None:
+    store = Slow(open_store(str(tmp_path)))
+    with pytest.raises(RetryableError):
+        write_shard(store, NAME, noise(6 * PART))
+    assert store.writing == 0, "a part was still being sent from the buffer that the next save fills"
+
+
+class Slow(ObjectStore):
+    """A store whose first part fails while others are still on their way."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self.inner, self.writing = inner, 0
+        self.others = threading.Event()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    def start_upload(self, name: str, size_hint: int | None = None) -> Upload:
+        return SlowUpload(self, self.inner.start_upload(name, size_hint))
+
+
+class SlowUpload:
+    def __init__(self, store: Slow, inner: Upload) -> None:
+        self.store, self.inner, self.part_size = store, inner, inner.part_size
+
+    def write_part(self, number: int, data: Data) -> None:
+        if number == 0:
+            assert self.store.others.wait(30)
+            raise RetryableError("part 0 failed")
+        self.store.writing += 1
+        self.store.others.set()
+        try:
+            threading.Event().wait(0.2)
+            self.inner.write_part(number, data)
+        finally:
+            self.store.writing -= 1
+
+    def commit(self) -> None:
+        self.inner.commit()
+
+    def abort(self) -> None:
+        self.inner.abort()
