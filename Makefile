@@ -44,8 +44,8 @@ unit: setup  ## tests that need no server
 # prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/pytest -x tests/unit
-	$(BIN)/pytest -x -n 2 --dist worksteal -m "not kind" tests/worker tests/storage tests/model tests/apiserver \
-	  tests/data tests/conformance tests/local tests/run tests/cluster
+	$(BIN)/pytest -x -n 2 --dist worksteal -m "not kind" tests/worker tests/storage tests/checkpoint tests/data \
+	  tests/train tests/model tests/apiserver tests/conformance tests/local tests/run tests/cluster
 	$(BIN)/pytest -n 2 --dist worksteal -m "kind and not alone" tests/cluster tests/e2e
 	$(BIN)/pytest -m alone tests/cluster tests/e2e
 

@@ -76,6 +76,7 @@ def judge(plan_world: ModuleType) -> Any:
         (failed(137, "", "ContainerStatusUnknown"), Cause.NODE_LOST, 137, Charge.INFRASTRUCTURE),
         (failed(84), Cause.FENCED, 84, Charge.INFRASTRUCTURE),
         (failed(1, record("FencedError: round 4 owns the log", 84)), Cause.FENCED, 84, Charge.INFRASTRUCTURE),
+        (failed(1, record("asked to stop (SIGTERM)", 86)), Cause.PREEMPTED, 86, Charge.PREEMPTION),
         (failed(1, record("StoreUnusable: 403", 85)), Cause.STORE_UNUSABLE, 85, Charge.USER_CODE),
         (failed(1, "RendezvousTimeoutError"), Cause.RENDEZVOUS_TIMEOUT, 1, Charge.INFRASTRUCTURE),
         (failed(1, record("ValueError: loss is not finite")), Cause.ERROR, 1, Charge.USER_CODE),
@@ -125,6 +126,13 @@ def test_root_cause_is_found_behind_peers_whose_clocks_are_ahead_of_it(judge: An
     found = judge(failed(1, PEER, at=-9), failed(1, PEER, at=-8), failed(1, RAISED, at=5), failed(1, PEER, at=-7))
     assert [loss.index for loss in found] == [2, 0, 1, 3]
     assert found[0].cause is Cause.ERROR
+
+
+def test_drained_worker_is_the_root_of_peers_that_committed_and_left_with_it(judge: Any) -> None:
+    left = failed(1, record("asked to stop (SIGTERM)", 86), at=-9)
+    found = judge(left, {**RUNNING, "deleted_at": NOW}, failed(1, PEER, at=-9), left)
+    assert [loss.index for loss in found] == [1, 0, 3, 2]
+    assert found[0].cause is Cause.POD_DELETED
 
 
 def test_of_two_causes_the_earlier_one_is_the_root(judge: Any) -> None:

@@ -75,6 +75,7 @@ def test_identity_that_the_user_sets_is_replaced_and_tuning_is_kept() -> None:
     assert env["PET_RDZV_ENDPOINT"] == "digits-w0-6.digits-workers.team-a.svc:29400"
     assert env["PET_RDZV_ID"] == "uid-1-7"
     assert "EVERSTEP_POD_NAME" not in env  # from the pod itself
+    assert env["EVERSTEP_GRACE_SECONDS"] == env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "30"
     assert env["PET_MAX_RESTARTS"] == "5"
     assert env["EPOCHS"] == "3"
     fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in container(body)["env"] if "valueFrom" in e}

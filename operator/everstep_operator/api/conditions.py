@@ -58,5 +58,6 @@ class Cause(StrEnum):
     POD_DELETED = "PodDeleted"  # somebody deleted the pod
     START_FAILED = "StartFailed"  # the container never ran: image, configuration or volume
     RENDEZVOUS_TIMEOUT = "RendezvousTimeout"  # the workers did not meet within joinTimeoutSeconds
+    PREEMPTED = "Preempted"  # asked to stop (SIGTERM), it committed its state and left; so did its peers
     FENCED = "Fenced"  # a newer round owns the training state
     STORE_UNUSABLE = "StoreUnusable"  # the checkpoint store cannot be used; repeating cannot help

@@ -59,6 +59,7 @@ CHARGES: dict[Cause, Charge] = {
     Cause.RENDEZVOUS_TIMEOUT: Charge.INFRASTRUCTURE,
     Cause.EVICTED: Charge.PREEMPTION,
     Cause.DISRUPTION_TARGET: Charge.PREEMPTION,
+    Cause.PREEMPTED: Charge.PREEMPTION,
 }
 
 
@@ -97,9 +98,14 @@ def losses(snapshot: Snapshot, current: dict[int, WorkerPod], size: int, formed:
     return tuple(sorted(found, key=_first_cause))
 
 
-def _first_cause(loss: Loss) -> tuple[bool, float, int]:
+# A worker that is asked to stop takes its peers with it, in order; one that dies takes them without.
+_CONSEQUENCES = (Cause.PREEMPTED, Cause.PEER_LOST)
+
+
+def _first_cause(loss: Loss) -> tuple[int, float, int]:
     """Survivors' failures come after what caused them, whatever the clocks of their nodes say."""
-    return (loss.cause is Cause.PEER_LOST, loss.at.timestamp() if loss.at else 0.0, loss.index)
+    order = _CONSEQUENCES.index(loss.cause) + 1 if loss.cause in _CONSEQUENCES else 0
+    return (order, loss.at.timestamp() if loss.at else 0.0, loss.index)
 
 
 def on_lost_node(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> bool:
@@ -206,6 +212,8 @@ def _cause(exit_: Exit, code: int, record: _Record | None) -> Cause:
         return Cause.START_FAILED
     if code == exit_codes.FENCED:
         return Cause.FENCED
+    if code == exit_codes.PREEMPTED:
+        return Cause.PREEMPTED
     if code == exit_codes.STORE_UNUSABLE:
         return Cause.STORE_UNUSABLE
     if code in (128 + SIGKILL, 128 + SIGTERM):

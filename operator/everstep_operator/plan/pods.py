@@ -124,6 +124,9 @@ def _inject_environment(
         "PET_MAX_RESTARTS": "0",
         "PET_MONITOR_INTERVAL": "0.1",
         "PYTHONUNBUFFERED": "1",
+        # A process that is asked to stop commits first: it has as long as its pod, not torchrun's 30 seconds.
+        env.GRACE_SECONDS: str(grace_seconds(job)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_seconds(job)),
     }
     theirs = [e for e in (container.get("env") or ()) if e.get("name") not in identity and e.get("name") not in _FIELDS]
     taken = {e.get("name") for e in theirs}

@@ -23,3 +23,6 @@ TOKEN_FILE = "EVERSTEP_TOKEN_FILE"
 
 # Where the container's termination message goes, if not to /dev/termination-log (local mode).
 TERMINATION_LOG = "EVERSTEP_TERMINATION_LOG"
+
+# Seconds from SIGTERM to SIGKILL that a training process has.
+GRACE_SECONDS = "EVERSTEP_GRACE_SECONDS"

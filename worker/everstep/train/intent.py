@@ -1,0 +1,110 @@
+"""What the ranks do at the same step, agreed on without stopping for it: stop, save.
+
+A rank's wish travels in a tiny asynchronous MAX all-reduce that is begun at one boundary between steps and read at a
+later one, while the step between them hides it. Every rank reads the same answer at the same step. The group is one of
+its own, so that these collectives never mix with the program's.
+
+Invariant: the boundaries at which ranks communicate depend on agreed numbers alone, never on a rank's own clock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+COST = 0.01  # of a step's time that agreeing may take
+MAX_STRIDE = 64  # boundaries from one agreement to the next
+MAX_SECONDS = 1.0  # from one agreement to the next, unless a single step takes longer
+SMOOTHING = 0.2  # weight of the newest measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a rank asks for, or what all have agreed on."""
+
+    stop: bool = False
+    save: bool = False
+
+
+class Intent:
+    """`at_boundary(wish)` after every step, on every rank; the answer is the same on each, and mostly no wish.
+
+    `group` is a gloo process group, or None for a world of one, where a wish is granted at once.
+    """
+
+    def __init__(self, group: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._group = group
+        self._clock = clock
+        self._boundary = 0
+        self._next = 0  # the boundary at which the next collective begins or is read
+        self._stride = 1
+        self._flight: tuple[Any, torch.Tensor] | None = None
+        self._cost = self._step = 0.0  # seconds, smoothed
+        self._left: float | None = None
+
+    @property
+    def stride(self) -> int:
+        """Boundaries from one agreement to the next; the same on every rank."""
+        return self._stride
+
+    def at_boundary(self, wish: Wish) -> Wish:
+        """Say what this rank wants, and hear what all do now. Raises what the collective raises if a peer is gone."""
+        if self._group is None:
+            return wish
+        began = self._clock()
+        if self._left is not None:
+            self._step = _smooth(self._step, began - self._left)
+        agreed = Wish()
+        if self._boundary == self._next:
+            agreed = self._read()
+            self._begin(wish)
+            self._next = self._boundary + self._stride
+            self._cost = _smooth(self._cost, self._clock() - began)
+        self._boundary += 1
+        self._left = self._clock()
+        return agreed
+
+    def settle(self) -> None:
+        """Let the collective in flight end: nobody is left waiting for this rank."""
+        if self._flight is not None:
+            self._flight[0].wait()
+            self._flight = None
+
+    def _begin(self, wish: Wish) -> None:
+        values = torch.tensor([wish.stop, wish.save, self._wanted_stride()], dtype=torch.int32)
+        self._flight = (dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True), values)
+
+    def _read(self) -> Wish:
+        if self._flight is None:
+            return Wish()
+        work, values = self._flight
+        work.wait()
+        self._flight = None
+        stop, save, self._stride = values.tolist()
+        return Wish(bool(stop), bool(save))
+
+    def _wanted_stride(self) -> int:
+        """As many boundaries as make the cost small, and no more than answer within `MAX_SECONDS`."""
+        if self._step <= 0:
+            return 1
+        cheap = math.ceil(self._cost / (COST * self._step))
+        soon = max(1, int(MAX_SECONDS / self._step))
+        return max(1, min(cheap, soon, MAX_STRIDE))
+
+
+def _smooth(old: float, new: float) -> float:
+    return new if old == 0 else old + SMOOTHING * (new - old)
+
+
+def group_of_its_own(seconds: float) -> Any:
+    """A gloo group of all ranks whose collectives fail after `seconds`; None in a world of one. Collective."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))

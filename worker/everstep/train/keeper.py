@@ -1,0 +1,88 @@
+"""A run's `Checkpointer`, and when to use it.
+
+Saves by step number happen at exactly those steps: every rank knows them. Saves by time are rank 0's wish, which the
+session carries to the others without a wait. Invariant: `durable` is true only for a step whose part this rank has
+written, or that was restored.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle
+from everstep.checkpoint.opening import Settings
+from everstep.checkpoint.writer import Committed, Written
+
+log = logging.getLogger("everstep.train")
+
+NEVER = 999_999_999  # steps between saves, for a Checkpointer whose saves the session times
+
+
+class Keeper:
+    """`every_seconds`: what the clock is asked by; the checkpointer itself is asked at each step."""
+
+    def __init__(self, checkpointer: Checkpointer, *, every_seconds: float | None) -> None:
+        self.checkpointer = checkpointer
+        self._every_seconds = every_seconds
+        self._began = time.monotonic()
+        self._restored: int | None = None
+        self._handle: SaveHandle | None = None
+
+    @classmethod
+    def find(
+        cls,
+        checkpoint: str | Checkpointer | None,
+        every_steps: int | None,
+        every_seconds: float | None,
+        options: Mapping[str, Any],
+        environ: Mapping[str, str] = os.environ,
+    ) -> Keeper | None:
+        """By what was passed, else by the environment; None if neither names a place. Raises `CheckpointError`,
+        `StoreUnusable`."""
+        if isinstance(checkpoint, Checkpointer):
+            if every_steps is not None or every_seconds is not None or options:
+                raise CheckpointError(
+                    "a Checkpointer was passed: give it every_steps, every_seconds and options itself"
+                )
+            return cls(checkpoint, every_seconds=None)
+        settings = Settings.resolve(environ, checkpoint, None, every_seconds, every_steps, None, None, None)
+        if not settings.url:
+            return None
+        made = Checkpointer(settings.url, every_steps=settings.every_steps or NEVER, **options)
+        return cls(made, every_seconds=settings.every_seconds)
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Completed steps of the state that was loaded; 0 if there was none. Collective."""
+        self._restored = self.checkpointer.restore(state)
+        self._began = time.monotonic()
+        return self._restored or 0
+
+    def due(self) -> bool:
+        """Whether this rank's clock asks for a save."""
+        if self._every_seconds is None or (self._handle is not None and not self._handle.done()):
+            return False
+        return time.monotonic() - self._began >= self._every_seconds
+
+    def due_at(self, step: int) -> bool:
+        """Whether all ranks save after `step`. Collective where the answer may be yes."""
+        return self.checkpointer.should_save(step)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Begin to save. Every rank at the same step."""
+        self._began = time.monotonic()
+        self._handle = self.checkpointer.save(step, state)
+
+    def durable(self, step: int, seconds: float | None) -> bool:
+        """Wait for the save in flight, at most `seconds`; whether this rank's part of `step` is durable then."""
+        if self._handle is None:
+            return self._restored == step
+        try:
+            outcome = self._handle.wait(seconds)
+        except (CheckpointError, TimeoutError) as e:
+            log.warning("step %d is not saved: %s", self._handle.step, e)
+            return False
+        return isinstance(outcome, Committed | Written) and outcome.step == step

@@ -1,0 +1,82 @@
+"""SIGTERM: finish the step, commit the state, leave with an exit code that says so.
+
+Knows nothing of training. Invariant: the handler only sets a flag; what it was before is put back afterwards, and a
+process forked meanwhile (a DataLoader's worker) is ended by the signal as it would be without us.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from types import FrameType, TracebackType
+from typing import Any
+
+from everstep.contract import env, exit_codes
+
+GRACE_SECONDS = 30.0  # Kubernetes' default, and what torchrun leaves its processes
+MARGIN = 0.15  # of the grace period, for what comes after the commit
+
+
+class Preempted(SystemExit):
+    """The process was asked to stop and does. Ends Python with exit code 86, without a traceback.
+
+    `step`: completed steps; `committed`: whether the state after them is durable.
+    """
+
+    def __init__(self, step: int, committed: bool) -> None:
+        super().__init__(exit_codes.PREEMPTED)
+        self.step, self.committed = step, committed
+
+    def __str__(self) -> str:
+        kept = "its state is committed" if self.committed else "its state is NOT committed"
+        return f"asked to stop (SIGTERM); stopped after step {self.step}, {kept}"
+
+
+class StopSignal:
+    """While it is entered, SIGTERM is noted instead of ending the process. Only the main thread can enter it fully;
+    elsewhere Python allows no handler, and SIGTERM does what it did."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._grace = grace_seconds(environ)
+        self._pid = os.getpid()
+        self._at: float | None = None
+        self._before: Any = None
+        self._installed = False
+
+    @property
+    def asked(self) -> bool:
+        return self._at is not None
+
+    def remaining(self) -> float:
+        """Seconds that are left to commit and to leave; all of them if nobody has asked yet."""
+        usable = self._grace * (1 - MARGIN)
+        return usable if self._at is None else max(0.0, usable - (time.monotonic() - self._at))
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._installed = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, t: TracebackType | None) -> None:
+        if self._installed:
+            self._installed = False
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self._at is None:
+            self._at = time.monotonic()
+
+
+def grace_seconds(environ: Mapping[str, str]) -> float:
+    """Seconds between SIGTERM and SIGKILL, as the operator says; `GRACE_SECONDS` where nobody does."""
+    try:
+        return max(1.0, float(environ.get(env.GRACE_SECONDS, "")))
+    except ValueError:
+        return GRACE_SECONDS

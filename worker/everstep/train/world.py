@@ -1,0 +1,41 @@
+"""Which rank this process is, on which device, and the process group where there should be one.
+
+The same script runs alone and under a launcher: what torchrun and its kin put into the environment decides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among its peers. `made`: the process group is ours to take down."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    made: bool
+
+
+def take_place(environ: Mapping[str, str] = os.environ) -> Place:
+    """Find out, and form the default process group under a launcher if the script has not: gloo for CPU tensors, NCCL
+    for those of a GPU."""
+    local = int(environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    made = False
+    if "RANK" in environ and dist.is_available() and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        made = True
+    if dist.is_available() and dist.is_initialized():
+        return Place(dist.get_rank(), dist.get_world_size(), local, device, made)
+    return Place(0, 1, local, device, made)
