@@ -9,11 +9,12 @@ import pytest
 
 from everstep.storage import (
     AlreadyExists,
+    NotFound,
     RetryableError,
     RetryingStore,
     RetryPolicy,
     StoreUnusable,
-    TerminalError,
+    Throttled,
     open_store,
     probe,
 )
@@ -34,6 +35,7 @@ class ScriptedS3(ThreadingHTTPServer):
         self.script: list[tuple[int, str] | str] = []
         self.objects: dict[str, bytes] = {}
         self.requests = 0
+        self.retry_after = ""
         self.conditional = False
 
     @property
@@ -60,6 +62,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.objects[self.path] = body
         self._answer(*step)
 
+    def do_GET(self) -> None:
+        self.server.requests += 1
+        if self.server.script:
+            step = self.server.script.pop(0)
+            assert isinstance(step, tuple)
+            self._answer(*step)
+            return
+        body = self.server.objects[self.path.split("?")[0]]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_HEAD = do_GET
+
     def _body(self) -> bytes:
         if self.headers.get("Expect") == "100-continue":
             self.send_response_only(100)
@@ -81,6 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.send_header("ETag", '"0"')
+        if self.server.retry_after:
+            self.send_header("Retry-After", self.server.retry_after)
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -185,6 +204,7 @@ def test_server_that_stays_away_fails_within_the_bound(server: ScriptedS3) -> No
         ("foo://x/y", "unknown scheme 'foo'"),
         ("ftp://x/y", "no conditional create.*single_committer"),
         ("file://relative/path", "absolute path"),
+        ("s3://", "names no bucket"),
     ],
 )
 def test_url_that_cannot_work_is_refused_with_the_fix(url: str, text: str) -> None:
@@ -200,7 +220,53 @@ def test_missing_package_of_a_scheme_is_named(monkeypatch: pytest.MonkeyPatch) -
         open_store("gs://bucket/run").put("a", b"x")
 
 
-def test_folder_that_cannot_be_written_is_unusable_and_named(tmp_path: object) -> None:
-    # /proc refuses new folders even to root, for whom permission bits mean nothing.
-    with pytest.raises((StoreUnusable, TerminalError), match="/proc/everstep"):
-        probe(open_store("/proc/everstep"))
+@pytest.mark.parametrize("text", ["7", "Wed, 21 Oct 2099 07:28:00 GMT", "soon"])
+def test_wait_that_a_server_asks_for_reaches_the_retries(server: ScriptedS3, text: str) -> None:
+    server.retry_after = text
+    server.script = [(503, "SlowDown")]
+    with pytest.raises(Throttled) as caught:
+        open_store("s3://bucket/run").put("a", b"x")
+    match text:
+        case "7":
+            assert caught.value.retry_after == 7.0
+        case "soon":
+            assert caught.value.retry_after is None
+        case _:
+            assert caught.value.retry_after is not None
+            assert caught.value.retry_after > 10_000
+
+
+@pytest.mark.parametrize("answer", [(404, "")])
+def test_404_that_no_s3_server_wrote_is_retryable_and_survived(server: ScriptedS3, answer: tuple[int, str]) -> None:
+    # What versitygw answers for a moment while it stops, whatever is asked for.
+    plain = open_store("s3://bucket/run")
+    plain.put("log/0", b"x")
+    server.script = [answer]
+    with pytest.raises(RetryableError, match="is it stopping"):
+        plain.get("log/0")
+    server.script = [answer]
+    with pytest.raises(RetryableError, match="is it stopping"):
+        plain.list("log/")
+    server.script = [answer, answer]  # HEAD, and the listing that is asked because a HEAD has no words
+    with pytest.raises(RetryableError, match="is it stopping"):
+        plain.size("log/0")
+    server.script = [answer] * 3
+    assert b"x" in RetryingStore(plain, FAST).get("log/0")
+
+
+def test_object_that_s3_says_does_not_exist_is_missing(server: ScriptedS3) -> None:
+    server.script = [(404, "NoSuchKey")]
+    with pytest.raises(NotFound):
+        open_store("s3://bucket/run").get("log/0")
+
+
+def test_web_page_can_be_read_and_not_written(server: ScriptedS3) -> None:
+    server.objects["/run/log/0"] = b"0123456789"
+    store = open_store(f"{server.endpoint}/run")
+    assert not store.capabilities.writable
+    assert store.get("log/0") == b"0123456789"
+    for write in (lambda: store.create("a", b""), lambda: store.put("a", b""), lambda: store.delete("a")):
+        with pytest.raises(StoreUnusable, match="can only be read"):
+            write()
+    with pytest.raises(StoreUnusable, match=r"can only be read.*s3://"):
+        probe(store)
