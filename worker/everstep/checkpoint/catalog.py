@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -58,20 +58,12 @@ class Catalog:
 
     def list(self, limit: int = 1000) -> tuple[Found, ...]:
         """The newest commits that have their data, newest first. Older ones are history: their shards are deleted."""
-        sizes: dict[str, dict[str, int]] = {}
-        for info in self._store.list(DATA):
-            sizes.setdefault(info.name.split("/")[1], {})[info.name] = info.size
+        end = self._log.head().last  # first: what commits until now has its shards in the listing that follows
+        sizes = self._sizes()
         pinned = pins.pinned(self._store)
-        left = {order for order in map(owner_of, sizes) if order is not None}
-        found = []
-        for record in itertools.islice(self._commits(), limit):
-            order = owner_of(record.save_id)
-            if record.shards and order is not None and not any(o <= order for o in left):
-                break  # save ids grow with the log: what is left belongs to no older commit
-            left.discard(order or (0, 0))
-            if not record.shards or any(folder_of(s.path) in sizes for s in record.shards):
-                found.append(_found(record, sizes, pinned))
-        return tuple(found)
+        walked = itertools.islice(self._down_to_the_last(end, sizes), limit)
+        present = (r for r in walked if not r.shards or any(folder_of(s.path) in sizes for s in r.shards))
+        return tuple(Found.of(r, r.save_id in pinned, _missing(r, sizes)) for r in present)
 
     def find(self, step: int | None = None, n: int | None = None) -> CommitRecord:
         """The newest commit, or that of `step` (the newest of them), or record `n`. Raises `CheckpointError` if there
@@ -115,8 +107,10 @@ class Catalog:
         head = self._log.head()
         if head.open is None:
             return ()
-        damaged = frozenset(f.n for f in self.list() if f.missing)
-        commits = enough(self._commits(head.last + 1), keep, damaged)
+        sizes = self._sizes()
+        walked = list(self._down_to_the_last(head.last, sizes))
+        damaged = frozenset(r.n for r in walked if _missing(r, sizes))
+        commits = enough(walked, keep, damaged)
         newest = owner_of(commits[0].save_id) if commits else None
         sequence = newest[1] if newest and newest[0] == head.open.n else 0
         return clean(self._store, commits, keep, damaged, head.open.n, sequence, really=really)
@@ -132,10 +126,28 @@ class Catalog:
                 raise CheckpointError(f"{self._store.url}: record {n} cannot be read: {reason}")
         raise CheckpointError(f"{self._store.url}: record {n} is no commit; it says who opened the log")
 
-    def _commits(self, below: int | None = None) -> Iterator[CommitRecord]:
-        """The readable commits, newest first."""
-        below = self._log.head().last + 1 if below is None else below
-        return (record for record in self._log.commits(below) if isinstance(record, CommitRecord))
+    def _commits(self, end: int | None = None) -> Iterator[CommitRecord]:
+        """The readable commits up to record `end`, newest first."""
+        found = self._log.commits((self._log.head().last if end is None else end) + 1)
+        return (record for record in found if isinstance(record, CommitRecord))
+
+    def _down_to_the_last(self, end: int, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[CommitRecord]:
+        """The commits down to the oldest that may have data: save ids grow with the log."""
+        left = {order for order in map(owner_of, sizes) if order is not None}
+        for record in self._commits(end):
+            order = owner_of(record.save_id)
+            if record.shards and order is not None:
+                if not any(o <= order for o in left):
+                    return
+                left.discard(order)
+            yield record
+
+    def _sizes(self) -> dict[str, dict[str, int]]:
+        """What is there: save id → object → bytes."""
+        sizes: dict[str, dict[str, int]] = {}
+        for info in self._store.list(DATA):
+            sizes.setdefault(info.name.split("/")[1], {})[info.name] = info.size
+        return sizes
 
     def _pinned(self) -> Iterator[CommitRecord]:
         """The pinned commits: they may be older than a walk of the log goes."""
@@ -143,6 +155,6 @@ class Catalog:
         return (record for record in records if isinstance(record, CommitRecord))
 
 
-def _found(record: CommitRecord, sizes: dict[str, dict[str, int]], pinned: frozenset[str]) -> Found:
-    missing = tuple(s.path for s in record.shards if sizes.get(folder_of(s.path) or "", {}).get(s.path) != s.bytes)
-    return Found.of(record, record.save_id in pinned, missing)
+def _missing(record: CommitRecord, sizes: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
+    """The commit's shards that are not there, or of another size."""
+    return tuple(s.path for s in record.shards if sizes.get(folder_of(s.path) or "", {}).get(s.path) != s.bytes)
