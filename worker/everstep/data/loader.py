@@ -21,6 +21,7 @@ from everstep.data.fetching import Fetching, Request
 from everstep.data.fingerprints import fingerprint
 from everstep.data.order import Shuffle, label, order_of, shuffle_of
 from everstep.data.progress import Progress
+from everstep.data.reading import Read
 from everstep.data.seeding import sample_seed
 from everstep.data.shards import blocks_of
 from everstep.data.workers import DEFAULT_CONTEXT, WorkerStart
@@ -44,7 +45,8 @@ class ElasticLoader:
 
     `state_dict` is a few JSON values, the same on every rank. Load it at any world size: training goes on with the
     sample after the last one consumed. Asking for the next batch acknowledges the one before; between a batch and that,
-    `state_dict` raises `Unacknowledged`, because only the loop knows whether the optimizer has stepped.
+    `state_dict` raises `Unacknowledged`, because only the loop knows whether the optimizer has stepped. A loop that
+    survives an error in a step calls `rewind` and gets the step again.
 
     Arguments:
     - `dataset`: has `__len__` and `__getitem__`; or a `ShardedDataset`.
@@ -202,26 +204,15 @@ class ElasticLoader:
             if self._live is None:
                 self._live = self._begin()
             data = next(self._live)
+            return _batch(data, epoch, self._progress.hand_out())
         except BaseException as e:
             # The plan and the workers' answers may be out of step now, or a worker gone: begin again from the cursor.
+            # Signals count too: torch's SIGCHLD handler raises for a dead worker, wherever the program is.
             self._progress.rewind()
             self.close()
             if isinstance(e, StopIteration):
                 raise RuntimeError(f"the DataLoader ended before epoch {epoch} did") from e
             raise
-        read = self._progress.hand_out()
-        share = read.share
-        return Batch(
-            data=data,
-            epoch=epoch,
-            step=share.step.number,
-            indices=read.samples,
-            count=share.count,
-            global_count=share.step.count,
-            weight=share.weight,
-            micro=share.micro,
-            micros=share.micros,
-        )
 
     def _begin(self) -> Iterator[Any]:
         if self._torch is None:
@@ -255,3 +246,18 @@ class _Requests:
         cursor = self._progress.cursor
         for read in self._progress:
             yield Request(cursor.seed, cursor.epoch, read.samples)
+
+
+def _batch(data: Any, epoch: int, read: Read) -> Batch[Any]:
+    share = read.share
+    return Batch(
+        data=data,
+        epoch=epoch,
+        step=share.step.number,
+        indices=read.samples,
+        count=share.count,
+        global_count=share.step.count,
+        weight=share.weight,
+        micro=share.micro,
+        micros=share.micros,
+    )
