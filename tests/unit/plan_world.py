@@ -196,10 +196,15 @@ class World:
         )
 
     def do_committed(self, step: str) -> None:
-        self.progress = replace(self.progress, committed_step=int(step), committed_at=self.now)
+        self.progress = replace(
+            self.progress, committed_step=int(step), committed_at=self.now, checkpoint_error=None, checkpoint_damaged=None
+        )
 
     def do_commit_failed(self, error: str) -> None:
         self.progress = replace(self.progress, checkpoint_error=error)
+
+    def do_damaged(self, text: str) -> None:
+        self.progress = replace(self.progress, checkpoint_damaged=text)
 
     def do_refuse(self, reason: str = "") -> None:
         self.refused = reason or None

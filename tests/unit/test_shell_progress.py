@@ -110,6 +110,16 @@ def test_failed_save_is_remembered_until_one_succeeds_and_each_change_is_acted_o
     assert not progress.accept(report(Phase.SAVE, committed_step=8), at(4))
 
 
+def test_commit_that_was_stepped_over_is_told_until_the_next_commit() -> None:
+    progress = JobProgress(Status(), START)
+    text = "log record 7 is stepped over: data/x/00001.safetensors: chunk 0 has another checksum"
+    assert progress.accept(report(Phase.RESTORE, restored_step=40, checkpoint_error=text), at(1))
+    assert not progress.accept(report(Phase.RESTORE, 1, restored_step=40, checkpoint_error=text), at(1))
+    assert progress.snapshot().checkpoint_damaged == text
+    assert progress.accept(report(Phase.SAVE, committed_step=60, committed_at=START.timestamp()), at(3))
+    assert progress.snapshot().checkpoint_damaged is None
+
+
 def test_script_without_a_checkpointer_is_restored_when_it_has_started() -> None:
     progress = fresh()
     for rank in (0, 1):

@@ -62,8 +62,6 @@ NOT_YET = frozenset(
         EventReason.QUORUM_LOST,
         EventReason.INSUFFICIENT_CAPACITY,
         EventReason.PREEMPTION_NOTICED,
-        EventReason.CHECKPOINT_CORRUPT,
-        EventReason.RESTORED_FROM_CHECKPOINT,
         EventReason.HANG_DETECTED,
         EventReason.STRAGGLER_DETECTED,
         EventReason.STORAGE_LACKS_CONDITIONAL_WRITE,

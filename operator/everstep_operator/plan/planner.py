@@ -280,12 +280,20 @@ def _converge_events(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
                 f"({done.cause}); {done.lost_steps if done.lost_steps is not None else 'unknown'} steps are retaken",
             )
         )
+        if (step := snapshot.progress.restored_step) is not None:
+            took = snapshot.progress.restore_seconds or 0.0
+            text = f"the state after step {step} was restored in {took:.1f} s"
+            events.append(Event(EventReason.RESTORED_FROM_CHECKPOINT, text))
     committed = observed.checkpoint.last_committed_step
     if committed is not None and committed != before.checkpoint.last_committed_step:
         events.append(Event(EventReason.CHECKPOINT_COMMITTED, f"committed step {committed}"))
     if observed.checkpoint.healthy is False and before.checkpoint.healthy is not False:
-        message = snapshot.progress.checkpoint_error or "a commit failed"
-        events.append(Event(EventReason.CHECKPOINT_COMMIT_FAILED, message, warning=True))
+        seen = snapshot.progress
+        if seen.checkpoint_error is None and seen.checkpoint_damaged is not None:
+            events.append(Event(EventReason.CHECKPOINT_CORRUPT, seen.checkpoint_damaged, warning=True))
+        else:
+            message = seen.checkpoint_error or "a commit failed"
+            events.append(Event(EventReason.CHECKPOINT_COMMIT_FAILED, message, warning=True))
     return tuple(events)
 
 

@@ -80,7 +80,8 @@ class Progress:
     updated_at: datetime | None = None
     committed_step: int | None = None
     committed_at: datetime | None = None
-    checkpoint_error: str | None = None
+    checkpoint_error: str | None = None  # why the last attempt to commit failed
+    checkpoint_damaged: str | None = None  # which commit was stepped over at the last restore, and why
     productive_seconds: float = 0.0
     # The current round's recovery, in the operator's clock:
     published_at: datetime | None = None  # to the microsecond, where the status keeps seconds

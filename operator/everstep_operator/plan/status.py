@@ -94,7 +94,7 @@ def _checkpoint(snapshot: Snapshot) -> CheckpointStatus:
     spec = snapshot.job.spec.checkpoint
     newer = seen.committed_step is not None
     healthy = old.healthy
-    if seen.checkpoint_error is not None:
+    if seen.checkpoint_error is not None or seen.checkpoint_damaged is not None:
         healthy = False
     elif newer:
         healthy = True
@@ -152,6 +152,8 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
     seen = snapshot.progress
     if seen.checkpoint_error is not None:
         wanted[ConditionType.CHECKPOINT_HEALTHY] = (False, "CommitFailed", seen.checkpoint_error[:MAX_MESSAGE])
+    elif seen.checkpoint_damaged is not None:
+        wanted[ConditionType.CHECKPOINT_HEALTHY] = (False, "Damaged", seen.checkpoint_damaged[:MAX_MESSAGE])
     elif seen.committed_step is not None:
         wanted[ConditionType.CHECKPOINT_HEALTHY] = (True, "Committed", "the last commit succeeded")
     old = {c.type: c for c in snapshot.job.status.conditions}

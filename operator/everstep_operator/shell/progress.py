@@ -30,6 +30,7 @@ class JobProgress:
         self._committed_step: int | None = None
         self._committed_at: datetime | None = None
         self._error: str | None = None
+        self._damaged: str | None = None
         self._step_seconds: float | None = None
         self._open_round(status.world.round, None)
 
@@ -87,7 +88,10 @@ class JobProgress:
         self._restore_seconds = max(self._restore_seconds or 0.0, report.restore_seconds or 0.0)
         if self._restored_at is None and len(self._restored) >= self._world_size:
             self._restored_at = now
-        return False
+        if report.checkpoint_error is None or self._damaged is not None:
+            return False
+        self._damaged = report.checkpoint_error  # the newest commit was stepped over
+        return True
 
     def _train(self, report: Report, now: datetime) -> bool:
         first = self._trained_at is None
@@ -115,8 +119,8 @@ class JobProgress:
         """Any report may carry the newest commit; whether it ends a time without a healthy one."""
         if report.committed_step is None or report.committed_step == self._committed_step:
             return False
-        healed = self._error is not None
-        self._error = None
+        healed = self._error is not None or self._damaged is not None
+        self._error = self._damaged = None
         self._committed_step = report.committed_step
         if report.committed_at is not None:
             self._committed_at = datetime.fromtimestamp(min(report.committed_at, 4e9), UTC)
@@ -135,6 +139,7 @@ class JobProgress:
             committed_step=self._committed_step,
             committed_at=self._committed_at,
             checkpoint_error=self._error,
+            checkpoint_damaged=self._damaged,
             productive_seconds=self._productive,
             published_at=self._published_at,
             started_at=self._started_at,
