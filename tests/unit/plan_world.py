@@ -196,9 +196,8 @@ class World:
         )
 
     def do_committed(self, step: str) -> None:
-        self.progress = replace(
-            self.progress, committed_step=int(step), committed_at=self.now, checkpoint_error=None, checkpoint_damaged=None
-        )
+        healthy = replace(self.progress, checkpoint_error=None, checkpoint_damaged=None)
+        self.progress = replace(healthy, committed_step=int(step), committed_at=self.now)
 
     def do_commit_failed(self, error: str) -> None:
         self.progress = replace(self.progress, checkpoint_error=error)
