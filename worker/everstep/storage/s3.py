@@ -1,13 +1,15 @@
 """S3 and its look-alikes over s3fs's client, with the calls that fsspec has no word for: parts, reads into a buffer.
 
 s3fs gives the credentials, the client and its options; the requests are made here, because fsspec's own calls mix
-several of them and answer a bare 404 as a missing object. Invariant: every create, of parts too, carries
+several of them and answer a bare 404 as a missing object. Many bytes go over presigned URLs (`direct`), unless the
+options ask for something that such a URL does not carry. Invariant: every create, of parts too, carries
 `If-None-Match: *`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any, Final
 
@@ -22,8 +24,9 @@ from everstep.storage.base import (
     part_size_for,
     truncated,
 )
+from everstep.storage.direct import Wire
 from everstep.storage.errors import AlreadyExists, NotFound, TerminalError
-from everstep.storage.fsspec_store import FsspecStore
+from everstep.storage.fsspec_store import FsspecStore, Options
 from everstep.storage.locks import ForkLock
 from everstep.storage.parts import create_in_parts, in_one_piece, write_parts
 from everstep.storage.translate import UNSUPPORTED_CODES, server_code
@@ -32,10 +35,14 @@ log = logging.getLogger("everstep.storage")
 
 SCHEMES: Final = frozenset({"s3", "s3a"})
 ONE_PIECE: Final = 32 * 2**20
+_OWN_CONFIG: Final = {
+    "connect_timeout", "read_timeout", "retries", "response_checksum_validation", "signature_version"
+}  # fmt: skip
 _CREATE: Final = {"IfNoneMatch": "*"}
 _CONNECT_SECONDS: Final = 5
 _READ_SECONDS: Final = 30
-_READ_BYTES: Final = 2**20
+_DIRECT_BYTES: Final = 256 * 2**10  # from here on, signing a URL costs less than it saves
+_URL_SECONDS: Final = 900
 _MOST_PAGES: Final = 100_000
 
 
@@ -43,6 +50,11 @@ class S3Store(FsspecStore):
     """Objects below `s3://bucket/prefix`. `options` go to s3fs."""
 
     bare_404_is_missing = False
+
+    def __init__(self, url: str, options: Options | None = None, part_size: int | None = None) -> None:
+        super().__init__(url, options, part_size)
+        self._wire_lock = ForkLock()
+        self._wire: tuple[int, Wire | None] | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -70,7 +82,7 @@ class S3Store(FsspecStore):
         try:
             with self.translated("reading", name):
                 fs, _ = self.fs()
-                return bytes(fsspec.asyn.sync(fs.loop, self._read, fs, name, limits, None))
+                return bytes(fsspec.asyn.sync(fs.loop, self._read, fs, name, limits))
         except TerminalError as e:
             if e.__cause__ is not None and server_code(e.__cause__)[1] == 416:
                 return b""
@@ -83,9 +95,11 @@ class S3Store(FsspecStore):
             return
         try:
             with self.translated("reading", name):
-                limits = {"Range": _range(start, start + len(view))}
-                fs, _ = self.fs()
-                got = fsspec.asyn.sync(fs.loop, self._read, fs, name, limits, view)
+                if len(view) < _DIRECT_BYTES or (wire := self.wire()) is None:
+                    data = self.get(name, start, start + len(view))
+                    view[: len(data)], got = data, len(data)
+                else:
+                    got = wire.get(self.presigned("get_object", name), start, view)
         except TerminalError as e:
             if e.__cause__ is None or server_code(e.__cause__)[1] != 416:
                 raise
@@ -164,15 +178,37 @@ class S3Store(FsspecStore):
         """One request through s3fs, which adds the user's own settings (encryption, requester pays)."""
         return self.fs()[0].call_s3(method, **arguments)
 
+    def wire(self) -> Wire | None:
+        """This process's direct connections; None if the options ask for what presigned URLs do not carry: headers of
+        encryption or payment, own certificates, signatures other than version 4."""
+        fs, _ = self.fs()
+        with self._wire_lock:
+            if self._wire is None or self._wire[0] != os.getpid():
+                express = self.at("")[0].endswith("--x-s3")
+                extra = express or fs.s3_additional_kwargs or fs.req_kw or "verify" in fs.client_kwargs
+                plain = not extra and set(fs.config_kwargs) <= _OWN_CONFIG and "signature_version" in fs.config_kwargs
+                endpoint = str(fs.endpoint_url or "https://s3.amazonaws.com")
+                self._wire = os.getpid(), Wire(_CONNECT_SECONDS, _READ_SECONDS, endpoint) if plain else None
+            return self._wire[1]
+
+    def presigned(self, method: str, name: str, **arguments: Any) -> str:
+        """A URL for one request about a name."""
+        fs, _ = self.fs()
+        return str(fs.url("/".join(self.at(name)), expires=_URL_SECONDS, client_method=method, **arguments))
+
     def arguments(self) -> dict[str, Any]:
         config = {
+            "signature_version": "s3v4",
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _READ_SECONDS,
             "retries": {"mode": "standard", "total_max_attempts": 1},
             # What is read is checked above, with stronger sums; some look-alikes send those of the whole with a part.
             "response_checksum_validation": "when_required",
         }
-        return {"config_kwargs": config, **super().arguments()}
+        arguments = super().arguments()
+        if arguments.get("anon"):
+            del config["signature_version"]
+        return {**arguments, "config_kwargs": config | arguments.get("config_kwargs", {})}
 
     def _open(self) -> tuple[Any, str]:
         fs, root = super()._open()
@@ -185,20 +221,17 @@ class S3Store(FsspecStore):
     def _put_object(self, name: str, data: Data, condition: dict[str, str]) -> None:
         bucket, key = self.at(name)
         with self.translated("writing", name):
-            self.call("put_object", Bucket=bucket, Key=key, Body=_body(data), **condition)
+            if memoryview(data).nbytes >= _DIRECT_BYTES and (wire := self.wire()) is not None:
+                headers = {"If-None-Match": condition["IfNoneMatch"]} if condition else {}
+                wire.put(self.presigned("put_object", name, **condition), data, headers)
+            else:
+                self.call("put_object", Bucket=bucket, Key=key, Body=_body(data), **condition)
 
-    async def _read(self, fs: Any, name: str, limits: dict[str, str], view: memoryview | None) -> bytes | int:
-        """The whole answer, or as much of it as fits in the view: its length then."""
+    async def _read(self, fs: Any, name: str, limits: dict[str, str]) -> bytes:
         bucket, key = self.at(name)
         answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, **limits)
         async with answer["Body"] as body:
-            if view is None:
-                return bytes(await body.read())
-            done = 0
-            while done < len(view) and (data := await body.read(min(_READ_BYTES, len(view) - done))):
-                view[done : done + len(data)] = data
-                done += len(data)
-            return done
+            return bytes(await body.read())
 
     def _abort(self, bucket: str, key: str, upload_id: str) -> None:
         try:
@@ -232,12 +265,16 @@ class S3Upload:
 
     def write_part(self, number: int, data: Data) -> None:
         with self._store.translated(f"writing part {number} of", self._name):
-            answer = self._store.call(
-                "upload_part", Bucket=self._bucket, Key=self._key, UploadId=self._id, PartNumber=number + 1,
-                Body=_body(data),
-            )  # fmt: skip
+            which: dict[str, Any] = {"UploadId": self._id, "PartNumber": number + 1}
+            wire = self._store.wire()
+            if wire is not None:
+                tag = wire.put(self._store.presigned("upload_part", self._name, **which), data, {})["ETag"]
+            else:
+                tag = self._store.call("upload_part", Bucket=self._bucket, Key=self._key, Body=_body(data), **which)[
+                    "ETag"
+                ]
         with self._lock:
-            self._tags[number] = answer["ETag"]
+            self._tags[number] = tag
 
     def commit(self) -> None:
         parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in sorted(self._tags.items())]
