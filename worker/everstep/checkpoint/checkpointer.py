@@ -127,11 +127,14 @@ class Checkpointer:
 
     def restore(self, state: Mapping[str, Any]) -> int | None:
         """Take the log, load the newest whole commit into `state` in place, and return its step; None if there is
-        none. Collective. Commits with damaged shards are stepped over, each with an event that names the file."""
+        none. Collective. Commits with damaged shards are stepped over, each with an event that names the file.
+
+        Tensors are read in place where they fit: when it raises, the state may hold parts of commits that were damaged.
+        """
         started = time.monotonic()
         own, ranks = self._open()
-        live = capture(state, ranks.rank).tensors  # what cannot be saved is refused now, not at the first save
-        wanted = partial(targets, state, live, rank=ranks.rank, group=ranks.group)
+        captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
+        wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group)
         loads = Loads(self._store, own)
         guard = Guard(loads, self._settings.max_loads, self._settings.nonfinite)
         try:

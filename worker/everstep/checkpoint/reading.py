@@ -18,22 +18,13 @@ import numpy as np
 import torch
 
 from everstep.checkpoint.boxes import Box, flat_begin, whole
-from everstep.checkpoint.chunks import check_size, chunk_size, in_parallel, read_chunk
+from everstep.checkpoint.chunks import check_size, chunk_size, in_parallel
+from everstep.checkpoint.filling import Filler, Segment
 from everstep.checkpoint.manifest import CommitRecord, Piece, Shard
 from everstep.checkpoint.shard import torch_dtype
 from everstep.checkpoint.sharding import Read, reads
 from everstep.checkpoint.targets import Target
 from everstep.storage import ObjectStore
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """`size` bytes of a chunk from `begin`, which belong at `at` of buffer number `buffer`."""
-
-    begin: int
-    size: int
-    buffer: int
-    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +117,12 @@ def divide(tasks: Sequence[Task], shards: Sequence[Shard], parts: int) -> list[l
 
 
 class Buffers:
-    """The memory that a plan's bytes land in."""
+    """The memory that a plan's bytes land in: the live tensors' own where it may be, else new."""
 
     def __init__(self, plan: Plan, targets: Sequence[Target]) -> None:
-        self.tensors = [torch.empty(t.box.shape, dtype=torch_dtype(t.entry)) for t in targets]
+        self.tensors = [
+            torch.empty(t.box.shape, dtype=torch_dtype(t.entry)) if t.memory is None else t.memory for t in targets
+        ]
         self.bytes = [_bytes_of(t) for t in self.tensors]
         self.bytes += [np.empty(size, dtype=np.uint8) for size in plan.sizes[len(targets) :]]
         self._folds = plan.folds
@@ -147,21 +140,12 @@ class Buffers:
 
 def fetch(store: ObjectStore, shards: Sequence[Shard], tasks: Iterable[Task], buffers: Sequence[Any]) -> None:
     """Read, check and place the chunks of `tasks`. Raises `Damaged` or `StorageError`."""
-    spare = threading.local()
+    threads = threading.local()
 
     def one(task: Task) -> None:
-        shard = shards[task.shard]
-        size = chunk_size(shard, task.chunk)
-        if len(task.segments) == 1 and task.segments[0].size == size:
-            (segment,) = task.segments
-            read_chunk(store, shard, task.chunk, memoryview(buffers[segment.buffer])[segment.at : segment.at + size])
-            return
-        if len(getattr(spare, "buffer", b"")) < size:
-            spare.buffer = np.empty(size, dtype=np.uint8)
-        data = spare.buffer[:size]
-        read_chunk(store, shard, task.chunk, memoryview(data))
-        for s in task.segments:
-            buffers[s.buffer][s.at : s.at + s.size] = data[s.begin : s.begin + s.size]
+        if not hasattr(threads, "filler"):
+            threads.filler = Filler(store, buffers)
+        threads.filler.fill(shards[task.shard], task.chunk, task.segments)
 
     in_parallel(one, tasks)
 

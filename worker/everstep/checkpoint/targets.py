@@ -14,34 +14,37 @@ import torch
 
 from everstep.checkpoint.boxes import Box, whole
 from everstep.checkpoint.errors import StateMismatch
+from everstep.checkpoint.landing import fillable, memory_of
 from everstep.checkpoint.manifest import CommitRecord, Entry
 from everstep.checkpoint.sharding import holding, is_sharded, like
+from everstep.checkpoint.state import Captured
 from everstep.checkpoint.tree import references
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """A box of an entry that this rank needs. `shared`: every rank needs all of it. `model` is sharded as the result is
-    to be; None for a plain tensor."""
+    to be; None for a plain tensor. `memory` is the live tensor that the bytes may be read into, if there is one."""
 
     entry: Entry
     box: Box
     shared: bool
     model: torch.Tensor | None = None
+    memory: torch.Tensor | None = None
 
     def finish(self, local: torch.Tensor) -> torch.Tensor:
         return local if self.model is None else like(self.model, local)
 
 
 def targets(
-    state: Mapping[str, Any], live: Mapping[str, torch.Tensor], record: CommitRecord, rank: int, group: Any = None
+    state: Mapping[str, Any], captured: Captured, record: CommitRecord, rank: int, group: Any = None
 ) -> list[Target]:
-    """What `state` needs of the commit, in the order of the commit's entries. `live` are its present tensors by name.
+    """What `state` needs of the commit, in the order of the commit's entries. `captured` is what it holds now.
 
     Raises `StateMismatch` if a sharded tensor has another shape in the commit.
     """
     values: dict[str, Any] = record.values if isinstance(record.values, dict) else {}
-    models: dict[str, torch.Tensor] = {name: t for name, t in live.items() if is_sharded(t)}
+    models: dict[str, torch.Tensor] = {name: t for name, t in captured.tensors.items() if is_sharded(t)}
     shared, own = set[str](), set[str]()
     for key, target in state.items():
         if getattr(target, "everstep_per_rank", False):
@@ -51,18 +54,20 @@ def targets(
         shared.update(references(body))
         if isinstance(target, torch.optim.Optimizer) and isinstance(body, dict):
             models |= {n: t for n, t in _of_parameters(target, body, record, key) if n not in models}
+    live = fillable(captured, values.get("state", {}), {e.name: e for e in record.entries})
     found = []
     for entry in record.entries:
         if entry.name in own:
             found.append(Target(entry, whole(entry.shape), False))
         elif entry.name in shared:
-            found.append(_target(entry, models.get(entry.name), group))
+            found.append(_target(entry, models.get(entry.name), live.get(entry.name), group))
     return found
 
 
-def _target(entry: Entry, model: torch.Tensor | None, group: Any) -> Target:
+def _target(entry: Entry, model: torch.Tensor | None, live: torch.Tensor | None, group: Any) -> Target:
     if model is None:
-        return Target(entry, whole(entry.shape), True)
+        box = whole(entry.shape)
+        return Target(entry, box, True, memory=memory_of(live, box))
     if tuple(model.shape) != entry.shape:
         raise StateMismatch(
             f"{entry.name}: has shape {entry.shape} in the commit, {tuple(model.shape)} in the state passed"
@@ -70,7 +75,8 @@ def _target(entry: Entry, model: torch.Tensor | None, group: Any) -> Target:
     held = holding(entry.name, model, group)
     if held is None:
         return Target(entry, Box((0,) * len(entry.shape), (0,) * len(entry.shape)), False, model)
-    return Target(entry, held.box, held.box == whole(entry.shape), model)
+    memory = memory_of(None if live is None else held.local, held.box)
+    return Target(entry, held.box, held.box == whole(entry.shape), model, memory)
 
 
 def _own_body(values: Mapping[str, Any], rank: int, key: str) -> Any:

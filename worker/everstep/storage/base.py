@@ -36,7 +36,8 @@ class Capabilities:
     wait on the local disk. `parallel_parts`: the parts of one upload may be written in any order and at once.
     `conditional_upload`: the commit of an upload, too, is atomic against every other creator. `part_size`: bytes of
     each part but the last, unless a size hint asks for larger ones. `one_piece`: the largest object that `create` sends
-    in one request; a larger one it sends in parts. None: no limit.
+    in one request; a larger one it sends in parts. None: no limit. `read_size`: the bytes that a reader with a choice
+    should ask for at once: less costs requests, more costs memory and caches.
     """
 
     conditional_create: bool = True
@@ -46,6 +47,7 @@ class Capabilities:
     writable: bool = True
     part_size: int = PART_SIZE
     one_piece: int | None = None
+    read_size: int = PART_SIZE
 
     def with_part_size(self, part_size: int | None) -> Capabilities:
         """The same with another part size; None changes nothing."""

@@ -32,6 +32,8 @@ from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, Sto
 # Names of this form are never listed; a crash between write and link leaves one behind.
 _TEMPORARY = ".tmp-"
 _counter = itertools.count()
+# Small enough that a processor's cache holds what was read, until the reader has checked it.
+_READ_SIZE = 2 * 2**20
 
 _RETRYABLE = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT}
 # What `link` says on a file system without hard links; vfat and some FUSE mounts say EPERM.
@@ -53,7 +55,7 @@ class LocalStore(ObjectStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities().with_part_size(self._part_size)
+        return Capabilities(read_size=_READ_SIZE).with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
         with self._translated(name), self._written(name, data) as (temporary, final):
