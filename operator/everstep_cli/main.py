@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep_cli import running
+from everstep_cli import ckpt, running
 from everstep_cli.console import render
 from everstep_operator.local.run import control
 from everstep_operator.local.run.faults import ACTIONS, FaultError, parse
@@ -30,6 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(ckpt.app, name="ckpt")
 USAGE = 2  # exit code of a command that was given wrongly
 
 RunName = Annotated[str | None, typer.Option("--run", help="Which local run, by its job's name; else the newest.")]

@@ -10,12 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from everstep.checkpoint.catalog import Catalog, Found
     from everstep.checkpoint.checkpointer import Checkpointer
     from everstep.checkpoint.errors import (
         CheckpointError,
         Damaged,
         Fenced,
         FormatError,
+        NoCommit,
         SaveFailed,
         StateMismatch,
         UnsupportedVersion,
@@ -24,11 +26,14 @@ if TYPE_CHECKING:
     from everstep.checkpoint.writer import SaveHandle
 
 __all__ = [
+    "Catalog",
     "CheckpointError",
     "Checkpointer",
     "Damaged",
     "Fenced",
     "FormatError",
+    "Found",
+    "NoCommit",
     "RngState",
     "SaveFailed",
     "SaveHandle",
@@ -36,7 +41,13 @@ __all__ = [
     "UnsupportedVersion",
 ]
 
-_HOME = {"Checkpointer": "checkpointer", "RngState": "rng", "SaveHandle": "writer"}
+_HOME = {
+    "Catalog": "catalog",
+    "Checkpointer": "checkpointer",
+    "Found": "catalog",
+    "RngState": "rng",
+    "SaveHandle": "writer",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from everstep.checkpoint import pins
 from everstep.checkpoint.chunks import verify
 from everstep.checkpoint.cleaner import clean, enough
 from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, NoCommit
 from everstep.checkpoint.layout import DATA, folder_of, owner_of
 from everstep.checkpoint.log import Unreadable
 from everstep.checkpoint.manifest import CommitRecord, nonfinite_in
@@ -66,8 +66,7 @@ class Catalog:
         return tuple(Found.of(r, r.save_id in pinned, _missing(r, sizes)) for r in present)
 
     def find(self, step: int | None = None, n: int | None = None) -> CommitRecord:
-        """The newest commit, or that of `step` (the newest of them), or record `n`. Raises `CheckpointError` if there
-        is none."""
+        """The newest commit, or the newest of `step`, or record `n`. Raises `NoCommit` if there is none."""
         if n is not None:
             return self._record(n, step)
         steps = []
@@ -76,9 +75,9 @@ class Catalog:
                 return record
             steps.append(record.step)
         if step is None or not steps:
-            raise CheckpointError(f"{self._store.url}: there is no commit")
+            raise NoCommit(f"{self._store.url}: there is no commit")
         shown = ", ".join(map(str, steps[:10])) + (", …" if len(steps) > 10 else "")
-        raise CheckpointError(f"{self._store.url}: no commit of step {step}; there are {shown}")
+        raise NoCommit(f"{self._store.url}: no commit of step {step}; there are {shown}")
 
     def verify(self, step: int | None = None, n: int | None = None) -> tuple[str, ...]:
         """What is wrong with a commit's shards, each text naming a file; empty if it is whole. Reads every byte."""
@@ -121,10 +120,10 @@ class Catalog:
             case CommitRecord() if step is None or record.step == step:
                 return record
             case CommitRecord():
-                raise CheckpointError(f"{self._store.url}: record {n} is of step {record.step}, not {step}")
+                raise NoCommit(f"{self._store.url}: record {n} is of step {record.step}, not {step}")
             case Unreadable(_, reason):
                 raise CheckpointError(f"{self._store.url}: record {n} cannot be read: {reason}")
-        raise CheckpointError(f"{self._store.url}: record {n} is no commit; it says who opened the log")
+        raise NoCommit(f"{self._store.url}: record {n} is no commit; it says who opened the log")
 
     def _commits(self, end: int | None = None) -> Iterator[CommitRecord]:
         """The readable commits up to record `end`, newest first."""

@@ -21,6 +21,10 @@ class Damaged(CheckpointError):
     """A shard is missing, has the wrong size or fails its checksum. The text names the file."""
 
 
+class NoCommit(CheckpointError):
+    """There is no such commit: none at all, none of the step, or none with the number that was asked for."""
+
+
 class StateMismatch(CheckpointError):
     """The state passed in does not fit the commit, or holds a value that no checkpoint can hold."""
 

@@ -1,0 +1,293 @@
+"""`everstep ckpt`: look at, check, keep and move the commits below a checkpoint URL, with no job and no torch.
+
+Thin: it parses, asks `everstep.checkpoint.catalog` and prints. Safe beside a run that trains: nothing here takes its
+log. Invariant: what went wrong is one line without credentials; exit codes 1 (damaged, or refused), 2 (wrongly given,
+or no such commit), 3 (the store cannot be used).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from everstep.contract import redact
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.catalog import Catalog, Found
+    from everstep.checkpoint.manifest import CommitRecord
+    from everstep.storage import ObjectStore
+
+DAMAGED, USAGE, STORE = 1, 2, 3
+PATIENCE = 15.0  # seconds that a store may stay away while a person waits
+
+app = typer.Typer(
+    help="List, check, pin, copy and export the commits below a checkpoint URL.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Url = Annotated[str, typer.Argument(help="A folder, or file://, s3://, gs://, az:// and every other fsspec URL.")]
+Step = Annotated[int | None, typer.Option("--step", min=0, help="The commit of this step; else the newest.")]
+Record = Annotated[int | None, typer.Option("--record", min=0, help="The commit with this number in the log.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--storage-option", metavar="NAME=VALUE", help="For the fsspec file system.")
+]
+
+
+@app.command("ls")
+def ls(url: Url, as_json: AsJson = False, storage_option: Options = None) -> None:
+    """The commits that have their data, newest first. Looks at names and sizes, not at the bytes: see `verify`."""
+    with _catalog(url, storage_option) as (catalog, _):
+        found = catalog.list()
+    if as_json:
+        print(json.dumps([asdict(f) for f in found], indent=2))
+        return
+    if not found:
+        print(f"no commits below {redact.text(url)}")
+        return
+    table = _table(("STEP", "RECORD", "SIZE", "WORLD"), ("COMMITTED", "STATE"))
+    for f in found:
+        state, style = _state(f)
+        table.add_row(str(f.step), str(f.n), _size(f.bytes), str(f.world_size), f.at, Text(state, style))
+    _console().print(table)
+
+
+@app.command("show")
+def show(
+    url: Url, step: Step = None, record: Record = None, tensors: Annotated[bool, typer.Option("--tensors")] = False,
+    as_json: AsJson = False, storage_option: Options = None,
+) -> None:  # fmt: skip
+    """What is in a commit: the keys of its state and their sizes; with --tensors each tensor."""
+    with _catalog(url, storage_option) as (catalog, _):
+        found = catalog.find(step, record)
+    if as_json:
+        print(json.dumps(_described(found), indent=2))
+        return
+    console = _console()
+    console.print(
+        f"step {found.step}  record {found.n}  committed {found.at}  world {found.world_size}  round {found.round}  "
+        f"save {found.save_id}"
+    )
+    keys = _table(("TENSORS", "SIZE"), ("KEY", "KIND"))
+    for key, kind, count, size in _keys(found):
+        keys.add_row(str(count), _size(size), Text(key), kind)
+    console.print(keys)
+    shards = _table(("SIZE",), ("SHARD",))
+    for shard in found.shards:
+        shards.add_row(_size(shard.bytes), Text(shard.path))
+    console.print(shards)
+    if tensors:
+        rows = _table(("SIZE", "PIECES"), ("TENSOR", "TYPE", "SHAPE"))
+        for e in found.entries:
+            size = sum(p.end - p.begin for p in e.pieces)
+            rows.add_row(_size(size), str(len(e.pieces)), Text(e.name), e.dtype, Text(str(list(e.shape))))
+        console.print(rows)
+
+
+@app.command("verify")
+def verify(
+    url: Url, step: Step = None, record: Record = None,
+    every: Annotated[bool, typer.Option("--all", help="Every commit that has its data.")] = False,
+    as_json: AsJson = False, storage_option: Options = None,
+) -> None:  # fmt: skip
+    """Read every byte of a commit and check it. Exit code 1 names the files that are damaged."""
+    with _catalog(url, storage_option) as (catalog, store):
+        from everstep.checkpoint.chunks import verify as check  # noqa: PLC0415
+
+        records = [catalog.find(n=f.n) for f in catalog.list()] if every else [catalog.find(step, record)]
+        results = [(r, check(store, r)) for r in records]
+    if as_json:
+        print(json.dumps([{"step": r.step, "n": r.n, "problems": list(p)} for r, p in results], indent=2))
+    else:
+        for r, problems in results:
+            size = _size(sum(s.bytes for s in r.shards))
+            print(f"step {r.step}  record {r.n}  {'damaged' if problems else 'whole'}  {size}")
+            for problem in problems:
+                print(f"  {problem}")
+    if any(problems for _, problems in results):
+        raise typer.Exit(DAMAGED)
+
+
+@app.command("pin")
+def pin(url: Url, step: Step = None, record: Record = None, storage_option: Options = None) -> None:
+    """Keep a commit, whatever a job's `keep` says, until `unpin`."""
+    with _catalog(url, storage_option) as (catalog, _):
+        found = catalog.pin(step, record)
+    print(f"step {found.step} (record {found.n}) is pinned")
+
+
+@app.command("unpin")
+def unpin(url: Url, step: Step = None, record: Record = None, storage_option: Options = None) -> None:
+    """Take a pin back; the next clean-up deletes the commit if it is old enough."""
+    with _catalog(url, storage_option) as (catalog, _):
+        found = catalog.unpin(step, record)
+    print(f"step {found.step} (record {found.n}) is not pinned")
+
+
+@app.command("restore")
+def restore(
+    url: Url,
+    dest: Annotated[str, typer.Argument(help="An empty folder or URL; a run with this checkpoint URL goes on there.")],
+    step: Step = None, record: Record = None, storage_option: Options = None,
+) -> None:  # fmt: skip
+    """Copy a commit to DEST as a log of its own, checked on the way: a run that is given DEST goes on from it."""
+    with _catalog(url, storage_option) as (catalog, store):
+        from everstep.checkpoint.copying import copy  # noqa: PLC0415
+
+        found = catalog.find(step, record)
+        target = _open(dest, storage_option, to_write=True)
+        at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        copied = copy(store, found, target, uuid.uuid4().hex, at)
+    size = _size(sum(s.bytes for s in copied.shards))
+    print(f"step {copied.step}: {size} copied to {redact.text(target.url)}")
+
+
+@app.command("gc")
+def gc(
+    url: Url,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the newest whole commits to keep.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
+    as_json: AsJson = False, storage_option: Options = None,
+) -> None:  # fmt: skip
+    """Delete the data of older commits and of saves that never became one. Pinned ones and saves in flight stay."""
+    with _catalog(url, storage_option) as (catalog, _):
+        deleted = catalog.gc(keep, really=not dry_run)
+    if as_json:
+        print(json.dumps([asdict(d) for d in deleted], indent=2))
+        return
+    for d in deleted:
+        print(f"{'would delete' if dry_run else 'deleted'} {d.save_id}: {d.reason}")
+    if not deleted:
+        print("nothing to delete")
+
+
+@app.command("export")
+def export(
+    url: Url,
+    dest: Annotated[Path, typer.Argument(help="A folder for the files.")],
+    step: Step = None, record: Record = None, storage_option: Options = None,
+) -> None:  # fmt: skip
+    """Write a commit as safetensors and JSON files that other tools open. Needs torch."""
+    with _catalog(url, storage_option) as (catalog, store):
+        from everstep.checkpoint.export import export as write  # noqa: PLC0415
+
+        found = catalog.find(step, record)
+        names = write(store, found, dest)
+    print(f"step {found.step}: {', '.join(names)} in {dest}")
+
+
+@contextmanager
+def _catalog(url: str, options: list[str] | None) -> Iterator[tuple[Catalog, ObjectStore]]:
+    """The catalog of a store and the store; every error within is one line and an exit code."""
+    try:
+        from everstep.checkpoint.catalog import Catalog  # noqa: PLC0415  `everstep run` does without
+        from everstep.checkpoint.errors import CheckpointError, NoCommit  # noqa: PLC0415
+        from everstep.storage import StorageError  # noqa: PLC0415
+    except ImportError as e:
+        _fail(f"{e.name} is missing: install everstep[worker]", STORE)
+    try:
+        store = _open(url, options)
+        yield Catalog(store), store
+    except NoCommit as e:
+        _fail(str(e), USAGE)
+    except CheckpointError as e:
+        _fail(str(e), DAMAGED)
+    except StorageError as e:
+        _fail(str(e), STORE)
+    except ImportError as e:
+        _fail(f"{e.name} is missing: install everstep[worker]", STORE)
+
+
+def _open(url: str, options: list[str] | None, *, to_write: bool = False) -> ObjectStore:
+    """A store to look at (any will do), or with `to_write` one that can hold a log."""
+    from everstep.storage import RetryingStore, RetryPolicy, open_store, probe  # noqa: PLC0415
+
+    given = {}
+    for option in options or ():
+        name, equals, value = option.partition("=")
+        if not equals:
+            _fail(f"--storage-option {redact.text(option)}: expected NAME=VALUE", USAGE)
+        given[name] = value
+    store = RetryingStore(open_store(url, given or None, single_committer=not to_write), RetryPolicy(outage=PATIENCE))
+    if to_write:
+        probe(store)
+    return store
+
+
+def _fail(text: str, code: int) -> Any:
+    print(f"everstep: {redact.text(text)}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _state(f: Found) -> tuple[str, str]:
+    words = ["pinned"] * f.pinned
+    if f.missing:
+        return ", ".join([*words, f"damaged: {len(f.missing)} shards missing or cut"]), "red"
+    if f.nonfinite:
+        return ", ".join([*words, "holds NaN or infinity"]), "yellow"
+    return ", ".join(words), "cyan"
+
+
+def _keys(record: CommitRecord) -> Iterator[tuple[str, str, int, int]]:
+    """Key, kind, tensors, bytes of everything in the state. Of tied tensors only the first key has them."""
+    values: dict[str, Any] = record.values if isinstance(record.values, dict) else {}
+    kinds = {key: str(body["kind"]) for key, body in values.get("state", {}).items()}
+    kinds |= {key: f"{body['kind']}, each rank's own" for own in values.get("ranks", []) for key, body in own.items()}
+    counts, sizes = Counter[str](), Counter[str]()
+    for e in record.entries:
+        name = e.name.partition("/")[2] if e.name.startswith("@") else e.name
+        # A key may itself hold a slash: the longest that fits is meant.
+        key = max((k for k in kinds if f"{name}/".startswith(f"{k}/")), key=len, default=name)
+        counts[key] += 1
+        sizes[key] += sum(p.end - p.begin for p in e.pieces)
+    for key in sorted({*counts, *kinds}):
+        yield key, kinds.get(key, ""), counts[key], sizes[key]
+
+
+def _described(record: CommitRecord) -> dict[str, Any]:
+    return {
+        "step": record.step, "n": record.n, "at": record.at, "world_size": record.world_size, "round": record.round,
+        "job_uid": record.job_uid, "writer": record.writer, "save_id": record.save_id,
+        "keys": [{"key": k, "kind": kind, "tensors": n, "bytes": size} for k, kind, n, size in _keys(record)],
+        "shards": [{"path": s.path, "bytes": s.bytes} for s in record.shards],
+        "tensors": [{"name": e.name, "dtype": e.dtype, "shape": list(e.shape)} for e in record.entries],
+        "values": record.values,
+    }  # fmt: skip
+
+
+def _table(numbers: tuple[str, ...], texts: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in texts:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _console() -> Console:
+    # In a pipe there is no width to keep to: a row is a line.
+    return Console() if sys.stdout.isatty() else Console(width=10_000)
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
