@@ -28,6 +28,7 @@ from everstep.storage.base import (
     truncated,
 )
 from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, StorageError, StoreUnusable, TerminalError
+from everstep.storage.uncached import UncachedWriter
 
 # Names of this form are never listed; a crash between write and link leaves one behind.
 _TEMPORARY = ".tmp-"
@@ -201,6 +202,7 @@ class LocalUpload:
         self._part_size = part_size
         with store._translated(name):
             self._descriptor, self._temporary, self._final = store._temporary(name)
+            self._uncached = UncachedWriter(self._temporary)
         self._open = True
 
     @property
@@ -208,8 +210,10 @@ class LocalUpload:
         return self._part_size
 
     def write_part(self, number: int, data: Data) -> None:
+        offset, view = number * self._part_size, memoryview(data).cast("B")
         with self._store._translated(self._name):
-            _write(self._descriptor, number * self._part_size, data)
+            done = self._uncached.write(offset, view)
+            _write(self._descriptor, offset + done, view[done:])
 
     def commit(self) -> None:
         try:
@@ -231,6 +235,7 @@ class LocalUpload:
         if self._open:
             self._open = False
             os.close(self._descriptor)
+            self._uncached.close()
             with self._store._translated(self._name):
                 self._temporary.unlink(missing_ok=True)
 
