@@ -155,3 +155,23 @@ async def test_run_that_stands_still_is_told_after_a_bounded_time(
     async with control.ControlServer("job", {"status": never}):  # type: ignore[dict-item]
         with pytest.raises(control.ControlError, match="does not answer; is it stopped"):
             await asyncio.to_thread(ask)
+
+
+def test_worker_library_alone_has_ckpt_and_names_what_run_needs(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "for name in ('msgspec', 'kubernetes', 'aiohttp', 'prometheus_client', 'celpy'): sys.modules[name] = None\n"
+        "sys.argv = ['everstep', *sys.argv[1:]]\n"
+        "from everstep_cli.main import main\n"
+        "main()\n"
+    )
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", script, *arguments]
+        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+
+    helped = call("ckpt", "--help")
+    assert (helped.returncode, "verify" in helped.stdout) == (0, True)
+    refused = call("run", "job.yaml", "--workers", "3")
+    assert refused.returncode == 2
+    assert refused.stderr == "everstep: msgspec is missing: pip install 'everstep[operator]'\n"
