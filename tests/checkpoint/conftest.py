@@ -1,13 +1,20 @@
 """What the checkpoint tests share: events as a list, and states that say which step they are of."""
 
 import os
+import signal
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from aiobotocore.session import AioSession
 
 import everstep
-from everstep.storage import ObjectStore
+from everstep.storage import ObjectStore, open_store
 
 
 class Events:
@@ -73,3 +80,62 @@ class Runs:
 @pytest.fixture
 def runs() -> type[Runs]:
     return Runs
+
+
+@pytest.fixture
+def place(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[str], Callable[..., ObjectStore]]:
+    """By "local" or the name of a server's fixture: a function that opens stores on it, each name a folder of its own,
+    with parts so small that a test's state has several."""
+    run = uuid.uuid4().hex
+
+    def on(where: str) -> Callable[..., ObjectStore]:
+        part = 5 * 2**20  # the least that S3 takes
+        if where == "local":
+            return lambda name: open_store(str(tmp_path / name), part_size=2**20)
+        server = request.getfixturevalue(where)
+        folder = f"{server.bucket('everstep-tests')}/{run}"
+        if where in ("s3_server", "careless_s3_server"):
+            for name, value in (server.env if isinstance(server.env, Mapping) else server.env()).items():
+                monkeypatch.setenv(name, value)
+            single = where == "careless_s3_server"
+            options = {"session": AioSession()}  # botocore reads its service models once instead of once a store
+            return lambda name: open_store(f"s3://{folder}/{name}", options, single_committer=single, part_size=part)
+        scheme = {"gcs_server": "gs", "azure_server": "az"}[where]
+        return lambda name: open_store(f"{scheme}://{folder}/{name}", server.options, part_size=part)
+
+    return on
+
+
+@pytest.fixture
+def in_child() -> Iterator[Callable[[Callable[[], None]], int]]:
+    """Runs a function in a forked process; an exit code, or minus the signal that killed it. What it raises is
+    printed, and is exit code 1."""
+    children: list[int] = []
+
+    def run(body: Callable[[], None], timeout: float = 60.0) -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.set_num_threads(1)  # the threads that OpenMP made do not live on in a child
+                body()
+                os._exit(0)
+            except BaseException:  # the child must not return into pytest
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        children.append(child)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                children.remove(child)
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.005)
+        raise AssertionError(f"the child still runs after {timeout} s")
+
+    yield run
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
