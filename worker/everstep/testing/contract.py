@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 import traceback
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -277,7 +278,7 @@ class StoreContract:
 
 def pattern(size: int) -> bytes:
     """Bytes whose every place is recognisable, so that parts in a wrong order are seen."""
-    return b"".join(n.to_bytes(8, "little") for n in range(size // 8 + 1))[:size]
+    return array("Q", range(size // 8 + 1)).tobytes()[:size]
 
 
 def stream(store: ObjectStore, name: str, data: Data, piece: int) -> None:
