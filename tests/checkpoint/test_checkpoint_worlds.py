@@ -5,6 +5,7 @@ Real processes over gloo: see `worlds.py`. Each test starts one program, which r
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,63 @@ def test_tensors_of_every_placement_move_between_meshes(tmp_path: Path) -> None:
     assert saved[0]["step"] is None
     for world in loaded:
         assert {(r["step"], r["digest"], r["sharded"]) for r in world} == {(1, saved[0]["digest"], True)}
+
+
+@pytest.mark.parametrize("damage", ["flip", "delete", "swap"])
+def test_damage_to_any_ranks_shard_falls_back_one_commit_on_every_rank_and_names_the_file(
+    damage: str, tmp_path: Path
+) -> None:
+    # Cases 73 and 74, with another number of ranks than saved.
+    root = tmp_path / "store"
+    run(tmp_path / "save", f"steps:3:{root}:last=2")
+    newest = sorted(root.glob("data/*-00000002/*.safetensors"))
+    assert len(newest) == 3
+    copies = []
+    for number, shard in enumerate(newest):
+        copy = tmp_path / f"copy-{number}"
+        shutil.copytree(root, copy)
+        damaged = copy / shard.relative_to(root)
+        data = bytearray(damaged.read_bytes())
+        match damage:
+            case "flip":
+                data[len(data) // 2] ^= 1
+                damaged.write_bytes(data)
+            case "delete":
+                damaged.unlink()
+            case _:
+                damaged.write_bytes(newest[(number + 1) % 3].read_bytes())
+        copies.append((copy, shard.name))
+    worlds = run(tmp_path / "load", *[f"restore:2:{copy}" for copy, _ in copies])
+    for world, (_, name) in zip(worlds, copies, strict=True):
+        assert [(r["step"], r["values"], r["epoch"]) for r in world] == [(1, [1.0], 1)] * 2
+        assert any(name in text for r in world for text in r["told"]), (name, world)
+
+
+def test_ranks_that_want_different_things_each_read_their_own(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    *_, world = run(tmp_path / "out", f"steps:2:{root}:last=1", f"restore:2:{root}:odd=less")
+    assert [(r["step"], r["values"]) for r in world] == [(1, [1.0]), (1, [])]
+    assert world[0]["read"] == sum(sizes(root))
+    assert world[1]["read"] == 0
+
+
+def test_state_that_does_not_fit_on_one_rank_stops_them_all(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    *_, world = run(tmp_path / "out", f"steps:2:{root}:last=1", f"restore:2:{root}:odd=more")
+    assert "no 'unknown'" in world[1]["error"]
+    assert "another rank" in world[0]["error"], "it must not train on alone"
+
+
+def test_parameter_that_diverged_on_one_rank_makes_no_commit(tmp_path: Path) -> None:
+    # Case 77: each rank looks at what it writes.
+    root = tmp_path / "store"
+    diverged, loaded = run(tmp_path / "out", f"diverge:3:{root}", f"restore:1:{root}:odd=none")
+    assert "hold NaN or infinity" in diverged[0]["error"]
+    assert loaded[0]["error"], "the commit is of step 1, and of another state"
+    assert [json.loads(p.read_text().splitlines()[0]).get("step") for p in sorted(root.glob("log/*"))][:2] == [None, 1]
+
+
+def test_sharded_parameters_that_change_during_the_write_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
+    # Case 82; a hash of the logical state proves it.
+    (world,) = run(tmp_path / "out", f"mutate:2:{tmp_path / 'store'}")
+    assert [(r["same"], r["changed"]) for r in world] == [(True, True)] * 2

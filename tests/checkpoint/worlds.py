@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
+import everstep.checkpoint
 import everstep.checkpoint.chunks
 from everstep.storage import ObjectStore, open_store
 
@@ -172,8 +173,83 @@ def grid(root: str, rows: str, columns: str, seed: str = "1", reverse: str = "")
     return {"step": step, "digest": h.hexdigest(), "sharded": local}
 
 
+def small(step: int) -> dict[str, Any]:
+    """A replicated state of several tensors that says which step it is of."""
+    return {"t": {f"t{i}": torch.full((40 + i, 50), float(step)) for i in range(6)}, "step": step}
+
+
+def steps(root: str, last: str) -> Result:
+    """Save steps 1 to `last`, the ranks in step."""
+    with everstep.Checkpointer(root) as checkpointer:
+        assert checkpointer.restore(small(0)) is None
+        for step in range(1, int(last) + 1):
+            checkpointer.save(step, small(step)).wait(60)
+            dist.barrier()
+    return {}
+
+
+def restore(root: str, odd: str = "") -> Result:
+    """What a world restores, and what it was told. With `odd`, rank 1 asks for less than the others, or for more."""
+    events: list[str] = []
+
+    def hook(kind: str, **fields: Any) -> None:
+        events.extend([fields["error"]] if kind == "stepped-over" else [])
+
+    into = small(0)
+    if dist.get_rank() == 1 and odd == "less":
+        del into["t"]
+    if dist.get_rank() == 1 and odd == "more":
+        into["unknown"] = 1
+    store = Counting(open_store(root))
+    try:
+        step = everstep.Checkpointer(store=store, on_event=hook).restore(into)  # type: ignore[arg-type]
+    except everstep.checkpoint.CheckpointError as e:
+        return {"error": str(e)}
+    values = {float(v) for t in into.get("t", {}).values() for v in t.flatten()}
+    return {"step": step, "values": sorted(values), "told": events, "read": store.read, "epoch": into["step"]}
+
+
+def diverge(root: str) -> Result:
+    """A parameter's part that the last rank writes is not finite."""
+    model = network(1)
+    checkpointer = everstep.Checkpointer(root)
+    checkpointer.restore({"model": model})
+    checkpointer.save(1, {"model": model}).wait(60)
+    dist.barrier()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[-1] = torch.nan
+    try:
+        checkpointer.save(2, {"model": model}).wait(60)
+    except everstep.checkpoint.CheckpointError as e:
+        return {"error": str(e)}
+    return {"error": None}
+
+
+def mutate(root: str) -> Result:
+    """Parameters change while they are written; what is committed is what they were when `save` returned."""
+    found = state("fsdp", 1)
+    checkpointer = everstep.Checkpointer(root)
+    checkpointer.restore(found)
+    train(found, 2)
+    want = digest(found)
+    handle = checkpointer.save(2, found)
+    while not handle.done():
+        for parameter in found["model"].parameters():
+            with torch.no_grad():
+                parameter.to_local().add_(1.0)
+    handle.wait(60)
+    changed = digest(found)
+    dist.barrier()
+    checkpointer.close()
+    again = state("fsdp", 3)
+    everstep.Checkpointer(root).restore(again)
+    return {"same": digest(again) == want, "changed": changed != want}
+
+
 SCENARIOS: dict[str, Callable[..., Result]] = {
-    "save": save, "load": load, "load_and_train": load_and_train, "grid": grid
+    "save": save, "load": load, "load_and_train": load_and_train, "grid": grid, "steps": steps, "restore": restore,
+    "diverge": diverge, "mutate": mutate,
 }  # fmt: skip
 
 

@@ -51,12 +51,10 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
     return Captured(values, shared.tensors, own_values, own.tensors, frozenset(parameters))
 
 
-def apply(state: Mapping[str, Any], saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Put a commit's values back into `state`, in place.
+def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) -> dict[str, Mapping[str, Any]]:
+    """What a commit holds for each key of `state`. A rank that the commit did not have keeps its own per-rank state.
 
-    Modules, optimizers and other objects get `load_state_dict`; tensors are copied into; mappings and lists are
-    refilled; plain values are set in `state` itself, which must then be mutable. A rank that the commit did not have
-    keeps its own per-rank state. Raises `StateMismatch`.
+    Raises `StateMismatch` for a key that the commit does not have, or has as something else.
     """
     values, ranks = saved.get("state", {}), saved.get("ranks", [])
     bodies: dict[str, Mapping[str, Any]] = {}
@@ -71,6 +69,17 @@ def apply(state: Mapping[str, Any], saved: Mapping[str, Any], tensors: Mapping[s
     for key, body in bodies.items():
         if body["kind"] != _kind(state[key]):
             raise StateMismatch(f"{key}: the commit holds a {body['kind']}, the state passed in a {_kind(state[key])}")
+    return bodies
+
+
+def apply(state: Mapping[str, Any], saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Put a commit's values back into `state`, in place.
+
+    Modules, optimizers and other objects get `load_state_dict`; tensors are copied into; mappings and lists are
+    refilled; plain values are set in `state` itself, which must then be mutable. Raises `StateMismatch`.
+    """
+    bodies = bodies_for(state, saved, rank)
+    values = saved.get("state", {})
     for key in sorted(set(values) - set(state)):
         log.warning("the commit holds %r, which the state passed in does not ask for", key)
     for key, body in bodies.items():

@@ -17,7 +17,7 @@ from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.landing import fillable, memory_of
 from everstep.checkpoint.manifest import CommitRecord, Entry
 from everstep.checkpoint.sharding import holding, is_sharded, like
-from everstep.checkpoint.state import Captured
+from everstep.checkpoint.state import Captured, bodies_for
 from everstep.checkpoint.tree import references
 
 
@@ -41,18 +41,19 @@ def targets(
 ) -> list[Target]:
     """What `state` needs of the commit, in the order of the commit's entries. `captured` is what it holds now.
 
-    Raises `StateMismatch` if a sharded tensor has another shape in the commit.
+    Raises `StateMismatch` if the commit lacks a key, or has a sharded tensor of another shape: here, before anything is
+    read, so that every rank learns of it.
     """
     values: dict[str, Any] = record.values if isinstance(record.values, dict) else {}
     models: dict[str, torch.Tensor] = {name: t for name, t in captured.tensors.items() if is_sharded(t)}
     shared, own = set[str](), set[str]()
-    for key, target in state.items():
+    for key, body in bodies_for(state, values, rank).items():
+        target = state[key]
         if getattr(target, "everstep_per_rank", False):
-            own.update(references(_own_body(values, rank, key)))
+            own.update(references(body["tree"]))
             continue
-        body = values.get("state", {}).get(key)
-        shared.update(references(body))
-        if isinstance(target, torch.optim.Optimizer) and isinstance(body, dict):
+        shared.update(references(body["tree"]))
+        if isinstance(target, torch.optim.Optimizer):
             models |= {n: t for n, t in _of_parameters(target, body, record, key) if n not in models}
     live = fillable(captured, values.get("state", {}), {e.name: e for e in record.entries})
     found = []
@@ -77,11 +78,6 @@ def _target(entry: Entry, model: torch.Tensor | None, live: torch.Tensor | None,
         return Target(entry, Box((0,) * len(entry.shape), (0,) * len(entry.shape)), False, model)
     memory = memory_of(None if live is None else held.local, held.box)
     return Target(entry, held.box, held.box == whole(entry.shape), model, memory)
-
-
-def _own_body(values: Mapping[str, Any], rank: int, key: str) -> Any:
-    ranks = values.get("ranks", [])
-    return ranks[rank].get(key) if rank < len(ranks) else None
 
 
 def _of_parameters(
