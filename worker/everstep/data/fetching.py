@@ -7,22 +7,19 @@ worker processes, or in the training process when there are none.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
 
-from everstep.data.permutation import Indices
 from everstep.data.seeding import Reading, generators_kept, reading, sample_seed, seed_generators
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The samples of one micro-batch."""
+class Request(NamedTuple):
+    """The samples of one micro-batch. A tuple of a list: it is pickled for every batch, and an array takes longer."""
 
     seed: int
     epoch: int
-    samples: Indices
+    samples: list[int]
 
 
 class Fetching(Dataset[Any]):
@@ -40,25 +37,25 @@ class Fetching(Dataset[Any]):
 
     def __getitems__(self, request: Request) -> list[Any]:
         """The samples of a request, for torch's fetcher to collate."""
-        wanted: list[int] = request.samples.tolist()
+        wanted = request.samples
         at_once = getattr(self._dataset, "__getitems__", None)
         if not self._seeded and callable(at_once):
             with reading(Reading(request.seed, request.epoch)):
                 return list(at_once(wanted))
         # The training process has generators of its own to keep; a worker's serve nothing but samples.
         keep = self._seeded and get_worker_info() is None
-        with generators_kept() if keep else nullcontext():
-            found: list[Any] = [None] * len(wanted)
-            for row in sorted(range(len(wanted)), key=wanted.__getitem__):
-                found[row] = self._one(request, wanted[row])
-            return found
+        with generators_kept() if keep else nullcontext(), reading(Reading(request.seed, request.epoch)) as now:
+            try:
+                return self._one_by_one(wanted, now)
+            except Exception as e:
+                e.add_note(f"while reading sample {now.index} in epoch {request.epoch}")
+                raise
 
-    def _one(self, request: Request, index: int) -> Any:
-        if self._seeded:
-            seed_generators(sample_seed(request.seed, request.epoch, index))
-        try:
-            with reading(Reading(request.seed, request.epoch, index)):
-                return self._dataset[index]
-        except Exception as e:
-            e.add_note(f"while reading sample {index} in epoch {request.epoch}")
-            raise
+    def _one_by_one(self, wanted: list[int], now: Reading) -> list[Any]:
+        found: list[Any] = [None] * len(wanted)
+        for row in sorted(range(len(wanted)), key=wanted.__getitem__):
+            now.index = index = wanted[row]
+            if self._seeded:
+                seed_generators(sample_seed(now.seed, now.epoch, index))
+            found[row] = self._dataset[index]
+        return found

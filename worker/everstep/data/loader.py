@@ -191,8 +191,14 @@ class ElasticLoader:
 
     def close(self) -> None:
         """Stop the workers. Iterating again starts new ones."""
-        self._live = None
+        kept = getattr(self._torch, "_iterator", None)
         self._torch = None
+        for workers in (self._live, kept):
+            # torch stops workers when their iterator is collected; one that has raised is in a cycle with its
+            # traceback, and its workers would run on until the collector comes.
+            if (stop := getattr(workers, "_shutdown_workers", None)) is not None:
+                stop()
+        self._live = None
 
     def _next(self, epoch: int) -> Batch[Any]:
         self._progress.ask()
@@ -245,7 +251,7 @@ class _Requests:
     def __iter__(self) -> Iterator[Request]:
         cursor = self._progress.cursor
         for read in self._progress:
-            yield Request(cursor.seed, cursor.epoch, read.samples)
+            yield Request(cursor.seed, cursor.epoch, read.samples.tolist())
 
 
 def _batch(data: Any, epoch: int, read: Read) -> Batch[Any]:
