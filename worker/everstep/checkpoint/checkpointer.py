@@ -19,22 +19,21 @@ from functools import partial
 from typing import Any
 
 from everstep.checkpoint import opening
+from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Fenced
-from everstep.checkpoint.finite import Checked, Nonfinite
+from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
 from everstep.checkpoint.manifest import OpenRecord
 from everstep.checkpoint.opening import Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
-from everstep.checkpoint.portions import slices
 from everstep.checkpoint.ranks import Ranks, join
 from everstep.checkpoint.restoring import Guard, newest_whole
 from everstep.checkpoint.rounds import known_round, remember_round
-from everstep.checkpoint.shard import entries_of, plan_shard
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state import Captured, apply, capture
 from everstep.checkpoint.targets import targets
@@ -115,6 +114,7 @@ class Checkpointer:
         self._said = (process_group, rank, world_size)
         self._peer_timeout = peer_timeout
         self._events = opening.quiet(on_event or opening.default_events())
+        self._arranger = Arranger()
         self._staging = Staging()
         self._ranks: Ranks | None = None
         self._own: OpenRecord | None = None
@@ -260,14 +260,11 @@ class Checkpointer:
             self._proved = None
 
     def _stage(self, step: int, identifier: str, captured: Captured, ranks: Ranks) -> Staged:
-        mine = slices(captured.tensors, captured.own_tensors, ranks.rank, ranks.world_size, ranks.group)
-        tensors = {s.key: s.data for s in mine}
-        plan = plan_shard(tensors)
-        data = self._staging.fill(plan, tensors) if mine else None
-        checked = (Checked(s.name, s.data.dtype, *plan.spans[s.key]) for s in mine if s.name in captured.parameters)
+        arranged, tensors = self._arranger.arrange(captured, ranks)
+        data = self._staging.fill(arranged.plan, tensors) if tensors else None
         return Staged(
-            step, identifier, ranks.rank, ranks.world_size, data, entries_of(plan, mine),
-            captured.own_values, captured.values, tuple(checked), self._settings.nonfinite,
+            step, identifier, ranks.rank, ranks.world_size, data, arranged.entries,
+            captured.own_values, captured.values, arranged.checked, self._settings.nonfinite,
         )  # fmt: skip
 
     def _ready(self) -> tuple[Writer, Ranks]:

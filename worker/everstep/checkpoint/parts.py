@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,10 +47,13 @@ def write_part(store: ObjectStore, staged: Staged) -> Part:
 
     Raises `SaveFailed` if parameters hold NaN or infinity and such a state is to be refused.
     """
-    bad = _nonfinite(staged)
     shard = None
-    if staged.data is not None:
-        shard = write_shard(store, shard_name(staged.save_id, staged.rank), staged.data)
+    # Beside the writing, which waits for the store; a diverged state, whose shard is for nothing, is rare.
+    with ThreadPoolExecutor(1, thread_name_prefix="everstep-finite") as pool:
+        check = pool.submit(_nonfinite, staged)
+        if staged.data is not None:
+            shard = write_shard(store, shard_name(staged.save_id, staged.rank), staged.data)
+        bad = check.result()
     part = Part(staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values), bad)
     if staged.world_size > 1:
         store.put(part_name(staged.save_id, staged.rank), encode_part(part))
