@@ -7,8 +7,8 @@ The state is a decoder's parameters and Adam's moments (`checkpoint_parts/model.
 tmpfs, on the same cores as its clients. On files every row is durable: synced before it counts as done.
 
 Figures, by cell:
-- `blocked`: the time that `save` keeps the training loop ÷ a warm copy of the same bytes with all the cores that
-  torch may use. The first save, which makes its buffers, is apart (`first_blocked`, seconds).
+- `blocked`: the time that `save` keeps the training loop ÷ a warm `memmove` of the same bytes. The first save, which
+  makes its buffers, is apart (`first_blocked`, seconds).
 - `save`: our throughput until the commit is durable ÷ the better of two bare concurrent writes of the same bytes, one
   through the page cache and synced, one around it (O_DIRECT); on S3 ÷ concurrent PUTs.
 - `load`: DCP's `load` into existing tensors ÷ our `restore`, both from a warm page cache; ours verifies checksums,

@@ -7,6 +7,7 @@ no signing, hashing or copying of bodies.
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import mmap
 import os
@@ -17,7 +18,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import torch
 
 BUFFER = 256 * 2**20
 BLOCK = 8 * 2**20
@@ -34,13 +34,13 @@ class Raw:
         self.source, self.target = _warm(size), _warm(size)
 
     def copy(self) -> None:
-        """Copy the bytes from warm memory to warm memory with torch's own threads."""
+        """Copy the bytes from warm memory to warm memory as libc does, in one thread: on the machines that this was
+        measured on, one core fills the memory bus, and torch's own copy on two takes longer."""
+        source, target = (ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in (self.source, self.target))
         left = self.share
         while left > 0:
             n = min(left, len(self.source))
-            torch.frombuffer(self.target, dtype=torch.uint8)[:n].copy_(
-                torch.frombuffer(self.source, dtype=torch.uint8)[:n]
-            )
+            ctypes.memmove(target, source, n)
             left -= n
 
     def write(self, folder: Path, name: str, *, direct: bool) -> None:
