@@ -446,18 +446,25 @@ def test_store_without_conditional_create_needs_single_committer() -> None:
     assert value_in(plain_store("looks-first://bucket/run", single_committer=True)) == (1, {1.0})
 
 
-def test_import_is_quick_and_brings_no_torch() -> None:
+def seconds(code: str) -> float:
+    """The least of five runs of a bare interpreter."""
+    taken = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-I", "-c", code], check=True)
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+def test_import_is_cheap_and_brings_no_torch() -> None:
     code = (
-        "import sys, time; t = time.perf_counter(); import everstep; s = time.perf_counter() - t;"
-        "import everstep.checkpoint.log, everstep.contract.env;"
-        "print(s, any(m.split('.')[0] in ('torch', 'numpy', 'fsspec', 's3fs') for m in sys.modules))"
+        "import sys, everstep, everstep.checkpoint.log, everstep.checkpoint.catalog, everstep.contract.env;"
+        "print([m for m in ('torch', 'numpy', 'fsspec', 's3fs', 'safetensors') if m in sys.modules])"
     )
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        for _ in range(3)
-    ]
-    assert {loaded for _, loaded in runs} == {"False"}
-    assert min(float(seconds) for seconds, _ in runs) < 0.030
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"
+    # Thirty milliseconds are about two starts of an interpreter; the figure itself depends on the machine.
+    assert seconds("import everstep") < 3 * seconds("pass")
 
 
 def test_forked_child_uses_the_store_with_a_connection_of_its_own(s3_url: str, in_child: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everstep.checkpoint.errors import FormatError, UnsupportedVersion
@@ -68,6 +68,7 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no finding
 @given(json_values, st.integers(0, 2**40), st.text(max_size=30))
 def test_any_values_come_back_equal(values: object, step: int, uid: str) -> None:
     record = replace(COMMIT, values=values, step=step, job_uid=uid)  # type: ignore[arg-type]
