@@ -14,7 +14,16 @@ from typing import Any, Final, TypeVar
 
 import fsspec.asyn
 
-from everstep.storage.base import Capabilities, Data, ObjectInfo, check_folder, check_name, part_size_for, truncated
+from everstep.storage.base import (
+    Capabilities,
+    Data,
+    ObjectInfo,
+    check_folder,
+    check_name,
+    committed_before,
+    part_size_for,
+    truncated,
+)
 from everstep.storage.errors import AlreadyExists, NotFound, TerminalError
 from everstep.storage.fsspec_store import FsspecStore, bucket_missing
 from everstep.storage.locks import ForkLock
@@ -206,7 +215,7 @@ class AzureUpload:
         except TerminalError as e:
             # Another writer's commit, or this one's own whose answer was lost, has taken the blocks away.
             if e.__cause__ is not None and server_code(e.__cause__)[0] == "InvalidBlockList":
-                raise AlreadyExists(f"{self._store.url}: {self._name} exists; it may be this upload's own") from e
+                raise committed_before(self._store.url, self._name) from e
             raise
 
     def abort(self) -> None:

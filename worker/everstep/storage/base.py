@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from everstep.storage.errors import InvalidName, Truncated
+from everstep.storage.errors import AlreadyExists, InvalidName, Truncated
 from everstep.storage.writer import ObjectWriter
 
 Data = bytes | bytearray | memoryview
@@ -68,7 +68,8 @@ class Upload(Protocol):
         """Part `number`, from 0. `data` may be reused when this returns. Other threads may write other parts."""
 
     def commit(self) -> None:
-        """Make the object exist, whole. Raises `AlreadyExists` as `ObjectStore.create` does."""
+        """Make the object exist, whole. Raises `AlreadyExists` as `ObjectStore.create` does; when it is called again
+        after a lost answer, the object that exists may be this upload's own, which only the caller can tell."""
 
     def abort(self) -> None:
         """Remove the parts. Harmless if there are none, or after `commit`."""
@@ -140,6 +141,11 @@ def part_size_for(part_size: int, size_hint: int | None) -> int:
     """Bytes a part such that an object of `size_hint` bytes has at most `MAX_PARTS`, rounded up to whole MiB."""
     least = -(-(size_hint or 0) // MAX_PARTS)
     return part_size if least <= part_size else -(-least // 2**20) * 2**20
+
+
+def committed_before(url: str, name: str) -> AlreadyExists:
+    """The error of a second `commit` of one upload whose first one has succeeded."""
+    return AlreadyExists(f"{url}: {name} exists; it may be this upload's own, the answer to an earlier attempt lost")
 
 
 def truncated(url: str, name: str, start: int, wanted: int, got: int) -> Truncated:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import types
 from typing import Any, Final
 
-from everstep.storage.base import Capabilities, Data, check_name, part_size_for
-from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, TerminalError
+from everstep.storage.base import Capabilities, Data, check_name, committed_before, part_size_for
+from everstep.storage.errors import NotFound, RetryableError, TerminalError
 from everstep.storage.fsspec_store import FsspecStore, bucket_missing
 from everstep.storage.parts import create_in_parts, in_one_piece
 
@@ -95,8 +95,8 @@ class GcsUpload:
         self._send(view[self._sent - start :], "*")
 
     def commit(self) -> None:
-        if self._unsure and self._find_out():
-            raise AlreadyExists(f"{self._store.url}: {self._name} exists; it may be this upload's own")
+        if not self._open or self._find_out():
+            raise committed_before(self._store.url, self._name)
         tail = self._tail
         self._send(memoryview(tail), str(self._sent + len(tail)))
         self._open = False

@@ -24,6 +24,7 @@ from everstep.storage.base import (
     ObjectStore,
     check_folder,
     check_name,
+    committed_before,
     part_size_for,
     truncated,
 )
@@ -216,6 +217,8 @@ class LocalUpload:
             _write(self._descriptor, offset + done, view[done:])
 
     def commit(self) -> None:
+        if not self._open:
+            raise committed_before(self._store.url, self._name)
         try:
             with self._store._translated(self._name):
                 os.fsync(self._descriptor)

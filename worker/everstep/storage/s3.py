@@ -21,11 +21,12 @@ from everstep.storage.base import (
     ObjectInfo,
     check_folder,
     check_name,
+    committed_before,
     part_size_for,
     truncated,
 )
 from everstep.storage.direct import Wire
-from everstep.storage.errors import AlreadyExists, NotFound, TerminalError
+from everstep.storage.errors import NotFound, TerminalError
 from everstep.storage.fsspec_store import FsspecStore, Options
 from everstep.storage.locks import ForkLock
 from everstep.storage.parts import create_in_parts, in_one_piece, write_parts
@@ -277,6 +278,8 @@ class S3Upload:
             self._tags[number] = tag
 
     def commit(self) -> None:
+        if self._id is None:
+            raise committed_before(self._store.url, self._name)
         parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in sorted(self._tags.items())]
         try:
             with self._store.translated("committing", self._name):
@@ -291,7 +294,7 @@ class S3Upload:
             if self._store.size(self._name) is None:
                 raise TerminalError(f"{self._store.url}: the upload of {self._name} was swept by another") from e
             if self._condition:
-                raise AlreadyExists(f"{self._store.url}: {self._name} exists; it may be this upload's own") from e
+                raise committed_before(self._store.url, self._name) from e
         self._id = None
 
     def abort(self) -> None:

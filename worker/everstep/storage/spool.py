@@ -42,6 +42,10 @@ class SpooledUpload:
             ) from e
 
     def commit(self) -> None:
+        if self._file.closed:
+            from everstep.storage.base import committed_before  # noqa: PLC0415  base imports this module on use
+
+            raise committed_before(self._store.url, self._name)
         size = os.fstat(self._file.fileno()).st_size
         with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as pages, memoryview(pages) as data:
             self._store.create(self._name, data)

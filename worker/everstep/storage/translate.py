@@ -44,6 +44,7 @@ _RETRY_ERRNO = {
     errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE,
     errno.EHOSTUNREACH, errno.ENETUNREACH,
 }  # fmt: skip
+_WORDS = 400
 # What a 404 carries where no S3 wrote it: a proxy, or a gateway that stops, says the same of objects that exist.
 _BARE = {"", "404", "Not Found"}
 
@@ -55,7 +56,8 @@ def translate(e: Exception, where: str, *, bare_404_is_missing: bool = True) -> 
     server's own code in `__cause__`.
     """
     code, status = server_code(e)
-    text = f"{where}: {code or type(e).__name__}: {e}"
+    words = " ".join(str(e).split())  # some clients put the whole answer there, line breaks and all
+    text = f"{where}: {code or type(e).__name__}: {words[:_WORDS]}"
     if isinstance(e, FileExistsError) or code in _EXISTS_CODES or status == 412:
         return AlreadyExists(text)
     if code in _BUCKET_CODES:

@@ -25,7 +25,10 @@ import pytest
 
 from everstep.storage.base import Data, ObjectStore
 from everstep.storage.errors import AlreadyExists, InvalidName, NotFound, StoreUnusable, TerminalError, Truncated
+from everstep.storage.faults import FaultStore, LoseResponse
+from everstep.storage.pace import Pacer
 from everstep.storage.probe import probe
+from everstep.storage.retry import RetryingStore
 
 BAD_NAMES = ("", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "a\\b", "a\nb", "ü", "x" * 600)
 FORK_SECONDS = 60.0
@@ -227,6 +230,16 @@ class StoreContract:
         upload.commit()
         upload.abort()
         assert store.get("a") == data
+
+    def test_commit_whose_answer_was_lost_leaves_the_object_and_says_that_it_exists(self, store: ObjectStore) -> None:
+        data = pattern(store.capabilities.part_size + 5)
+        faulty = FaultStore(store, {3: LoseResponse()})
+        retrying = RetryingStore(faulty, pacer=Pacer(), sleep=lambda _: None)
+        with pytest.raises(AlreadyExists):
+            stream(retrying, "a", data, len(data))
+        assert faulty.calls == ["start a", "part a#0", "part a#1", "commit a", "commit a", "abort a"]
+        assert store.get("a") == data
+        assert store.sweep_uploads(-60) == 0
 
     def test_create_of_more_than_one_piece_is_conditional_too(self, store: ObjectStore) -> None:
         limit = store.capabilities.one_piece or 2**20
