@@ -181,18 +181,18 @@ def _candidates(
 
 def _propose(candidates: Iterator[CommitRecord], ranks: Ranks) -> CommitRecord | None:
     """Rank 0's next candidate on every rank, or None if there are no more."""
-    answer, cause = b"", None
+    answer, cause, record = b"", None, None
     if ranks.rank == 0:
         try:
             record = next(candidates, None)
-            if record is not None:
+            if ranks.world_size > 1 and record is not None:
                 answer = json.dumps({"n": record.n}).encode() + b"\n" + encode_record(record)
         except (StorageError, CheckpointError) as e:
             cause = e
             answer = json.dumps({"error": str(e)}).encode() + b"\n"
     answer = ranks.from_first(answer)
-    if not answer:
-        return None
+    if record is not None or not answer:
+        return record
     head, _, body = answer.partition(b"\n")
     told = json.loads(head)
     if "error" in told:
