@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from everstep.checkpoint.checkpointer import Checkpointer
     from everstep.checkpoint.errors import Fenced
     from everstep.checkpoint.rng import RngState
+    from everstep.data.loader import ElasticLoader
+    from everstep.data.sampler import ElasticSampler
     from everstep.storage.errors import StoreUnusable
     from everstep.train.report import report
 
-__all__ = ["Checkpointer", "Fenced", "RngState", "StoreUnusable", "report"]
+__all__ = ["Checkpointer", "ElasticLoader", "ElasticSampler", "Fenced", "RngState", "StoreUnusable", "report"]
 
 _HOME = {
     "Checkpointer": "checkpoint.checkpointer",
+    "ElasticLoader": "data.loader",
+    "ElasticSampler": "data.sampler",
     "Fenced": "checkpoint.errors",
     "RngState": "checkpoint.rng",
     "StoreUnusable": "storage.errors",
