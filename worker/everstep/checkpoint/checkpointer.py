@@ -59,7 +59,8 @@ class Checkpointer:
 
     Every rank makes one and calls `restore`, `should_save` and `save` at the same steps. State may hold modules (DDP
     and compiled ones are unwrapped), optimizers, schedulers, scalers, anything with `state_dict` and
-    `load_state_dict`, tensors, and JSON values (tuples, non-string keys, NaN and bytes included).
+    `load_state_dict`, tensors, and JSON values (tuples, non-string keys, NaN and bytes included). Sharded state (FSDP2,
+    any DTensor) is saved and loaded at any world size. docs/reference/checkpoint.md has the whole.
 
     Arguments (defaults come from the `EVERSTEP_CHECKPOINT_*` variables that the operator sets):
     - `url`: a folder, `file://`, `s3://`, `gs://`, `az://`.
@@ -69,9 +70,9 @@ class Checkpointer:
     - `storage_options`: for the fsspec file system (keys, endpoint). `store`: an open store instead of a URL.
     - `single_committer`: accept a store without conditional create (EVERSTEP_SINGLE_COMMITTER=1); a zombie of an
       earlier round is then not kept out.
-    - `on_event(kind, **fields)`: told of "opened", "restored", "stepped-over", "committed", "save-failed",
-      "save-skipped", "fenced" and "unusable", from the thread where it happened; its errors are logged. By default
-      the events go to the operator as progress reports.
+    - `on_event(kind, **fields)`: told of "opened", "restored", "stepped-over", "committed", "nonfinite",
+      "save-failed", "save-skipped", "fenced" and "unusable", from the thread where it happened; its errors are logged.
+      By default the events go to the operator as progress reports.
     - `peer_timeout`: seconds that rank 0 waits for the other ranks' parts before it abandons a save.
     - `max_loads`: a commit that so many runs loaded and then came to nothing, with neither a commit, nor ten steps, nor
       an orderly end, is stepped over (3); 0 for never.
