@@ -58,6 +58,15 @@ def test_sigterm_commits_the_step_at_hand_and_ends_with_its_own_code(ranks: int,
     assert resumed.parameters == undisturbed.parameters
 
 
+def test_sigterm_to_a_whole_process_group_leaves_the_trainer_its_workers(start: Start, tmp_path: Path) -> None:
+    run = start(0, "--url", tmp_path / "b", "--every-steps", 1000, "--pause", 0.3, "--workers", 2)
+    run.until("it trains", lambda text: "start step=" in text)
+    os.killpg(run.process.pid, signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 86, ended.output
+    assert "its state is committed" in ended.output
+
+
 def test_sigterm_to_torchrun_commits_before_it_kills(start: Start, tmp_path: Path) -> None:
     run = start(2, "--url", tmp_path / "b", "--every-steps", 1000, "--pause", 0.05)
     run.until("all ranks train", lambda text: text.count("start step=") == 2)

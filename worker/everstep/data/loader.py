@@ -24,7 +24,7 @@ from everstep.data.progress import Progress
 from everstep.data.reading import Read
 from everstep.data.seeding import sample_seed
 from everstep.data.shards import blocks_of
-from everstep.data.workers import DEFAULT_CONTEXT, WorkerStart
+from everstep.data.workers import DEFAULT_CONTEXT, WorkerStart, sigterm_held
 from everstep.data.world import world_of
 
 log = logging.getLogger("everstep.data")
@@ -228,7 +228,8 @@ class ElasticLoader:
         cursor = self._progress.cursor
         self._generator.manual_seed(sample_seed(cursor.seed, cursor.epoch, cursor.index) ^ self.world.rank)
         self._start.about_to_start()
-        return iter(self._torch)
+        with sigterm_held():
+            return iter(self._torch)
 
 
 class _Epoch(Iterator[Batch[Any]]):

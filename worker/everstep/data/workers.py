@@ -3,7 +3,8 @@
 A worker of a SIGKILLed trainer can live on: stock workers look at their parent only while they wait for work, and one
 that is blocked in the dataset or in a full pipe never does. It then holds memory, and copies of the trainer's sockets,
 so that peers do not even see the connection break. Each worker is therefore killed by the kernel with its parent, or,
-where that is not possible, ends itself when the trainer's pidfd says so. Knows nothing of datasets.
+where that is not possible, ends itself when the trainer's pidfd says so. Nor does a worker end before its trainer has
+decided to. Knows nothing of datasets.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -43,8 +45,29 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         bind_to(self._trainer, self._by_main_thread)
+        leave_process_group()
         if self._then is not None:
             self._then(worker)
+
+
+@contextmanager
+def sigterm_held() -> Iterator[None]:
+    """While workers start, in the trainer: what is sent meanwhile reaches it afterwards, and no worker."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_process_group() -> None:
+    """A signal to the trainer's whole group is for the trainer: on SIGTERM it may use its grace period to end a step,
+    and its workers feed it until then. They still end with it, and by the signals that it sends them itself."""
+    with suppress(OSError):  # where it may not, the group's signals reach the worker as ever
+        os.setpgid(0, 0)
+    if _LINUX and (held := signal.sigtimedwait([signal.SIGTERM], 0)) is not None and held.si_pid == os.getppid():
+        os._exit(0)  # as torch's workers do on their trainer's word
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def bind_to(pid: int, by_main_thread: bool = True) -> None:
