@@ -1,4 +1,4 @@
-"""What the session costs a training step when nothing happens.
+"""What the session costs a training step when nothing happens, and what `import everstep` costs.
 
     python benchmarks/session.py [--quick] [--json PATH]
 
@@ -32,6 +32,7 @@ from everstep.train import session
 
 STEPS, TURNS = 100, 6
 GOAL = 1.0  # per cent of a step
+IMPORTS, IMPORT_GOAL = 20, 30.0  # samples, milliseconds
 
 
 def measure(steps: int, turns: int) -> None:
@@ -94,6 +95,18 @@ def measure(steps: int, turns: int) -> None:
     run.close()
 
 
+def started(code: str) -> float:
+    """Seconds that an interpreter takes for `code`."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    return time.perf_counter() - began
+
+
+def imports(samples: int) -> list[float]:
+    """Seconds that `import everstep` adds to an interpreter's start, in turns with a bare one."""
+    return [started("import everstep") - started("pass") for _ in range(samples)]
+
+
 def main() -> int:
     command = parser(__doc__)
     command.add_argument("--measure", nargs=2, type=int, help="used by the script itself")
@@ -113,11 +126,13 @@ def main() -> int:
         )
         output.seek(0)
         seen = json.loads(output.read().strip().splitlines()[-1])
+    added = imports(IMPORTS)
     plain, ours = quantile(seen["plain"], 0.5), quantile(seen["ours"], 0.5)
     figures = [
         Figure("plain_step", 1000 * plain, "ms", Better.LOWER, turns),
         Figure("session_step", 1000 * ours, "ms", Better.LOWER, turns),
         Figure("session_between_steps", 1e6 * seen["own"], "us", Better.LOWER, steps * turns),
+        Figure("import_everstep", 1000 * quantile(added, 0.5), "ms", Better.LOWER, len(added), IMPORT_GOAL),
         Figure("session_share_of_a_step", 100 * seen["own"] / plain, "%", Better.LOWER, steps * turns, GOAL),
     ]
     return finish(figures, args)
