@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,4 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield begin
     for run in made:
-        if run.process.poll() is None:
-            os.killpg(run.process.pid, 9)
-            run.process.wait(10)
+        run.kill()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,15 +52,24 @@ class Started:
             else [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         )
         self.output = output
+        self.mark = f"EVERSTEP_TEST_RUN={uuid.uuid4().hex}"
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_", "PET_", "RANK", "WORLD_SIZE"))}
         with output.open("wb") as file:
             self.process = subprocess.Popen(
                 [*launcher, str(SCRIPT), *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**clean, **environment},
+                env={**clean, **environment, **dict([self.mark.split("=")])},
                 start_new_session=True,
             )
+
+    def kill(self) -> None:
+        """End whatever is left of it: torchrun's processes live on when it is killed."""
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdecimal() and self.mark.encode() in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), 9)
+        self.process.wait(10)
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
