@@ -1,0 +1,18 @@
+"""Everstep inside other people's training loops: Hugging Face Trainer, Lightning and Accelerate.
+
+Each adapter is a module of its own that imports its package; importing this one imports none of them:
+
+    from everstep.train.adapters.huggingface import EverstepCallback
+    from everstep.train.adapters.lightning import EverstepCallback
+    from everstep.train.adapters.accelerate import start
+"""
+
+from __future__ import annotations
+
+
+def missing(adapter: str, package: str, install: str) -> ImportError:
+    """The error of an adapter whose package is not installed."""
+    return ImportError(
+        f"everstep.train.adapters.{adapter} needs the package {package!r}, which is not installed: pip install "
+        f"{install}"
+    )

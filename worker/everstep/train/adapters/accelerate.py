@@ -1,0 +1,233 @@
+"""Accelerate: restore, save and stop a loop over objects that an `Accelerator` prepared.
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    with start(accelerator, "s3://bucket/run", every_steps=100,
+               model=model, optimizer=optimizer, scheduler=scheduler, loader=loader) as run:
+        for epoch in run.epochs(3):
+            for batch in run.batches():                  # the rest of the epoch
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss := criterion(model(batch[0]), batch[1]))
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                run.step(loss=loss)                      # after every batch
+
+Invariants: a position is a number of samples of an epoch whose order the seed and the epoch alone decide; a commit is
+made only where gradients were synchronised; a run that goes on draws the random numbers that it would have drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
+from everstep.data import ElasticLoader
+from everstep.train.adapters import missing
+from everstep.train.adapters.boundary import Boundary
+from everstep.train.adapters.late import LateRng
+
+try:
+    from accelerate.data_loader import SeedableRandomSampler
+    from accelerate.utils import send_to_device
+except ImportError as e:
+    raise missing("accelerate", "accelerate", "accelerate") from e
+
+from torch.utils.data import RandomSampler
+
+log = logging.getLogger("everstep.train")
+
+
+class Position:
+    """Where a prepared DataLoader is, for a commit; and the batches that are left from there.
+
+    `rng` is applied once the first batch of a resumed epoch is there, because making an iterator draws a number.
+    Raises `CheckpointError` for a loader whose order cannot be found again.
+    """
+
+    def __init__(self, accelerator: Any, loader: Any, rng: LateRng | None = None) -> None:
+        known_order(loader)
+        self._accelerator = accelerator
+        self._loader = loader
+        self._rng = rng
+        self._taken = 0  # batches of this rank that the loop was given in this epoch
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank."""
+        return len(self._loader)
+
+    def rest(self) -> Iterator[Any]:
+        """The batches that are left of the present epoch; at their end the next epoch begins."""
+        self._loader.set_epoch(self.epoch)
+        loader = self._accelerator.skip_first_batches(self._loader, self._taken) if self._taken else self._loader
+        for batch in loader:
+            self._resumed()
+            self._taken += 1
+            yield batch
+        self._resumed()
+
+    def next_epoch(self) -> None:
+        self.epoch, self._taken = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        samples = self._taken * self._loader.total_batch_size
+        return {"epoch": self.epoch, "samples": samples, "seed": getattr(self._sampler(), "initial_seed", None)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises `StateMismatch` if the position is inside a global batch of this world."""
+        size, samples = self._loader.total_batch_size, state["samples"]
+        taken, inside = divmod(samples, size)
+        if samples >= self._loader.total_dataset_length:
+            taken, inside = len(self._loader), 0
+        if inside:
+            raise StateMismatch(
+                f"the commit is {samples} samples into epoch {state['epoch']}, which is no multiple of the {size} "
+                "samples of a global batch: keep batch size x processes as they were, or use everstep.data."
+                "ElasticLoader, which can go on at any size"
+            )
+        self.epoch, self._taken = state["epoch"], taken
+        if state["seed"] is not None and isinstance(self._sampler(), SeedableRandomSampler):
+            self._sampler().initial_seed = state["seed"]
+
+    def _sampler(self) -> Any:
+        return self._loader.get_sampler()
+
+    def _resumed(self) -> None:
+        if self._rng is not None:
+            self._rng.apply()
+
+
+class Run:
+    """A loop that is restored, saved and stopped; made by `start`. Leave it by its `with`, which commits the end."""
+
+    def __init__(self, accelerator: Any, boundary: Boundary, state: dict[str, Any]) -> None:
+        self._accelerator = accelerator
+        self._boundary = boundary
+        self._data: Position | ElasticLoader = state["data"]
+        self._rng = state["rng"]
+        self._in_hand: Any = None
+        self._total: int | None = None
+        boundary.begin(state)
+        if isinstance(self._data, ElasticLoader):
+            self._rng.apply()  # it draws nothing
+        boundary.watch()
+
+    @property
+    def completed(self) -> int:
+        """Completed optimizer steps."""
+        return self._boundary.step
+
+    @property
+    def epoch(self) -> int:
+        return self._data.epoch
+
+    def epochs(self, until: int) -> Iterator[int]:
+        """The epochs that are left until `until` are done. A resumed one comes again with the batches that it lacks,
+        which may be none, if the commit was at its very end."""
+        per_step = 1 if isinstance(self._data, ElasticLoader) else self._accelerator.gradient_accumulation_steps
+        self._total = until * math.ceil(len(self._data) / per_step)
+        while self._data.epoch < until:
+            epoch = self._data.epoch
+            yield epoch
+            if isinstance(self._data, Position):
+                self._data.next_epoch()
+            elif self._data.epoch == epoch:
+                raise CheckpointError(f"epoch {epoch} was left before its end: take all of run.batches()")
+
+    def batches(self) -> Iterator[Any]:
+        """The rest of the present epoch, on the accelerator's device. Of an `ElasticLoader`: its `Batch`es."""
+        if isinstance(self._data, Position):
+            yield from self._data.rest()
+            return
+        for batch in self._data:
+            self._in_hand = replace(batch, data=send_to_device(batch.data, self._accelerator.device))
+            yield self._in_hand
+
+    def step(self, **metrics: Any) -> None:
+        """The work on a batch is done. Counts a step if the optimizer has stepped, and may then save, or stop."""
+        self._boundary.log(metrics)
+        if isinstance(self._data, ElasticLoader):
+            if not self._in_hand.last:
+                return
+            self._data.acknowledge()
+        elif not self._accelerator.sync_gradients:
+            return
+        self._boundary.completed(self._boundary.step + 1, total=self._total, epoch=self._data.epoch)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._boundary.finish(self._boundary.step)
+        finally:
+            self._boundary.leave()
+
+
+def start(
+    accelerator: Any,
+    checkpoint: str | Checkpointer | None = None,
+    *,
+    loader: Any,
+    every_steps: int | None = None,
+    every_seconds: float | None = None,
+    options: Mapping[str, Any] | None = None,
+    **objects: Any,
+) -> Run:
+    """Restore the prepared `objects` and the position in `loader` from the newest commit, if there is one.
+
+    `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; `options` go to one that
+    is made. `loader`: a DataLoader that was prepared, or an `ElasticLoader`, which is not to be. `objects`: the model,
+    optimizer, scheduler and whatever else is the training's state, by a name of your choice. Collective.
+    """
+    boundary = Boundary(checkpoint, every_steps, every_seconds, options or {})
+    return Run(accelerator, boundary, track(accelerator, loader=loader, **objects))
+
+
+def track(accelerator: Any, *, loader: Any, **objects: Any) -> dict[str, Any]:
+    """The state of prepared objects for a `Checkpointer`: unwrapped, with the gradient scaler if there is one, the
+    random generators as "rng" and the position as "data" (a `Position`, or the `ElasticLoader` itself)."""
+    rng = LateRng()
+    data = loader if isinstance(loader, ElasticLoader) else Position(accelerator, loader, rng)
+    state: dict[str, Any] = {"rng": rng, "data": data}
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler
+    for name, value in objects.items():
+        if name in state:
+            raise CheckpointError(f"track({name}=…): the name {name!r} is taken; use another")
+        state[name] = _unwrapped(accelerator, value)
+    return state
+
+
+def known_order(loader: Any) -> None:
+    """Raises `CheckpointError` unless the order of `loader`'s samples follows from a seed and the epoch."""
+    if not hasattr(loader, "total_batch_size"):
+        raise CheckpointError(
+            f"{type(loader).__name__}: a DataLoader that accelerator.prepare() returned, or an everstep.data."
+            "ElasticLoader, is expected"
+        )
+    sampler = loader.get_sampler()
+    if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
+        raise CheckpointError(
+            "the loader shuffles by a generator whose state at the begin of the epoch is lost, so a resumed epoch "
+            "would have another order: pass Accelerator(dataloader_config=DataLoaderConfiguration("
+            "use_seedable_sampler=True)), or use everstep.data.ElasticLoader"
+        )
+
+
+def _unwrapped(accelerator: Any, value: Any) -> Any:
+    if hasattr(value, "forward"):
+        return accelerator.unwrap_model(value)
+    for inner in ("optimizer", "scheduler"):
+        if type(value).__module__.startswith("accelerate.") and hasattr(value, inner):
+            return getattr(value, inner)
+    return value

@@ -1,0 +1,154 @@
+"""What happens between two steps of a loop that is not ours: report, agree, save, stop.
+
+The session does the same for its own loop. Knows no framework; an adapter says what the state is and when a step is
+complete. Invariants: every rank saves and stops after the same step; a process that was asked to stop leaves at a
+boundary and never runs what comes after training; once `leave` was called SIGTERM does what it did before.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everstep.checkpoint import Checkpointer, Fenced, SaveFailed
+from everstep.storage.errors import StoreUnusable
+from everstep.train import termination
+from everstep.train.intent import Intent, Wish, group_of_its_own
+from everstep.train.keeper import Keeper
+from everstep.train.metrics import Metrics
+from everstep.train.report import default_reporter
+from everstep.train.stopping import Preempted, StopSignal
+
+log = logging.getLogger("everstep.train")
+
+PEER_SECONDS = 600.0  # an agreement of the ranks fails after so long
+
+
+class Boundary:
+    """`begin` once, `completed` after each step, `finish` after the last, `leave` whatever happened.
+
+    `checkpoint`, `every_steps`, `every_seconds`, `options`: as `session.start` takes them.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Checkpointer | None,
+        every_steps: int | None,
+        every_seconds: float | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        with _exit_codes():
+            self._keeper = Keeper.find(checkpoint, every_steps, every_seconds, options)
+        self._reporter = default_reporter()
+        self._metrics = Metrics()
+        self._stop = StopSignal()
+        self._state: Mapping[str, Any] = {}
+        self._group: Any = None
+        self._intent = Intent(None)
+        self._rank = 0
+        self.step = 0
+
+    def begin(self, state: Mapping[str, Any]) -> int:
+        """Restore `state`, which is also what is saved from now on; completed steps. Collective, and needs the process
+        group where there is to be one. SIGTERM is noted from here on."""
+        if dist.is_available() and dist.is_initialized():
+            self._rank = dist.get_rank()
+        self._group = group_of_its_own(PEER_SECONDS)
+        self._intent = Intent(self._group)
+        self._state = state
+        self._reporter.started()
+        if self._keeper is None:
+            if self._rank == 0:
+                log.warning("no checkpoint URL: nothing is saved. Pass one, or set EVERSTEP_CHECKPOINT_URL")
+        else:
+            with _exit_codes():
+                self.step = self._keeper.restore(state)
+        return self.step
+
+    def watch(self) -> None:
+        """Note SIGTERM from here on. After the framework has set its own handler, which it takes the place of."""
+        self._stop.__enter__()
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Numbers or 0-d tensors for the progress report; never waits for a device."""
+        self._metrics.log({k: v for k, v in metrics.items() if isinstance(v, int | float | torch.Tensor)})
+
+    def completed(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
+        """`step` steps are complete, and the state is what it was after them. Raises `Preempted` (exit code 86) on
+        every rank, after a commit, once any was asked to stop; `SystemExit` if this process was fenced."""
+        self.step = step
+        self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
+        with _exit_codes():
+            keeper = self._keeper
+            wanted = keeper is not None and self._rank == 0 and keeper.due()
+            agreed = self._intent.at_boundary(Wish(stop=self._stop.asked, save=wanted))
+            if agreed.stop:
+                self._preempt()
+            if keeper is not None and (keeper.due_at(step) or agreed.save):
+                keeper.save(step, self._state)
+
+    def save(self, step: int) -> None:
+        """Begin to save the state after the last step now, because later it will be another. Collective."""
+        self.step = step
+        if self._keeper is not None and not self._all(self._keeper.durable(step, None)):
+            with _exit_codes():
+                self._keeper.save(step, self._state)
+
+    def finish(self, step: int, *, save: bool = True) -> None:
+        """Training is complete after `step` steps: commit them, and report it. Collective."""
+        self.step = step
+        self._reporter.step(step)
+        self._intent.settle()
+        with _exit_codes():
+            if self._keeper is not None:
+                if save and not self._save_now(lambda: None):
+                    raise SaveFailed(f"the last step, {step}, could not be committed")
+                self._keeper.checkpointer.close()
+        self._reporter.done()
+
+    def leave(self) -> None:
+        """Put the handler of SIGTERM back that was there before."""
+        self._stop.__exit__(None, None, None)
+
+    def _preempt(self) -> None:
+        self._intent.settle()
+        error = Preempted(self.step, self._save_now(self._stop.remaining))
+        termination.write(str(error), error.code if isinstance(error.code, int) else 1, [])
+        if self._rank == 0:
+            log.warning("%s", error)
+        self._reporter.flush()
+        raise error
+
+    def _save_now(self, remaining: Callable[[], float | None]) -> bool:
+        """Commit the present state, unless it is; whether it is durable, the same answer on every rank."""
+        if self._keeper is None:
+            return False
+        if self._all(self._keeper.durable(self.step, remaining())):
+            return True
+        self._keeper.save(self.step, self._state)
+        return self._all(self._keeper.durable(self.step, remaining()))
+
+    def _all(self, done: bool) -> bool:
+        """Whether every rank says so; rank 0 does only when the commit exists, so nobody leaves before."""
+        if self._group is None:
+            return done
+        answer = torch.tensor([int(done)], dtype=torch.int32)
+        dist.all_reduce(answer, dist.ReduceOp.MIN, group=self._group)
+        return bool(answer.item())
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """End the process with the code that the operator reads for an error that has one of its own."""
+    try:
+        yield
+    except (Fenced, StoreUnusable) as error:
+        termination.write_error(error)
+        print(f"everstep: {error}", file=sys.stderr)  # noqa: T201  the last words of the process
+        raise SystemExit(error.exit_code) from error

@@ -1,0 +1,206 @@
+"""Hugging Face Trainer: a callback that saves and stops, and `train`, which goes on from the newest commit.
+
+    callback = EverstepCallback("s3://bucket/run", every_steps=100)
+    trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[callback])
+    callback.train(trainer)                              # instead of trainer.train()
+
+Why not a callback alone: the loop takes its first epoch and the batches to skip from its resume path, before the first
+callback runs. So `train` restores the commit, writes Trainer's own `trainer_state.json`, and calls
+`trainer.train(resume_from_checkpoint=…)` with that folder; of the folder's other files Trainer passes over those that
+are not there, except for the weights, whose loading is switched off because they are loaded.
+
+A step is committed when the next one begins: then its logging and evaluation are done, and the generators stand where
+the next step will find them. Stopping raises `Preempted` there instead of setting `control.should_training_stop`:
+after that Trainer would evaluate, load its best model and return to a script that takes the training for complete.
+
+Invariants: the parameters, the position and the generators of a commit are of one moment; a commit made with another
+global batch is refused, because the position is counted in steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
+from everstep.train.adapters import missing
+from everstep.train.adapters.boundary import Boundary
+from everstep.train.adapters.late import Late, LateRng
+
+try:
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import TrainOutput
+except ImportError as e:
+    raise missing("huggingface", "transformers", "'transformers[torch]'") from e
+
+from everstep.train.adapters.accelerate import known_order
+
+STATE_FILE = "trainer_state.json"  # Trainer's own name
+MAX_LOGS = 2000  # of the newest entries of Trainer's log history that a commit keeps
+
+
+class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package has no types
+    """Saves while Trainer trains; `train` restores first. One object for one run.
+
+    `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; `options` go to one that
+    is made. Set `save_strategy="no"` in Trainer's arguments, unless you want its checkpoints too.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Checkpointer | None = None,
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        **options: Any,
+    ) -> None:
+        self._boundary = Boundary(checkpoint, every_steps, every_seconds, options)
+        self._optimizer, self._scheduler, self._rng = Late(), Late(), LateRng()
+        self._state: dict[str, Any] = {}
+        self._trainer: Any = None
+        self._begun = False
+
+    def train(self, trainer: Any, **arguments: Any) -> Any:
+        """Go on from the newest commit, or begin; what `trainer.train(**arguments)` returns. Collective.
+
+        Raises `CheckpointError` for a Trainer that cannot be resumed, `StateMismatch` for a commit of another global
+        batch or model. Ends the process with exit code 86, after a commit, when it was asked to stop.
+        """
+        _check(trainer, arguments)
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        self._trainer = trainer
+        kept = _TrainerState(trainer)
+        self._state = {
+            "model": trainer.model, "optimizer": self._optimizer, "scheduler": self._scheduler, "trainer": kept,
+            "rng": self._rng,
+        }  # fmt: skip
+        if trainer.accelerator.scaler is not None:
+            self._state["scaler"] = trainer.accelerator.scaler
+        try:
+            if self._boundary.begin(self._state) == 0:
+                return trainer.train(**arguments)
+            with tempfile.TemporaryDirectory(prefix="everstep-trainer-") as folder:
+                Path(folder, STATE_FILE).write_text(json.dumps(kept.loaded))
+                with _weights_kept(trainer):
+                    return trainer.train(resume_from_checkpoint=folder, **arguments)
+        except _AtEnd:
+            trainer.is_in_train = False
+            return TrainOutput(self._boundary.step, 0.0, {})
+        finally:
+            self._boundary.leave()
+
+    # Trainer's events.
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer is None:
+            raise CheckpointError(
+                "Trainer skips what was trained only if it is told before it begins: call callback.train(trainer) "
+                "instead of trainer.train()"
+            )
+        known_order(kwargs["train_dataloader"])
+        self._state["model"] = kwargs["model"]
+        self._optimizer.bind(kwargs["optimizer"])
+        self._scheduler.bind(kwargs["lr_scheduler"])
+        self._boundary.watch()
+        if 0 < state.max_steps <= state.global_step:
+            # Trainer's loop would make one more step if the last one was in the middle of an epoch.
+            self._rng.apply()
+            self._boundary.finish(state.global_step)
+            raise _AtEnd
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._begun:
+            # The first batch is here: making the iterator, and fetching, drew numbers that the run drew before.
+            self._begun = True
+            self._rng.apply()
+        elif state.global_step > self._boundary.step:
+            self._boundary.completed(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._boundary.log(logs or {})
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps or control.should_training_stop:
+            self._boundary.save(state.global_step)  # before Trainer loads its best model
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        # The parameters are the best model's now: what is not committed yet is trained again by a run that goes on.
+        self._boundary.finish(state.global_step, save=not best)
+
+
+class _AtEnd(Exception):
+    """The commit is of the last step: there is nothing to train."""
+
+
+class _TrainerState:
+    """`TrainerState` as JSON values, and the global batch that its steps are counted in."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        fields = {
+            f.name: getattr(trainer.state, f.name)
+            for f in dataclasses.fields(trainer.state)
+            if f.name != "stateful_callbacks"
+        }
+        fields["log_history"] = trainer.state.log_history[-MAX_LOGS:]
+        fields["stateful_callbacks"] = {
+            type(c).__name__: c.state()
+            for c in [*trainer.callback_handler.callbacks, trainer.control]
+            if isinstance(c, ExportableState)
+        }
+        return {"state": fields, "global_batch": _global_batch(trainer.args)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        size = _global_batch(self._trainer.args)
+        if saved["global_batch"] != size:
+            raise StateMismatch(
+                f"the commit was trained with {saved['global_batch']} samples a step, this run has {size}: choose "
+                "per_device_train_batch_size x gradient_accumulation_steps x processes so that it stays the same"
+            )
+        self.loaded = dict(saved["state"])
+
+
+def _global_batch(args: Any) -> int:
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def _check(trainer: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse what would not come back as it was."""
+    wrong = {
+        "resume_from_checkpoint": (arguments.get("resume_from_checkpoint"), "leave it out: the commit is what goes on"),
+        "auto_find_batch_size": (trainer.args.auto_find_batch_size, "set the batch size: steps are counted in it"),
+        "ignore_data_skip": (trainer.args.ignore_data_skip, "leave it out, or samples come twice"),
+        "DeepSpeed": (trainer.is_deepspeed_enabled, "its engine keeps state that no commit would hold; use DDP"),
+        "FSDP": (trainer.is_fsdp_enabled, "Trainer shards after the restore; use everstep.Checkpointer in a loop"),
+    }
+    for name, (used, fix) in wrong.items():
+        if used:
+            raise CheckpointError(f"EverstepCallback cannot be used with {name}: {fix}")
+
+
+@contextmanager
+def _weights_kept(trainer: Any) -> Iterator[None]:
+    """While it is entered, Trainer loads no weights from the folder that it resumes from: they are loaded."""
+    restored = trainer.model
+
+    def load(folder: str, model: Any = None) -> None:
+        if trainer.model is not restored:  # model_init has made another
+            trainer.model.load_state_dict(restored.state_dict())
+
+    trainer._load_from_checkpoint = load
+    try:
+        yield
+    finally:
+        del trainer._load_from_checkpoint

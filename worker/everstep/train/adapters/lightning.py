@@ -1,0 +1,236 @@
+"""Lightning: a callback that restores, saves and stops; and `Elastic`, the loader that resumes without reading.
+
+    callback = EverstepCallback("s3://bucket/run", every_steps=100)
+    trainer = Trainer(max_epochs=3, callbacks=[callback], enable_checkpointing=False)
+    trainer.fit(model, Elastic(ElasticLoader(dataset, global_batch=64)))
+
+Why a callback and no `CheckpointIO`: Lightning calls that on rank 0 only, and all ranks take part in a save. The loops'
+progress is restored by their own `state_dict`, as Lightning's checkpoints do it.
+
+A step is committed when the next batch is there: then its validation is done. Loaders other than `Elastic` are brought
+to their place by reading and dropping the batches before it, from the generators as they were when the epoch began.
+
+Invariants: the parameters, the progress and the generators of a commit are of one moment; batches that were given out
+and not trained on are given out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
+from everstep.data import ElasticLoader
+from everstep.train.adapters import missing
+from everstep.train.adapters.boundary import Boundary
+from everstep.train.adapters.late import Late, LateRng, RngAt
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as e:
+    raise missing("lightning", "lightning", "lightning") from e
+
+
+class ElasticBatch(NamedTuple):
+    """`data`: what the loader's `collate_fn` made. Multiply the mean loss over its rows by `weight`."""
+
+    data: Any
+    weight: float
+
+
+class Elastic:
+    """An `ElasticLoader` for `trainer.fit`: its batches as `ElasticBatch`, its position kept by the callback."""
+
+    def __init__(self, loader: ElasticLoader) -> None:
+        self._loader = loader
+        self._position = loader.state_dict()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[ElasticBatch]:
+        self.settle()
+        for batch in self._batches(iter(self._loader)):
+            yield ElasticBatch(batch.data, batch.weight)
+
+    def settle(self) -> None:
+        """What was given out is trained on."""
+        self._loader.acknowledge()
+        self._position = self._loader.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position before the batch that was given out last: it is trained on when the next one is asked for."""
+        return self._position
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+        self._position = self._loader.state_dict()
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            self.settle()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+
+class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not followed: see pyproject.toml
+    """Restores when `fit` starts, saves between steps, stops at SIGTERM with a commit. One object for one run.
+
+    `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; `options` go to one that
+    is made. The state is that of the module, the optimizers, schedulers, precision plug-in, data module, loops, other
+    callbacks (their `state_dict`) and random generators.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Checkpointer | None = None,
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        **options: Any,
+    ) -> None:
+        self._boundary = Boundary(checkpoint, every_steps, every_seconds, options)
+        self._rng, self._data = LateRng(), Late()
+        self._epoch_rng: RngAt | None = None
+        self._skip = 0  # batches to read and drop
+        self._fresh = self._begun = self._ended = False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._epoch_rng = RngAt()
+        progress = _Progress(trainer)
+        step = self._boundary.begin(self._everything(trainer, pl_module, progress))
+        if step == 0:
+            self._fresh = True
+            return
+        if trainer.ckpt_path is not None:
+            raise CheckpointError(
+                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) would overwrite the commit of step {step}: leave ckpt_path "
+                "out of a run that goes on"
+            )
+        if progress.batches is not None:
+            self._skip = progress.batches
+            self._epoch_rng.apply()  # the epoch's order is drawn again
+        else:  # between two epochs
+            self._rng.apply()
+            self._epoch_rng.keep()
+            self._fresh = True
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._boundary.watch()  # Lightning's own handler calls a collective from the signal; ours takes its place
+        if isinstance(trainer.train_dataloader, Elastic):
+            self._data.bind(trainer.train_dataloader)
+        else:
+            self._data.bind(_Worlds(trainer))
+            _drop(trainer, self._skip)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        assert self._epoch_rng is not None
+        if not self._fresh:  # the iterator of the first epoch of a process exists by now: its moment was on_fit_start
+            self._epoch_rng.keep()
+        self._fresh = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self._begun:
+            self._begun = True
+            self._rng.apply()
+        elif trainer.global_step > self._boundary.step:
+            self._boundary.log(trainer.callback_metrics)
+            total = trainer.max_steps if trainer.max_steps > 0 else None
+            self._boundary.completed(trainer.global_step, total=total, epoch=trainer.current_epoch)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if isinstance(trainer.train_dataloader, Elastic):
+            trainer.train_dataloader.settle()
+        self._ended = True
+        try:
+            self._boundary.finish(trainer.global_step)
+        finally:
+            self._boundary.leave()  # before Lightning puts its own handler away
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if not self._ended:  # the commit is of the last step: nothing was trained
+            self._boundary.finish(trainer.global_step, save=False)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._boundary.leave()
+
+    def _everything(self, trainer: Any, pl_module: Any, progress: _Progress) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "model": pl_module, "loops": progress, "callbacks": _Others(trainer, self), "data": self._data,
+            "rng": self._rng, "rng_of_epoch": self._epoch_rng,
+        }  # fmt: skip
+        state |= {f"optimizer_{i}": o for i, o in enumerate(trainer.optimizers)}
+        state |= {f"scheduler_{i}": c.scheduler for i, c in enumerate(trainer.lr_scheduler_configs)}
+        if trainer.precision_plugin.state_dict():
+            state["precision"] = trainer.precision_plugin
+        if trainer.datamodule is not None:
+            state["datamodule"] = trainer.datamodule
+        return state
+
+
+class _Progress:
+    """The fit loop's counters, as they are between two batches."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._loop = trainer.fit_loop
+        self.batches: int | None = None  # of the epoch that had begun when it was saved, that are trained on
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._loop.state_dict()
+        state["state_dict"] = {}  # a loader's own position, which counts the batch in hand
+        batches = state["epoch_loop.batch_progress"]
+        for part in ("total", "current"):
+            # The batch in hand is not trained on: it comes again.
+            batches[part] = dict.fromkeys(batches[part], batches[part]["completed"])
+        batches["is_last_batch"] = False
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        epoch = state["epoch_progress"]["current"]
+        if epoch["started"] > epoch["processed"]:
+            self.batches = state["epoch_loop.batch_progress"]["current"]["completed"]
+        self._loop.load_state_dict(state)
+
+
+class _Others:
+    """The states of the other callbacks, by Lightning's keys."""
+
+    def __init__(self, trainer: Any, own: Callback) -> None:
+        self._callbacks = [c for c in trainer.callbacks if c is not own]
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {c.state_key: c.state_dict() for c in self._callbacks}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        for callback in self._callbacks:
+            if callback.state_key in states:
+                callback.load_state_dict(states[callback.state_key])
+
+
+class _Worlds:
+    """In the place of a position, for a loader that is brought to its place by counting batches."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._size = trainer.world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"world_size": self._size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("world_size") != self._size:
+            raise StateMismatch(
+                f"the commit counts batches of {state.get('world_size', 'an Elastic loader')} processes, this run has "
+                f"{self._size}: only Elastic(everstep.data.ElasticLoader(...)) goes on at another size"
+            )
+
+
+def _drop(trainer: Any, batches: int) -> None:
+    """Read what was trained on before. The fetcher is the only owner of the iterator that the loop will use."""
+    fetcher = trainer.fit_loop._data_fetcher
+    for _ in range(batches):
+        next(fetcher)
+    fetcher.fetched = 0  # the loop adds what it has counted itself
