@@ -10,9 +10,11 @@ Figures, by cell:
 - `blocked`: the time that `save` keeps the training loop ÷ a warm `memmove` of the same bytes. The first save, which
   makes its buffers, is apart (`first_blocked`, seconds).
 - `save`: our throughput until the commit is durable ÷ the better of two bare concurrent writes of the same bytes, one
-  through the page cache and synced, one around it (O_DIRECT); on S3 ÷ concurrent PUTs.
-- `load`: DCP's `load` into existing tensors ÷ our `restore`, both from a warm page cache; ours verifies checksums,
-  DCP's has none. On S3: bare concurrent ranged GETs ÷ our `restore`.
+  through the page cache and synced, one around it (O_DIRECT); on S3 ÷ a bare multipart upload, parts at once.
+- `load`: DCP's `load` into existing tensors ÷ our `restore`, both in a new process as after a restart, from a warm page
+  cache; ours verifies checksums, DCP has none. On S3: bare concurrent ranged GETs ÷ our `restore`, both without the
+  time that making a client takes. `load_over_raw`: bare concurrent reads without any check ÷ our `restore`.
+- `upload_cpu`: CPU seconds of s3fs's `pipe_file` ÷ those of one of our saves, staging and checksums included.
 - `memory`: peak resident memory of two saves beyond what was there before the Checkpointer ÷ the bytes staged.
 - `training_cost`, `steps_slower`: what a save takes from the steps beside it; see `checkpoint_parts/training.py`. One
   rank, files only: an S3 server on the same cores would take them from the steps itself.
@@ -28,19 +30,20 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "cluster")]
 
-from checkpoint_parts.cell import Measured, Place, Trained, measure, seconds, train
+from checkpoint_parts.cell import Cell, Measured, Place, TrainingCost, measure, seconds, train
 from checkpoint_parts.meter import Joint, middle
 from checkpoint_parts.world import World
 from figures import Better, Figure, finish, parser
 
 GIB = 2**30
-QUICK_SIZE = 2**28
+QUICK_SIZE = 2**27
 ROUNDS = 3
 SHM = Path("/dev/shm")
 
@@ -48,14 +51,14 @@ SHM = Path("/dev/shm")
 def arguments() -> argparse.Namespace:
     p = parser(__doc__)
     p.add_argument("--store", action="append", choices=["disk", "tmpfs", "s3"], help="default: all three")
-    p.add_argument("--ranks", action="append", type=int, help="default: 1, 2 and 4; quick: 2")
-    p.add_argument("--gib", action="append", type=float, help="default: 1 and 4; quick: 0.25")
+    p.add_argument("--ranks", action="append", type=int, help="default: 1, 2 and 4; quick: 1")
+    p.add_argument("--gib", action="append", type=float, help="default: 1 and 4; quick: 0.125")
     p.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; quick: 1")
     p.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure")
     p.add_argument("--samples", type=Path, metavar="PATH", help="write every wall time there, as JSON")
     args = p.parse_args()
     args.store = args.store or ["disk", "tmpfs", "s3"]
-    args.ranks = args.ranks or ([2] if args.quick else [1, 2, 4])
+    args.ranks = args.ranks or ([1] if args.quick else [1, 2, 4])
     args.gib = args.gib or ([QUICK_SIZE / GIB] if args.quick else [1, 4])
     args.rounds = args.rounds or (1 if args.quick else ROUNDS)
     return args
@@ -110,16 +113,20 @@ def figures_of(cell: str, m: Measured, s3: bool) -> list[Figure]:
         Figure(f"blocked.{cell}", stuck / wall["copy"], "x", lower, n, goal=1.1),
         Figure(f"save.{cell}", raw / wall["everstep_save"], "x", higher, n, goal=0.9),
         Figure(f"load.{cell}", load / wall["everstep_load"], "x", higher, loads, goal=0.9 if s3 else 5),
+        Figure(f"load_over_raw.{cell}", wall["raw_load"] / wall["everstep_load"], "x", higher, loads),
         Figure(f"memory.{cell}", peak, "x", lower, n, goal=1.2),
         Figure(f"seconds.{cell}.everstep_blocked", stuck, "s", lower, n),
         Figure(f"seconds.{cell}.everstep_first_blocked", middle(first, blocked), "s", lower, len(first)),
         Figure(f"seconds.{cell}.dcp_async_blocked", middle(m.acts["dcp_async_save"], blocked), "s", lower, loads),
     ]
+    if s3:
+        cpu = middle(m.acts["s3fs_upload"], lambda j: j.cpu) / middle(later, lambda j: j.cpu)
+        found.append(Figure(f"upload_cpu.{cell}", cpu, "x", higher, n, goal=3))
     found += [Figure(f"seconds.{cell}.{act}", wall[act], "s", lower, len(m.acts[act])) for act in sorted(wall)]
     return found
 
 
-def training_figures(cell: str, t: Trained, n: int) -> list[Figure]:
+def training_figures(cell: str, t: TrainingCost, n: int) -> list[Figure]:
     """What a save takes from training, ours with its goals and DCP's beside it."""
     lower = Better.LOWER
     return [
@@ -142,12 +149,14 @@ def main() -> int:
                 if not fits(name, ranks, size):
                     print(f"{cell}: left out, too little memory is free on this machine", file=sys.stderr)
                     continue
-                with place(name, args.disk) as (where, env), World(ranks, size, env) as world:
-                    m = measure(world, where, args.rounds, args.quick)
+                with place(name, args.disk) as (where, env):
+                    start = partial(World, ranks, size, env)
+                    measured = measure(Cell(where, start, args.rounds, full=not args.quick))
+                    figures += figures_of(cell, measured, name == "s3")
+                    samples[cell] = seconds(measured)
                     if ranks == 1 and name != "s3":
-                        figures += training_figures(cell, train(world, where, args.rounds), args.rounds)
-                samples[cell] = seconds(m)
-                figures += figures_of(cell, m, name == "s3")
+                        cost = train(Cell(where, start, args.rounds, full=not args.quick))
+                        figures += training_figures(cell, cost, args.rounds)
     if args.samples:
         args.samples.write_text(json.dumps(samples, indent=1))
     return finish(figures, args)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import fsspec
 from checkpoint_parts.meter import Sample, measured
 from checkpoint_parts.model import Trained
 from checkpoint_parts.raw import Raw
@@ -37,16 +39,38 @@ class Acts:
             self._raw.write(Path(url), str(self._rank), direct=direct)
         return sample
 
-    def raw_upload(self, bucket: str, prefix: str) -> Sample:
-        urls = self._presigned("put_object", bucket, prefix)
+    def raw_read(self, url: str) -> Sample:
         with measured() as sample:
-            self._raw.upload(urls)
+            self._raw.read(Path(url), str(self._rank))
+        return sample
+
+    def raw_upload(self, bucket: str, prefix: str) -> Sample:
+        """One object a rank, in parts at once: as any client that writes an object concurrently must."""
+        client, where = _client(), {"Bucket": bucket, "Key": f"{prefix}/{self._rank}"}
+        upload = client.create_multipart_upload(**where)["UploadId"]
+        urls = [
+            client.generate_presigned_url("upload_part", Params={**where, "UploadId": upload, "PartNumber": n})
+            for n in range(1, len(self._raw.parts()) + 1)
+        ]
+        with measured() as sample:
+            tags = self._raw.upload(urls)
+            parts = [{"PartNumber": n, "ETag": tag} for n, tag in enumerate(tags, 1)]
+            client.complete_multipart_upload(**where, UploadId=upload, MultipartUpload={"Parts": parts})
         return sample
 
     def raw_download(self, bucket: str, prefix: str) -> Sample:
-        urls = self._presigned("get_object", bucket, prefix)
+        where = {"Bucket": bucket, "Key": f"{prefix}/{self._rank}"}
+        url = _client().generate_presigned_url("get_object", Params=where)
         with measured() as sample:
-            self._raw.download(urls)
+            self._raw.download(url)
+        return sample
+
+    def s3fs_upload(self, url: str) -> Sample:
+        """The same bytes by s3fs's own call for a whole object."""
+        file_system, path = fsspec.core.url_to_fs(f"{url}/{self._rank}")
+        data = bytes(self._raw.share)
+        with measured() as sample:
+            file_system.pipe_file(path, data)
         return sample
 
     def everstep_open(self, url: str) -> Sample:
@@ -75,17 +99,14 @@ class Acts:
     def dcp_async_save(self, url: str) -> Sample:
         return self._dcp.async_save(url)
 
-    def dcp_end(self) -> Sample:
-        return self._dcp.end()
-
     def dcp_load(self, url: str) -> Sample:
         self._trained.spoil()
         return self._checked(self._dcp.load(url), "DCP")
 
-    def train(self, subject: str, url: str, seconds: float, threads: int) -> Run:
+    def train(self, subject: str, url: str, seconds: float, threads: int, saves: int) -> Run:
         """A series of steps with saves by `subject`, or with none. `everstep_open` and a save come before."""
         starts = {"none": None, "everstep": self._everstep.start, "dcp": lambda: self._dcp.start(url)}
-        return self._training.run(starts[subject], seconds, threads)
+        return self._training.run(starts[subject], seconds, threads, saves)
 
     def _checked(self, sample: Sample, who: str) -> Sample:
         found = self._trained.digest()
@@ -93,12 +114,9 @@ class Acts:
             raise RuntimeError(f"{who} did not bring back what was saved: digest {found}, {self._right} is right")
         return sample
 
-    def _presigned(self, call: str, bucket: str, prefix: str) -> list[tuple[str, int]]:
-        import boto3  # noqa: PLC0415  only the S3 rows need it
-        from botocore.config import Config  # noqa: PLC0415
 
-        client = boto3.client("s3", config=Config(signature_version="s3v4", s3={"addressing_style": "path"}))
-        return [
-            (client.generate_presigned_url(call, Params={"Bucket": bucket, "Key": name}), size)
-            for name, size in self._raw.parts(f"{prefix}/{self._rank}")
-        ]
+def _client() -> Any:
+    import boto3  # noqa: PLC0415  only the S3 rows need it
+    from botocore.config import Config  # noqa: PLC0415
+
+    return boto3.client("s3", config=Config(signature_version="s3v4", s3={"addressing_style": "path"}))

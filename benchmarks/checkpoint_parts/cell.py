@@ -10,6 +10,7 @@ import os
 import shutil
 import uuid
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,8 @@ from typing import Any
 
 from checkpoint_parts.meter import Joint
 from checkpoint_parts.world import World, warm
+
+SAVES = 4  # in one series of steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,85 +41,114 @@ class Place:
 class Measured:
     """The rounds of one cell, by act."""
 
-    bytes: int
+    bytes: int = 0
     acts: dict[str, list[Joint]] = field(default_factory=lambda: defaultdict(list))
 
 
-def measure(world: World, place: Place, rounds: int, quick: bool) -> Measured:
-    """All rounds of one cell."""
-    result = Measured(world.ask("size")[0])
-    world.time("copy")  # the first touches the pages
-    for _ in range(rounds):
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Where and how large; `start` makes a new world of this cell's ranks."""
+
+    place: Place
+    start: Callable[[], World]
+    rounds: int
+    full: bool  # torch.save too, and enough saves beside training for a figure
+
+
+def measure(cell: Cell) -> Measured:
+    """All rounds of one cell. Saves run in a world that goes on, as training does; each load in a new one, as after a
+    restart: a process that has just begun has touched no memory but its state's."""
+    result = Measured()
+    for _ in range(cell.rounds):
         for part in (_raw, _everstep, _dcp, _torch):
-            if not (quick and part is _torch):
+            if cell.full or part is not _torch:
                 prefix = uuid.uuid4().hex
-                part(world, place, prefix, result)
-                shutil.rmtree(place.files(prefix), ignore_errors=True)
+                part(cell, prefix, result)
+                _drop(cell.place, prefix)
     return result
 
 
-def _raw(world: World, place: Place, prefix: str, result: Measured) -> None:
-    if place.bucket:
-        result.acts["raw_save"].append(world.time("raw_upload", bucket=place.bucket, prefix=prefix))
-        result.acts["raw_load"].append(world.time("raw_download", bucket=place.bucket, prefix=prefix))
-        return
-    for name, direct in (("raw_buffered", False), ("raw_direct", True)):
-        folder = place.files(prefix) / name
-        result.acts[name].append(world.time("raw_write", url=str(folder), direct=direct))
-        shutil.rmtree(folder)
-
-
-def _everstep(world: World, place: Place, prefix: str, result: Measured) -> None:
-    world.time("everstep_open", url=place.url(prefix))
-    result.acts["everstep_first"].append(world.time("everstep_save"))
-    # Three in a row: the state was staged twice already when the last begins, as in a run that goes on for days.
-    for _ in range(2):
+def _raw(cell: Cell, prefix: str, result: Measured) -> None:
+    place = cell.place
+    with cell.start() as world:
+        result.bytes = world.ask("size")[0]
+        world.time("copy")  # touches the pages
         result.acts["copy"].append(world.time("copy"))
-        result.acts["everstep_save"].append(world.time("everstep_save"))
-    world.time("everstep_close")
-    _load(world, "everstep_load", place, prefix, result)
+        if place.bucket:
+            result.acts["raw_save"].append(world.time("raw_upload", bucket=place.bucket, prefix=prefix))
+            result.acts["raw_load"].append(world.time("raw_download", bucket=place.bucket, prefix=prefix))
+            result.acts["s3fs_upload"].append(world.time("s3fs_upload", url=f"{place.url(prefix)}/s3fs"))
+            return
+        for name, direct in (("raw_buffered", False), ("raw_direct", True)):
+            folder = place.files(prefix) / name
+            result.acts[name].append(world.time("raw_write", url=str(folder), direct=direct))
+            if direct:
+                warm(folder)
+                result.acts["raw_load"].append(world.time("raw_read", url=str(folder)))
+            shutil.rmtree(folder)
 
 
-def _dcp(world: World, place: Place, prefix: str, result: Measured) -> None:
-    _save(world, "dcp_save", place, f"{prefix}/a", result)
-    for name in ("b", "c"):  # the first fills DCP's staging buffers
-        _drop(place, f"{prefix}/a")
-        _drop(place, f"{prefix}/b")
-        joint = world.time("dcp_async_save", url=place.url(f"{prefix}/{name}"))
-    result.acts["dcp_async_save"].append(joint)
-    world.time("dcp_end")
-    _load(world, "dcp_load", place, f"{prefix}/c", result)
+def _everstep(cell: Cell, prefix: str, result: Measured) -> None:
+    url = cell.place.url(prefix)
+    with cell.start() as world:
+        world.time("copy")
+        world.time("everstep_open", url=url)
+        result.acts["everstep_first"].append(world.time("everstep_save"))
+        for _ in range(3):  # warm, as in a run that goes on for days
+            result.acts["copy"].append(world.time("copy"))
+            result.acts["everstep_save"].append(world.time("everstep_save"))
+        world.time("everstep_close")
+    _load(cell, "everstep_load", prefix, result)
 
 
-def _torch(world: World, place: Place, prefix: str, result: Measured) -> None:
-    _save(world, "torch_save", place, prefix, result)
-    _load(world, "torch_load", place, prefix, result)
+def _dcp(cell: Cell, prefix: str, result: Measured) -> None:
+    url = cell.place.url(prefix)
+    with cell.start() as world:
+        result.acts["dcp_save"].append(world.time("dcp_save", url=f"{url}/a"))
+        _drop(cell.place, f"{prefix}/a")
+        world.time("dcp_async_save", url=f"{url}/b")  # the first fills DCP's staging buffers
+        _drop(cell.place, f"{prefix}/b")
+        result.acts["dcp_async_save"].append(world.time("dcp_async_save", url=f"{url}/c"))
+    _load(cell, "dcp_load", f"{prefix}/c", result)
 
 
-def train(world: World, place: Place, rounds: int) -> Trained:
+def _torch(cell: Cell, prefix: str, result: Measured) -> None:
+    with cell.start() as world:
+        result.acts["torch_save"].append(world.time("torch_save", url=cell.place.url(prefix)))
+    _load(cell, "torch_load", prefix, result)
+
+
+def _load(cell: Cell, act: str, prefix: str, result: Measured) -> None:
+    with cell.start() as world:
+        warm(cell.place.files(prefix))
+        result.acts[act].append(world.time(act, url=cell.place.url(prefix)))
+
+
+def train(cell: Cell) -> TrainingCost:
     """The training figures of one rank on one store."""
-    prefix, cores = uuid.uuid4().hex, os.cpu_count() or 1
+    prefix, cores, place = uuid.uuid4().hex, os.cpu_count() or 1, cell.place
     url = place.url(prefix)
-    world.time("everstep_open", url=url)
-    world.time("everstep_save")
-    slow = max(world.time("everstep_save").wall, world.time("dcp_async_save", url=f"{url}/dcp").wall)
     runs: dict[str, list[Any]] = defaultdict(list)
     bare: list[float] = []
-    for _ in range(rounds):
-        bare.append(world.time("raw_write", url=str(place.files(prefix) / "raw"), direct=False).cpu)
-        _drop(place, f"{prefix}/raw")
-        for subject in ("none", "everstep", "dcp"):
-            for name, threads in (("all", cores), ("spare", max(1, cores - 1))):
-                arguments = {"subject": subject, "url": f"{url}/dcp", "seconds": 2 * slow, "threads": threads}
-                runs[f"{subject}.{name}"] += world.ask("train", **arguments)
-    world.time("everstep_close")
-    world.time("dcp_end")
+    with cell.start() as world:
+        world.time("everstep_open", url=url)
+        world.time("everstep_save")
+        slow = max(world.time("everstep_save").wall, world.time("dcp_async_save", url=f"{url}/dcp").wall)
+        for _ in range(cell.rounds):
+            bare.append(world.time("raw_write", url=str(place.files(prefix) / "raw"), direct=False).cpu)
+            _drop(place, f"{prefix}/raw")
+            for subject in ("none", "everstep", "dcp"):
+                for name, threads in (("all", cores), ("spare", max(1, cores - 1))):
+                    arguments = {"subject": subject, "url": f"{url}/dcp", "seconds": 2 * slow, "threads": threads}
+                    arguments["saves"] = SAVES if cell.full else 1
+                    runs[f"{subject}.{name}"] += world.ask("train", **arguments)
+        world.time("everstep_close")
     _drop(place, prefix)
-    return Trained(bare, runs, cores)
+    return TrainingCost(bare, runs, cores)
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainingCost:
     """CPU seconds of the bare writes, and the runs by subject (none, everstep, dcp) and cores (all, spare)."""
 
     bare: list[float]
@@ -133,15 +165,6 @@ class Trained:
         """How much longer a step takes while a save is in flight and a core is free, in percent."""
         plain = median(r.plain for r in self.runs["none.spare"])
         return (median(r.slow for r in self.runs[f"{subject}.spare"]) / plain - 1) * 100
-
-
-def _save(world: World, act: str, place: Place, prefix: str, result: Measured) -> None:
-    result.acts[act].append(world.time(act, url=place.url(prefix)))
-
-
-def _load(world: World, act: str, place: Place, prefix: str, result: Measured) -> None:
-    warm(place.files(prefix))
-    result.acts[act].append(world.time(act, url=place.url(prefix)))
 
 
 def _drop(place: Place, prefix: str) -> None:

@@ -51,6 +51,17 @@ class Raw:
         os.fsync(descriptor)
         os.close(descriptor)
 
+    def read(self, folder: Path, name: str) -> None:
+        """Read the files back into warm memory."""
+
+        def one(index: int) -> None:
+            with (folder / f"{name}-{index}").open("rb", buffering=0) as file:
+                view, at = memoryview(self.target), 0
+                while n := file.readinto(view[at : at + BLOCK]):
+                    at = (at + n) % len(view)
+
+        together(self.threads, one)
+
     def _file(self, path: Path, size: int, direct: bool) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0), 0o644)
         try:
@@ -66,28 +77,31 @@ class Raw:
         finally:
             os.close(descriptor)
 
-    def parts(self, prefix: str) -> list[tuple[str, int]]:
-        """Names and sizes of the objects that hold this rank's bytes."""
-        starts = range(0, self.share, PART)
-        return [(f"{prefix}/{begin // PART:06d}", min(PART, self.share - begin)) for begin in starts]
+    def parts(self) -> list[tuple[int, int]]:
+        """Where the parts of this rank's object begin and end."""
+        return [(begin, min(self.share, begin + PART)) for begin in range(0, self.share, PART)]
 
-    def upload(self, urls: list[tuple[str, int]]) -> None:
-        """PUT the bytes as objects of `PART` bytes over several connections."""
+    def upload(self, urls: list[str]) -> list[str]:
+        """PUT the parts over several connections; their tags."""
+        tags = [""] * len(urls)
 
-        def put(connection: http.client.HTTPConnection, url: str, size: int, index: int) -> None:
-            at = index * PART % len(self.source)
-            connection.request("PUT", url, memoryview(self.source)[at : at + size], {"Content-Length": str(size)})
-            _answer(connection, 200).read()
+        def put(connection: http.client.HTTPConnection, url: str, index: int) -> None:
+            view = self._part(self.source, index)
+            connection.request("PUT", url, view, {"Content-Length": str(len(view))})
+            answer = _answer(connection, 200)
+            tags[index] = answer.headers["ETag"]
+            answer.read()
 
         _requests(urls, put)
+        return tags
 
-    def download(self, urls: list[tuple[str, int]]) -> None:
-        """GET the same bytes by ranges into warm memory."""
+    def download(self, url: str) -> None:
+        """GET the object by ranges into warm memory."""
 
-        def get(connection: http.client.HTTPConnection, url: str, size: int, index: int) -> None:
-            at = index * PART % len(self.target)
-            connection.request("GET", url, headers={"Range": f"bytes=0-{size - 1}"})
-            answer, view = _answer(connection, 206), memoryview(self.target)[at : at + size]
+        def get(connection: http.client.HTTPConnection, path: str, index: int) -> None:
+            begin, end = self.parts()[index]
+            connection.request("GET", path, headers={"Range": f"bytes={begin}-{end - 1}"})
+            answer, view = _answer(connection, 206), self._part(self.target, index)
             while view:
                 n = answer.readinto(view)
                 if not n:
@@ -95,7 +109,12 @@ class Raw:
                 view = view[n:]
             answer.read()
 
-        _requests(urls, get)
+        _requests([url] * len(self.parts()), get)
+
+    def _part(self, buffer: mmap.mmap, index: int) -> memoryview:
+        begin, end = self.parts()[index]
+        at = begin % len(buffer)
+        return memoryview(buffer)[at : at + end - begin]
 
 
 def together(threads: int, body: Callable[[int], Any]) -> None:
@@ -124,16 +143,13 @@ def _warm(size: int) -> mmap.mmap:
     return buffer
 
 
-def _requests(urls: list[tuple[str, int]], send: Callable[[http.client.HTTPConnection, str, int, int], None]) -> None:
+def _requests(urls: list[str], send: Callable[[http.client.HTTPConnection, str, int], None]) -> None:
     def serve(worker: int) -> None:
-        connection: http.client.HTTPConnection | None = None
+        connection = http.client.HTTPConnection(urlsplit(urls[0]).netloc, timeout=60, blocksize=2**20)
         for index in range(worker, len(urls), CONNECTIONS):
-            url, size = urls[index]
-            where = urlsplit(url)
-            connection = connection or http.client.HTTPConnection(where.netloc, timeout=60, blocksize=2**20)
-            send(connection, f"{where.path}?{where.query}", size, index)
-        if connection is not None:
-            connection.close()
+            where = urlsplit(urls[index])
+            send(connection, f"{where.path}?{where.query}", index)
+        connection.close()
 
     together(min(CONNECTIONS, len(urls)), serve)
 

@@ -17,7 +17,6 @@ from statistics import median
 import torch
 
 WIDTH = 1024
-SAVES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +37,8 @@ class Training:
         self._a, self._b = torch.rand(WIDTH, WIDTH), torch.rand(WIDTH, WIDTH)
         self._c = torch.empty(WIDTH, WIDTH)
 
-    def run(self, save: Callable[[], Callable[[], bool]] | None, seconds: float, threads: int) -> Run:
-        """`SAVES` times: as many steps as take `seconds` when nothing else runs, after a save if there is one.
+    def run(self, save: Callable[[], Callable[[], bool]] | None, seconds: float, threads: int, saves: int) -> Run:
+        """`saves` times: as many steps as take `seconds` when nothing else runs, after a save if there is one.
 
         `save` starts one and returns what says that it is done. The steps are counted, not timed: the work is the same
         with saves and without.
@@ -50,7 +49,7 @@ class Training:
             steps = self._count(seconds)
             slow, plain, saved = [], [], 0
             began = time.perf_counter()
-            for _ in range(SAVES):
+            for _ in range(saves):
                 done = save() if save else lambda: True
                 for _ in range(steps):
                     free = done()

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 import traceback
+import warnings
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -79,6 +80,7 @@ def serve(connection: Connection, rank: int, ranks: int, size: int) -> None:
     import torch.distributed as dist  # noqa: PLC0415
     from checkpoint_parts.acts import Acts  # noqa: PLC0415
 
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # DCP's, about saves one after another
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", rank=rank, world_size=ranks)

@@ -19,9 +19,6 @@ from everstep.checkpoint.errors import Damaged
 from everstep.checkpoint.manifest import Shard
 from everstep.storage import NotFound, ObjectStore, Truncated
 
-# A segment of less than this part of a read is not worth a read of its own.
-_SHORT = 4
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -88,7 +85,8 @@ def reads(segments: Sequence[Segment], size: int, most: int) -> Iterator[Read]:
     """The reads of a chunk of `size` bytes: all of it once and in order, at most `most` bytes each."""
     position = 0
     for s in sorted(segments, key=lambda s: s.begin):
-        if s.size >= most // _SHORT and s.begin >= position:
+        # A request costs more than to copy the bytes of a short segment, and it is the store that says what is short.
+        if s.size >= most and s.begin >= position:
             yield from _cut(position, s.begin, None, segments, most)
             yield from _cut(s.begin, s.end, s, segments, most)
             position = s.end
