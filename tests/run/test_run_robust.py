@@ -80,6 +80,7 @@ def test_interrupted_run_leaves_nothing(number: signal.Signals, new_job: Callabl
     job = new_job()
     job.apply(workers=2, steps=10_000, pause=0.05, every=20)
     job.until_step(20)
+    assert job.listening, "the operator and torch's stores listen; what is not seen now is not looked for later"
     assert job.process is not None
     job.process.send_signal(number)
     assert job.exit_code(30) == 130

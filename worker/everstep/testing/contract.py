@@ -90,8 +90,10 @@ class StoreContract:
             list(pool.map(create, range(20)))
         winners = [o.removeprefix("won ") for o in outcomes if o != "lost"]
         assert len(outcomes) == 20
-        assert store.get("log/0").decode() in winners
-        assert (len(winners) == 1) == self.conditional
+        if self.conditional:
+            assert winners == [store.get("log/0").decode()]
+        else:
+            assert len(winners) > 1  # nor does such a store promise that a race leaves one writer's bytes
 
     def test_put_over_an_object_replaces_it(self, store: ObjectStore) -> None:
         store.put("a/b", bytearray(b"first, and longer"))
