@@ -46,17 +46,18 @@ unit: setup  ## tests that need no server
 # Fast ones first, so that a mistake shows within a minute; then servers; then nodes. Nothing is skipped silently: -ra
 # prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
-	$(BIN)/pytest -x tests/unit
-	$(BIN)/pytest -x -n 2 --dist worksteal -m "not kind" tests/worker tests/storage tests/checkpoint tests/data \
-	  tests/train tests/adapters tests/model tests/apiserver tests/conformance tests/local tests/run tests/cluster
+	$(BIN)/pytest -x -n 2 --dist loadfile tests/unit
+	$(BIN)/pytest -x -n 2 --dist loadfile -m "not kind and not long" tests/run tests/adapters tests/train tests/checkpoint \
+	  tests/storage tests/worker tests/data tests/model tests/apiserver tests/conformance tests/local tests/cluster
 	$(BIN)/pytest -n 2 --dist worksteal -m "kind and not alone" tests/cluster tests/e2e
 	$(BIN)/pytest -m alone tests/cluster tests/e2e
 
 e2e: setup  ## the scenarios on a real cluster with nodes
 	$(BIN)/pytest tests/e2e
 
-soak: setup  ## what takes long: a hundred local runs with kills at random moments, and the demo in a fresh clone
+soak: setup  ## what takes long: a hundred local runs with kills at random moments, the demo in a fresh clone, and more
 	EVERSTEP_RUNS=100 $(BIN)/pytest -n 3 tests/run/test_run_robust.py -k random_moment
+	$(BIN)/pytest -m long
 	$(BIN)/pytest -s tests/soak
 
 bench: setup  ## every benchmark, briefly

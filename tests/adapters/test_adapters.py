@@ -46,12 +46,12 @@ def disturbed(framework: str, ranks: int, folder: Path, *arguments: object) -> E
     ("framework", "ranks", "kind", "workers"),
     [
         ("huggingface", 0, "", 1),
-        ("huggingface", 2, "", 0),
+        pytest.param("huggingface", 2, "", 0, marks=pytest.mark.long),
         ("accelerate", 0, "", 1),
-        ("accelerate", 2, "", 0),
+        pytest.param("accelerate", 2, "", 0, marks=pytest.mark.long),
         ("accelerate", 2, "elastic", 0),
         ("lightning", 0, "", 1),
-        ("lightning", 2, "elastic", 0),
+        pytest.param("lightning", 2, "elastic", 0, marks=pytest.mark.long),
     ],
 )
 def test_run_stopped_killed_and_resumed_ends_with_the_same_bits(
