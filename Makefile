@@ -46,7 +46,7 @@ unit: setup  ## tests that need no server
 # Fast ones first, so that a mistake shows within a minute; then servers; then nodes. Nothing is skipped silently: -ra
 # prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
-	$(BIN)/pytest -x -n 2 --dist loadfile tests/unit
+	$(BIN)/pytest -x tests/unit
 	$(BIN)/pytest -x -n 2 --dist loadfile -m "not kind and not long" tests/run tests/adapters tests/train tests/checkpoint \
 	  tests/storage tests/worker tests/data tests/model tests/apiserver tests/conformance tests/local tests/cluster
 	$(BIN)/pytest -n 2 --dist worksteal -m "kind and not alone" tests/cluster tests/e2e

@@ -83,11 +83,11 @@ async def _play(
     story: tuple[Fault, ...],
     changed: asyncio.Event,
 ) -> int:
-    task = asyncio.create_task(local.run())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     handlers = Handlers(local)
-    async with ControlServer(prepared.name, handlers.by_verb()):
+    async with ControlServer(prepared.name, handlers.by_verb()):  # it may refuse: nothing has been started by then
+        task = asyncio.create_task(local.run())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         shown = asyncio.create_task(_show(local, changed, console, plain or not console.is_terminal))
         waiting = deque(story)
         told = asyncio.create_task(_tell(local, handlers, waiting))

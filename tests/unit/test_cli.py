@@ -175,3 +175,14 @@ def test_worker_library_alone_has_ckpt_and_names_what_run_needs(tmp_path: Path) 
     refused = call("run", "job.yaml", "--workers", "3")
     assert refused.returncode == 2
     assert refused.stderr == "everstep: msgspec is missing: pip install 'everstep[operator]'\n"
+
+
+def test_folder_too_long_for_a_socket_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(job(replicas=1))
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    done = everstep(tmp_path, "run", "job.yaml", "--plain", TMPDIR=str(deep))
+    assert done.returncode == 2
+    assert done.stderr.startswith("everstep: ")
+    assert "too long for a socket; set XDG_RUNTIME_DIR to a shorter folder" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
