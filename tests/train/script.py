@@ -30,6 +30,11 @@ class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return x, (x.sum() ** 2).reshape(1)
 
 
+def committed(folder: str) -> bool:
+    """Whether there is a commit: a second record after the one that opened the log."""
+    return len(os.listdir(Path(folder) / "log")) > 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
@@ -42,7 +47,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--seen", type=Path, help="folder for the samples of each completed step")
-    parser.add_argument("--die-at", type=int, help="SIGKILL to this process in the middle of a step")
+    parser.add_argument("--die-at", type=int, help="SIGKILL in a step from this one on, after a commit")
     parser.add_argument("--losses", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -74,7 +79,7 @@ def main() -> None:
                     batch.scale(loss).backward()
                     indices += batch.indices[: batch.count].tolist()
                     total += float(loss.detach()) * batch.count
-                    if step.number == args.die_at:
+                    if args.die_at is not None and step.number >= args.die_at and committed(args.url):
                         os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.step()
                 scheduler.step()

@@ -35,10 +35,11 @@ def test_script_runs_alike_under_python_and_torchrun(ranks: int, start: Start, t
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_run_killed_in_a_step_and_resumed_ends_with_the_same_bits(ranks: int, start: Start, tmp_path: Path) -> None:
     undisturbed = start(ranks, "--url", tmp_path / "a", "--every-steps", 10).end()
-    killed = start(ranks, "--url", tmp_path / "b", "--every-steps", 10, "--die-at", 25, "--workers", 1).end()
-    assert killed.code != 0
+    dies = ("--url", tmp_path / "b", "--every-steps", 10, "--workers", 1, "--die-at", 25, "--pause", 0.05)
+    assert start(ranks, *dies).end().code != 0
     resumed = start(ranks, "--url", tmp_path / "b", "--every-steps", 10, "--workers", 1).end()
-    assert resumed.starts[0] in (10, 20), resumed.output  # a save in flight at the death may or may not have ended
+    # A save in flight at the death may or may not have ended.
+    assert resumed.starts[0] in (10, 20, 30), resumed.output
     assert resumed.parameters == undisturbed.parameters
 
 
