@@ -98,8 +98,8 @@ class Net(torch.nn.Module):
 
 
 def commits(folder: Path) -> list[int]:
-    """The steps in a commit log."""
-    records = [json.loads(p.read_text().splitlines()[0]) for p in sorted((folder / "log").glob("*.json"))]
+    """The steps in a commit log. A record that is still being written has a name that begins with a dot."""
+    records = [json.loads(p.read_text().splitlines()[0]) for p in sorted((folder / "log").glob("[0-9]*.json"))]
     return [r["step"] for r in records if r["kind"] == "commit"]
 
 

@@ -252,3 +252,13 @@ def test_uploads_that_dead_writers_left_are_swept_once_by_the_next_one(runs: Any
     store = FaultStore(MemoryStore())
     runs(store).save(1, 2, 3)
     assert store.calls.count("sweep ") == 1
+
+
+def test_gc_sweeps_uploads_too_and_a_dry_run_does_not(runs: Any) -> None:
+    store = FaultStore(MemoryStore())
+    runs(store).save(1)
+    before = store.calls.count("sweep ")
+    Catalog(store).gc(1, really=False)
+    assert store.calls.count("sweep ") == before
+    Catalog(store).gc(1)
+    assert store.calls.count("sweep ") == before + 1

@@ -82,7 +82,9 @@ def test_parameters_that_change_during_the_write_do_not_reach_the_checkpoint() -
     assert value_in(store) == (1, {1.0})
 
 
-def test_save_while_one_is_in_flight_is_skipped_and_reported_and_training_is_not_blocked(events: Any) -> None:
+def test_save_while_one_is_in_flight_is_skipped_and_reported_and_training_is_not_blocked(
+    events: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     # Case 81.
     store = Gate()
     checkpointer = begun(store, events, every_steps=1)
@@ -95,6 +97,7 @@ def test_save_while_one_is_in_flight_is_skipped_and_reported_and_training_is_not
     with pytest.raises(SaveFailed, match="still in flight"):
         skipped.wait()
     assert [f["step"] for f in events.of("save-skipped")] == [2, 3]
+    assert "step 3 is not saved: the save before is still in flight" in caplog.text
     store.gate.set()
     assert isinstance(handle.wait(30), Committed)
     assert checkpointer.should_save(4) is True
@@ -114,7 +117,7 @@ def test_wait_that_runs_out_says_so_and_the_save_goes_on() -> None:
     assert handle.done()
 
 
-def test_failed_save_is_reported_and_the_next_one_works(events: Any) -> None:
+def test_failed_save_is_reported_and_the_next_one_works(events: Any, caplog: pytest.LogCaptureFixture) -> None:
     # Case 80, second half: later trouble never stops training.
     inner = MemoryStore()
     checkpointer = begun(inner, events)
@@ -126,6 +129,7 @@ def test_failed_save_is_reported_and_the_next_one_works(events: Any) -> None:
     with pytest.raises(SaveFailed, match="403 from now on"):
         handle.wait(30)
     assert [f["step"] for f in events.of("save-failed")] == [1]
+    assert "the save of step 1 failed, training goes on: step 1: 403 from now on" in caplog.text
     checkpointer.save(2, state(2.0)).wait(30)
     assert value_in(inner) == (2, {2.0})
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 from everstep.checkpoint import pins
 from everstep.checkpoint.chunks import verify
-from everstep.checkpoint.cleaner import clean, enough
+from everstep.checkpoint.cleaner import UPLOAD_SECONDS, clean, enough
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, NoCommit
 from everstep.checkpoint.layout import DATA, folder_of, owner_of
@@ -99,7 +99,8 @@ class Catalog:
         """Delete the saves that are older than the newest `keep` commits that are there whole (by names and sizes), not
         pinned, and of no run in flight; those that were, or without `really`, that would be.
 
-        Safe beside a run that has the log: what it may still commit is known by its open record's number.
+        Parts that uploads left behind a day ago go too. Safe beside a run that has the log: what it may still commit is
+        known by its open record's number.
         """
         if keep < 1:
             raise CheckpointError(f"keep={keep}: at least 1 commit must be kept")
@@ -112,7 +113,10 @@ class Catalog:
         commits = enough(walked, keep, damaged)
         newest = owner_of(commits[0].save_id) if commits else None
         sequence = newest[1] if newest and newest[0] == head.open.n else 0
-        return clean(self._store, commits, keep, damaged, head.open.n, sequence, really=really)
+        deleted = clean(self._store, commits, keep, damaged, head.open.n, sequence, really=really)
+        if really:
+            self._store.sweep_uploads(UPLOAD_SECONDS)
+        return deleted
 
     def _record(self, n: int, step: int | None) -> CommitRecord:
         record = self._log.read(n)

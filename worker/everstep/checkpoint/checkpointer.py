@@ -42,6 +42,8 @@ from everstep.storage import ObjectStore, StorageError, StoreUnusable
 
 logger = logging.getLogger("everstep.checkpoint")
 
+IN_FLIGHT = "the save before is still in flight"
+
 CLOSE_SECONDS = 120.0
 
 
@@ -172,7 +174,7 @@ class Checkpointer:
         if verdict is Verdict.FENCED:
             raise writer.fenced or Fenced(f"{self._store.url}: rank 0 was fenced by a newer writer")
         if verdict is Verdict.BUSY:
-            self._events("save-skipped", step=step, error="the save before is still in flight")
+            self._skipped(step)
         return verdict is Verdict.SAVE
 
     def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
@@ -188,11 +190,10 @@ class Checkpointer:
         self._sequence += 1  # on every rank alike, whatever becomes of the save
         identifier = save_id(self._own.n, self._own.writer, self._sequence)
         if writer.busy:
-            reason = "the save before is still in flight"
             if ranks.rank != 0:
-                writer.give_up(identifier, ranks.rank, reason)
-            self._events("save-skipped", step=step, error=reason)
-            return SaveHandle(step, Skipped(step, reason))
+                writer.give_up(identifier, ranks.rank, IN_FLIGHT)
+            self._skipped(step)
+            return SaveHandle(step, Skipped(step, IN_FLIGHT))
         self._policy.saved(time.monotonic())
         return writer.submit(self._stage(step, identifier, capture(state, ranks.rank), ranks))
 
@@ -310,6 +311,10 @@ class Checkpointer:
             cleaner = Cleaner(self._store, self._own, self._settings.keep, frozenset(self._damaged), self._loads)
             identity = Identity(self._own, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
+
+    def _skipped(self, step: int) -> None:
+        logger.warning("step %d is not saved: %s", step, IN_FLIGHT)
+        self._events("save-skipped", step=step, error=IN_FLIGHT)
 
     def _stepped_over(self, n: int, reason: str) -> None:
         self._damaged.add(n)

@@ -248,6 +248,7 @@ class Writer:
             self.fenced = error
             self._events("fenced", step=staged.step, error=error)
             return
+        logger.warning("the save of step %d failed, training goes on: %s", staged.step, error)
         self._events("save-failed", step=staged.step, error=str(error))
         if staged.rank != 0:
             self.give_up(staged.save_id, staged.rank, str(error))

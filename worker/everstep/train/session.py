@@ -20,31 +20,21 @@ the same step; a step that raised is not counted.
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import Checkpointer, Fenced, RngState, SaveFailed
+from everstep.checkpoint import Checkpointer, RngState
 from everstep.data import ElasticLoader
-from everstep.storage.errors import StoreUnusable
-from everstep.train import termination
-from everstep.train.intent import Intent, Wish, group_of_its_own
-from everstep.train.keeper import Keeper
-from everstep.train.metrics import Metrics
-from everstep.train.report import Reporter, default_reporter
+from everstep.train.boundary import Boundary
+from everstep.train.report import Reporter
 from everstep.train.step import LoopError, Phase, Step
-from everstep.train.stopping import Preempted, StopSignal
 from everstep.train.world import Place, take_place
 
-log = logging.getLogger("everstep.train")
-
 RESERVED = ("step", "data", "rng")
-PEER_SECONDS = 600.0  # a collective of the session fails after so long
 
 
 def start(
@@ -62,25 +52,18 @@ def start(
     `Checkpointer`; `options` go to the one that is made. `rng`: save and restore the random generators too.
     """
     place = take_place()
-    keeper = Keeper.find(checkpoint, every_steps, every_seconds, options)
-    return Run(place, keeper, reporter or default_reporter(), rng=rng)
+    return Run(place, Boundary.find(checkpoint, every_steps, every_seconds, options, reporter), rng=rng)
 
 
 class Run:
     """One run of a training script in this process; see the module. Made by `start`."""
 
-    def __init__(self, place: Place, keeper: Keeper | None, reporter: Reporter, *, rng: bool) -> None:
+    def __init__(self, place: Place, boundary: Boundary, *, rng: bool) -> None:
         self.place = place
-        self._keeper = keeper
-        self._reporter = reporter
-        self._metrics = Metrics()
+        self._boundary = boundary
         self._state: dict[str, Any] = {"rng": RngState()} if rng else {}
-        self._completed = 0
         self._loop = False
-        self._group = group_of_its_own(PEER_SECONDS)
-        reporter.started()
-        if keeper is None and place.rank == 0:
-            log.warning("no checkpoint URL: nothing is saved. Pass one to start() or set EVERSTEP_CHECKPOINT_URL")
+        boundary.join()
 
     @property
     def rank(self) -> int:
@@ -97,7 +80,7 @@ class Run:
     @property
     def step(self) -> int:
         """Completed optimizer steps."""
-        return self._completed
+        return self._boundary.step
 
     def track(self, **objects: Any) -> None:
         """Name what makes up the training state: modules, optimizers, schedulers, scalers, tensors, anything with
@@ -118,7 +101,7 @@ class Run:
 
     def log(self, **metrics: Any) -> None:
         """Numbers or 0-d tensors of this step, for the progress report. Never waits for a device."""
-        self._metrics.log(metrics)
+        self._boundary.log(metrics)
 
     def steps(
         self, loader: ElasticLoader | None = None, *, until: int | None = None, epochs: int | None = None
@@ -132,25 +115,29 @@ class Run:
         if self._loop:
             raise LoopError("steps() was called before in this run; one loop over all steps is what can be resumed")
         self._loop = True
-        self._restore(loader)
-        intent = Intent(self._group)
+        if loader is not None:
+            self._state["data"] = loader
+        boundary = self._boundary
+        boundary.restore(self._state)
         source = _Source(loader)
-        with StopSignal() as stop:
-            while self._completed < total:
-                step = Step(self._completed, source.batches(), source.whole, lambda: self._count(loader, total))
+        boundary.watch()
+        try:
+            while self.step < total:
+                step = Step(self.step, source.batches(), source.whole, lambda: self._count(loader, total))
                 yield step
                 if step.phase is not Phase.DONE:
                     raise LoopError(
                         f"step {step.number} was taken and not completed: write `with step as batch:` around its work"
                     )
-                self._between(intent, stop, last=self._completed >= total)
-            intent.settle()
-            self._finish()
+                if self.step < total:
+                    boundary.agree()
+            boundary.finish(self.step)
+        finally:
+            boundary.leave()
 
     def close(self) -> None:
         """Finish the save in flight and leave the process group, if this run made it."""
-        if self._keeper is not None:
-            self._keeper.checkpointer.close()
+        self._boundary.close()
         if self.place.made and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -160,19 +147,8 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        match error:
-            case None:
-                self.close()
-            case Fenced() | StoreUnusable():
-                # Both have an exit code that the operator reads: a fenced process is not a failure, and an unusable
-                # store is not tried again.
-                termination.write_error(error)
-                print(f"everstep: {error}", file=sys.stderr)  # noqa: T201  the last words of the process
-                raise SystemExit(error.exit_code) from error
-            case _:
-                pass
-
-    # Between steps.
+        if error is None:
+            self.close()
 
     def _total(self, loader: ElasticLoader | None, until: int | None, epochs: int | None) -> int:
         if (until is None) == (epochs is None):
@@ -184,63 +160,11 @@ class Run:
             raise LoopError("steps(epochs=…) needs a loader, whose length is an epoch; without one say until=STEPS")
         return epochs * len(loader)
 
-    def _restore(self, loader: ElasticLoader | None) -> None:
-        if self._keeper is not None:
-            if loader is not None:
-                self._state["data"] = loader
-            self._completed = self._keeper.restore(self._state)
-
     def _count(self, loader: ElasticLoader | None, total: int) -> None:
         """A step is complete."""
         if loader is not None:
             loader.acknowledge()
-        self._completed += 1
-        epoch = loader.epoch if loader is not None else None
-        self._reporter.step(self._completed, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
-
-    def _between(self, intent: Intent, stop: StopSignal, *, last: bool) -> None:
-        keeper = self._keeper
-        wanted = keeper is not None and self.rank == 0 and keeper.due()
-        agreed = intent.at_boundary(Wish(stop=stop.asked, save=wanted))
-        if last:
-            return
-        if agreed.stop:
-            self._stop(intent, stop)
-        if keeper is not None and (keeper.due_at(self._completed) or agreed.save):
-            keeper.save(self._completed, self._state)
-
-    def _stop(self, intent: Intent, stop: StopSignal) -> None:
-        """All ranks are here, after the same step."""
-        intent.settle()
-        committed = self._save_now(stop.remaining)
-        error = Preempted(self._completed, committed)
-        termination.write(str(error), error.code if isinstance(error.code, int) else 1, [])
-        if self.rank == 0:
-            log.warning("%s", error)
-        self._reporter.flush()
-        raise error
-
-    def _finish(self) -> None:
-        if self._keeper is not None and not self._save_now(lambda: None):
-            raise SaveFailed(f"the last step, {self._completed}, could not be committed")
-        self._reporter.done()
-
-    def _save_now(self, remaining: Callable[[], float | None]) -> bool:
-        """Commit the present state, unless it is; whether it is durable, the same answer on every rank."""
-        if self._keeper is None:
-            return False
-        if self._all(self._keeper.durable(self._completed, remaining())):
-            return True
-        self._keeper.save(self._completed, self._state)
-        return self._all(self._keeper.durable(self._completed, remaining()))
-
-    def _all(self, done: bool) -> bool:
-        """Whether every rank says so; rank 0 does only when the commit exists, so nobody leaves before."""
-        if self._group is None:
-            return done
-        answer = torch.tensor([int(done)], dtype=torch.int32)
-        dist.all_reduce(answer, dist.ReduceOp.MIN, group=self._group)
-        return bool(answer.item())
+        self._boundary.count(self.step + 1, total=total, epoch=loader.epoch if loader is not None else None)
 
 
 class _Source:

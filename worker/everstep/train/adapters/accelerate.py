@@ -29,8 +29,8 @@ from typing import Any
 from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
 from everstep.data import ElasticLoader
 from everstep.train.adapters import missing
-from everstep.train.adapters.boundary import Boundary
 from everstep.train.adapters.late import LateRng
+from everstep.train.boundary import Boundary
 
 try:
     from accelerate.data_loader import SeedableRandomSampler
@@ -189,7 +189,7 @@ def start(
     is made. `loader`: a DataLoader that was prepared, or an `ElasticLoader`, which is not to be. `objects`: the model,
     optimizer, scheduler and whatever else is the training's state, by a name of your choice. Collective.
     """
-    boundary = Boundary(checkpoint, every_steps, every_seconds, options or {})
+    boundary = Boundary.find(checkpoint, every_steps, every_seconds, options or {})
     return Run(accelerator, boundary, track(accelerator, loader=loader, **objects))
 
 

@@ -29,8 +29,8 @@ from typing import Any
 
 from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
 from everstep.train.adapters import missing
-from everstep.train.adapters.boundary import Boundary
 from everstep.train.adapters.late import Late, LateRng
+from everstep.train.boundary import Boundary
 
 try:
     from transformers import TrainerCallback
@@ -60,7 +60,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         every_seconds: float | None = None,
         **options: Any,
     ) -> None:
-        self._boundary = Boundary(checkpoint, every_steps, every_seconds, options)
+        self._boundary = Boundary.find(checkpoint, every_steps, every_seconds, options)
         self._optimizer, self._scheduler, self._rng = Late(), Late(), LateRng()
         self._state: dict[str, Any] = {}
         self._trainer: Any = None

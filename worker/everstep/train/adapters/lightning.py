@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
 from everstep.data import ElasticLoader
 from everstep.train.adapters import missing
-from everstep.train.adapters.boundary import Boundary
 from everstep.train.adapters.late import Late, LateRng, RngAt
+from everstep.train.boundary import Boundary
 
 try:
     from lightning.pytorch import Callback
@@ -92,7 +92,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         every_seconds: float | None = None,
         **options: Any,
     ) -> None:
-        self._boundary = Boundary(checkpoint, every_steps, every_seconds, options)
+        self._boundary = Boundary.find(checkpoint, every_steps, every_seconds, options)
         self._rng, self._data = LateRng(), Late()
         self._epoch_rng: RngAt | None = None
         self._skip = 0  # batches to read and drop

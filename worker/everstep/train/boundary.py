@@ -1,8 +1,8 @@
-"""What happens between two steps of a loop that is not ours: report, agree, save, stop.
+"""What happens between two steps of a training loop: report, agree, save, stop.
 
-The session does the same for its own loop. Knows no framework; an adapter says what the state is and when a step is
-complete. Invariants: every rank saves and stops after the same step; a process that was asked to stop leaves at a
-boundary and never runs what comes after training; once `leave` was called SIGTERM does what it did before.
+Knows neither the loop nor a framework: the session and the adapters say what the state is and when a step is complete.
+Invariants: every rank saves and stops after the same step; a process that was asked to stop leaves at a boundary and
+never runs what comes after training; once `leave` was called SIGTERM does what it did before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from everstep.train import termination
 from everstep.train.intent import Intent, Wish, group_of_its_own
 from everstep.train.keeper import Keeper
 from everstep.train.metrics import Metrics
-from everstep.train.report import default_reporter
+from everstep.train.report import Reporter, default_reporter
 from everstep.train.stopping import Preempted, StopSignal
 
 log = logging.getLogger("everstep.train")
@@ -31,21 +31,11 @@ PEER_SECONDS = 600.0  # an agreement of the ranks fails after so long
 
 
 class Boundary:
-    """`begin` once, `completed` after each step, `finish` after the last, `leave` whatever happened.
+    """`join` and `restore` once, `completed` after each step, `finish` after the last, `leave` whatever happened."""
 
-    `checkpoint`, `every_steps`, `every_seconds`, `options`: as `session.start` takes them.
-    """
-
-    def __init__(
-        self,
-        checkpoint: str | Checkpointer | None,
-        every_steps: int | None,
-        every_seconds: float | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        with _exit_codes():
-            self._keeper = Keeper.find(checkpoint, every_steps, every_seconds, options)
-        self._reporter = default_reporter()
+    def __init__(self, keeper: Keeper | None, reporter: Reporter) -> None:
+        self._keeper = keeper
+        self._reporter = reporter
         self._metrics = Metrics()
         self._stop = StopSignal()
         self._state: Mapping[str, Any] = {}
@@ -54,22 +44,42 @@ class Boundary:
         self._rank = 0
         self.step = 0
 
-    def begin(self, state: Mapping[str, Any]) -> int:
-        """Restore `state`, which is also what is saved from now on; completed steps. Collective, and needs the process
-        group where there is to be one. SIGTERM is noted from here on."""
+    @classmethod
+    def find(
+        cls,
+        checkpoint: str | Checkpointer | None,
+        every_steps: int | None,
+        every_seconds: float | None,
+        options: Mapping[str, Any],
+        reporter: Reporter | None = None,
+    ) -> Boundary:
+        """With the store and policy that were passed, else those of the environment; see `session.start`."""
+        with _exit_codes():
+            keeper = Keeper.find(checkpoint, every_steps, every_seconds, options)
+        return cls(keeper, reporter or default_reporter())
+
+    def join(self) -> None:
+        """Meet the other ranks. Collective, and needs the process group where there is to be one."""
         if dist.is_available() and dist.is_initialized():
             self._rank = dist.get_rank()
         self._group = group_of_its_own(PEER_SECONDS)
         self._intent = Intent(self._group)
-        self._state = state
         self._reporter.started()
-        if self._keeper is None:
-            if self._rank == 0:
-                log.warning("no checkpoint URL: nothing is saved. Pass one, or set EVERSTEP_CHECKPOINT_URL")
-        else:
+        if self._keeper is None and self._rank == 0:
+            log.warning("no checkpoint URL: nothing is saved. Pass one, or set EVERSTEP_CHECKPOINT_URL")
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Restore `state`, which is also what is saved from now on; completed steps. Collective."""
+        self._state = state
+        if self._keeper is not None:
             with _exit_codes():
                 self.step = self._keeper.restore(state)
         return self.step
+
+    def begin(self, state: Mapping[str, Any]) -> int:
+        """`join` and `restore`."""
+        self.join()
+        return self.restore(state)
 
     def watch(self) -> None:
         """Note SIGTERM from here on. After the framework has set its own handler, which it takes the place of."""
@@ -80,18 +90,26 @@ class Boundary:
         self._metrics.log({k: v for k, v in metrics.items() if isinstance(v, int | float | torch.Tensor)})
 
     def completed(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
-        """`step` steps are complete, and the state is what it was after them. Raises `Preempted` (exit code 86) on
-        every rank, after a commit, once any was asked to stop; `SystemExit` if this process was fenced."""
+        """`step` steps are complete, and the state is what it was after them: `count` and `agree`."""
+        self.count(step, total=total, epoch=epoch)
+        self.agree()
+
+    def count(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
+        """`step` steps are complete: report it."""
         self.step = step
         self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
+
+    def agree(self) -> None:
+        """Save if it is time to. Raises `Preempted` (exit code 86) on every rank, after a commit, once any was asked to
+        stop; `SystemExit` if this process was fenced. Collective."""
         with _exit_codes():
             keeper = self._keeper
             wanted = keeper is not None and self._rank == 0 and keeper.due()
             agreed = self._intent.at_boundary(Wish(stop=self._stop.asked, save=wanted))
             if agreed.stop:
                 self._preempt()
-            if keeper is not None and (keeper.due_at(step) or agreed.save):
-                keeper.save(step, self._state)
+            if keeper is not None and (keeper.due_at(self.step) or agreed.save):
+                keeper.save(self.step, self._state)
 
     def save(self, step: int) -> None:
         """Begin to save the state after the last step now, because later it will be another. Collective."""
@@ -102,15 +120,20 @@ class Boundary:
 
     def finish(self, step: int, *, save: bool = True) -> None:
         """Training is complete after `step` steps: commit them, and report it. Collective."""
-        self.step = step
-        self._reporter.step(step)
+        if step != self.step:
+            self.count(step)
         self._intent.settle()
         with _exit_codes():
-            if self._keeper is not None:
-                if save and not self._save_now(lambda: None):
-                    raise SaveFailed(f"the last step, {step}, could not be committed")
-                self._keeper.checkpointer.close()
+            if self._keeper is not None and save and not self._save_now(lambda: None):
+                raise SaveFailed(f"the last step, {step}, could not be committed")
+        self.close()
         self._reporter.done()
+
+    def close(self) -> None:
+        """Let the save in flight end. May be called again."""
+        if self._keeper is not None:
+            with _exit_codes():
+                self._keeper.checkpointer.close()
 
     def leave(self) -> None:
         """Put the handler of SIGTERM back that was there before."""
