@@ -41,16 +41,16 @@ lint: setup  ## ruff, mypy strict, import rules
 	$(BIN)/lint-imports
 
 unit: setup  ## tests that need no server
-	$(BIN)/pytest tests/unit tests/worker tests/model tests/data tests/checkpoint tests/storage tests/train tests/adapters tests/conformance tests/local tests/run \
-	  -m "not s3 and not apiserver and not kind and not long"
+	$(BIN)/pytest -m "not s3 and not apiserver and not kind and not long" tests/unit tests/worker tests/model tests/data \
+	  tests/checkpoint tests/storage tests/train tests/recovery tests/adapters tests/conformance tests/local tests/run
 
 # Fast ones first, so that a mistake shows within a minute; then servers; then nodes. Nothing is skipped silently: -ra
 # prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/pytest -x tests/unit
 	$(BIN)/pytest -x -n 3 --dist loadfile --no-loadscope-reorder -m "not kind and not long" tests/run tests/train \
-	  tests/adapters tests/worker tests/checkpoint tests/storage tests/apiserver tests/conformance tests/data tests/model \
-	  tests/local tests/cluster
+	  tests/adapters tests/recovery tests/worker tests/checkpoint tests/storage tests/apiserver tests/conformance \
+	  tests/data tests/model tests/local tests/cluster
 	$(BIN)/pytest -n 2 --dist worksteal -m "kind and not alone" tests/cluster tests/e2e
 	$(BIN)/pytest -m alone tests/cluster tests/e2e
 

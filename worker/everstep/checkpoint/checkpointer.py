@@ -126,6 +126,7 @@ class Checkpointer:
         self._proved: int | None = None  # the step at which the state that was loaded is no poison
         self._damaged: set[int] = set()
         self._sequence = 0
+        self._moved = False  # the state comes from another world of this run, not from the log
         self._closed = threading.Event()
 
     def restore(self, state: Mapping[str, Any]) -> int | None:
@@ -196,6 +197,16 @@ class Checkpointer:
             return SaveHandle(step, Skipped(step, IN_FLIGHT))
         self._policy.saved(time.monotonic())
         return writer.submit(self._stage(step, identifier, capture(state, ranks.rank), ranks))
+
+    def move(self, ranks: Ranks) -> None:
+        """Go on in another world, whose members have the state that this process has, or are given it: nothing is
+        restored, and the log is taken again with the next save. A save in flight is given up; it becomes a commit only
+        if all of it was written by then."""
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+            self._moved = True
+        self._ranks, self._own, self._sequence = ranks, None, 0
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is in flight; False after `timeout` seconds. Raises nothing: see `SaveHandle.wait`."""
@@ -276,7 +287,7 @@ class Checkpointer:
             raise CheckpointError("the Checkpointer is closed")
         if self._writer is None:
             own, _ = self._open()
-            if own.commit >= 0:
+            if own.commit >= 0 and not self._moved:
                 raise CheckpointError(
                     f"{self._store.url}: log record {own.commit} is a commit that was not restored; call restore() "
                     "before the first save, or save to an empty URL"

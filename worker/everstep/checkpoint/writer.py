@@ -107,6 +107,10 @@ class SaveHandle:
         self._done.set()
 
 
+def _ignored(kind: str, **fields: Any) -> None:
+    """Takes the events of a writer that was abandoned."""
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What every commit of this writer says of itself."""
@@ -189,6 +193,14 @@ class Writer:
         if self._thread is not None:
             self._put(None)
             self._thread.join(1.0 if self.busy else timeout)
+            self._thread = None
+
+    def abandon(self) -> None:
+        """Stop without waiting: what is in flight may end as a commit or come to nothing, and says neither."""
+        self._events = _ignored
+        self._stop.set()
+        if self._thread is not None:
+            self._put(None)
             self._thread = None
 
     def _put(self, task: Callable[[], None] | None) -> None:

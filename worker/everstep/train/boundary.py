@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Fenced, SaveFailed
+from everstep.checkpoint.ranks import Ranks
 from everstep.storage.errors import StoreUnusable
 from everstep.train import termination
-from everstep.train.intent import Intent, Wish, group_of_its_own
+from everstep.train.intent import Intent, Wish, group_of_its_own, reduce_into
 from everstep.train.keeper import Keeper
 from everstep.train.metrics import Metrics
 from everstep.train.report import Reporter, default_reporter
@@ -68,6 +69,14 @@ class Boundary:
         if self._keeper is None and self._rank == 0:
             log.warning("no checkpoint URL: nothing is saved. Pass one, or set EVERSTEP_CHECKPOINT_URL")
 
+    def move(self, ranks: Ranks) -> None:
+        """The world is another one. What was agreed on in the one before, and a save in flight, are given up."""
+        self._rank = ranks.rank
+        self._group = ranks.group if ranks.world_size > 1 else None
+        self._intent = Intent(self._group)
+        if self._keeper is not None:
+            self._keeper.move(ranks)
+
     def restore(self, state: Mapping[str, Any]) -> int:
         """Restore `state`, which is also what is saved from now on; completed steps. Collective."""
         self._state = state
@@ -99,17 +108,19 @@ class Boundary:
         self.step = step
         self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
 
-    def agree(self) -> None:
-        """Save if it is time to. Raises `Preempted` (exit code 86) on every rank, after a commit, once any was asked to
-        stop; `SystemExit` if this process was fenced. Collective."""
+    def agree(self, *, move: bool = False) -> bool:
+        """Save if it is time to. Whether all leave this round now, because a rank said `move`. Raises `Preempted` (exit
+        code 86) on every rank, after a commit, once any was asked to stop; `SystemExit` if this process was fenced.
+        Collective."""
         with _exit_codes():
             keeper = self._keeper
             wanted = keeper is not None and self._rank == 0 and keeper.due()
-            agreed = self._intent.at_boundary(Wish(stop=self._stop.asked, save=wanted))
+            agreed = self._intent.at_boundary(Wish(stop=self._stop.asked, save=wanted, move=move))
             if agreed.stop:
                 self._preempt()
             if keeper is not None and (keeper.due_at(self.step) or agreed.save):
                 keeper.save(self.step, self._state)
+        return agreed.move
 
     def save(self, step: int) -> None:
         """Begin to save the state after the last step now, because later it will be another. Collective."""
@@ -162,7 +173,7 @@ class Boundary:
         if self._group is None:
             return done
         answer = torch.tensor([int(done)], dtype=torch.int32)
-        dist.all_reduce(answer, dist.ReduceOp.MIN, group=self._group)
+        reduce_into(answer, dist.ReduceOp.MIN, self._group).wait()
         return bool(answer.item())
 
 

@@ -1,4 +1,4 @@
-"""What the ranks do at the same step, agreed on without stopping for it: stop, save.
+"""What the ranks do at the same step, agreed on without stopping for it: stop, save, go to the next round.
 
 A rank's wish travels in a tiny asynchronous MAX all-reduce that is begun at one boundary between steps and read at a
 later one, while the step between them hides it. Every rank reads the same answer at the same step. The group is one of
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 COST = 0.01  # of a step's time that agreeing may take
 MAX_STRIDE = 64  # boundaries from one agreement to the next
@@ -31,6 +32,7 @@ class Wish:
 
     stop: bool = False
     save: bool = False
+    move: bool = False  # leave the round: the next one has more members
 
 
 class Intent:
@@ -78,8 +80,8 @@ class Intent:
             self._flight = None
 
     def _begin(self, wish: Wish) -> None:
-        values = torch.tensor([wish.stop, wish.save, self._wanted_stride()], dtype=torch.int32)
-        self._flight = (dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True), values)
+        values = torch.tensor([wish.stop, wish.save, wish.move, self._wanted_stride()], dtype=torch.int32)
+        self._flight = (reduce_into(values, dist.ReduceOp.MAX, self._group), values)
 
     def _read(self) -> Wish:
         if self._flight is None:
@@ -87,8 +89,8 @@ class Intent:
         work, values = self._flight
         work.wait()
         self._flight = None
-        stop, save, self._stride = values.tolist()
-        return Wish(bool(stop), bool(save))
+        stop, save, move, self._stride = values.tolist()
+        return Wish(bool(stop), bool(save), bool(move))
 
     def _wanted_stride(self) -> int:
         """As many boundaries as make the cost small, and no more than answer within `MAX_SECONDS`."""
@@ -101,6 +103,13 @@ class Intent:
 
 def _smooth(old: float, new: float) -> float:
     return new if old == 0 else old + SMOOTHING * (new - old)
+
+
+def reduce_into(values: torch.Tensor, operation: Any, group: Any) -> Any:
+    """Begin to reduce `values` over the group, which c10d's functions need not know of; `wait()` ends it."""
+    options = c10d.AllreduceOptions()
+    options.reduceOp = operation
+    return group.allreduce([values], options)
 
 
 def group_of_its_own(seconds: float) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle
 from everstep.checkpoint.opening import Settings
+from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.writer import Committed, Written
 
 log = logging.getLogger("everstep.train")
@@ -60,6 +61,11 @@ class Keeper:
         self._restored = self.checkpointer.restore(state)
         self._began = time.monotonic()
         return self._restored or 0
+
+    def move(self, ranks: Ranks) -> None:
+        """Go on in another world; see `Checkpointer.move`."""
+        self.checkpointer.move(ranks)
+        self._handle = self._restored = None
 
     def due(self) -> bool:
         """Whether this rank's clock asks for a save."""

@@ -30,9 +30,12 @@ import torch.distributed as dist
 from everstep.checkpoint import Checkpointer, RngState
 from everstep.data import ElasticLoader
 from everstep.train.boundary import Boundary
+from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.rounds import AgentRounds
 from everstep.train.report import Reporter
 from everstep.train.step import LoopError, Phase, Step
 from everstep.train.world import Place, take_place
+from everstep.train.worlds import Recovering, Steady, World
 
 RESERVED = ("step", "data", "rng")
 
@@ -51,16 +54,22 @@ def start(
     `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`; without either nothing is saved), or a
     `Checkpointer`; `options` go to the one that is made. `rng`: save and restore the random generators too.
     """
+    rounds = AgentRounds.find()
+    recovery = Recovery(rounds) if rounds is not None else None
+    if recovery is not None:
+        recovery.start()
     place = take_place()
-    return Run(place, Boundary.find(checkpoint, every_steps, every_seconds, options, reporter), rng=rng)
+    boundary = Boundary.find(checkpoint, every_steps, every_seconds, options, reporter)
+    return Run(place, boundary, recovery, rng=rng)
 
 
 class Run:
     """One run of a training script in this process; see the module. Made by `start`."""
 
-    def __init__(self, place: Place, boundary: Boundary, *, rng: bool) -> None:
+    def __init__(self, place: Place, boundary: Boundary, recovery: Recovery | None, *, rng: bool) -> None:
         self.place = place
         self._boundary = boundary
+        self._recovery = recovery
         self._state: dict[str, Any] = {"rng": RngState()} if rng else {}
         self._loop = False
         boundary.join()
@@ -118,20 +127,31 @@ class Run:
         if loader is not None:
             self._state["data"] = loader
         boundary = self._boundary
-        boundary.restore(self._state)
+        world: World = Steady(boundary, self._state)
+        if self._recovery is not None:
+            world = Recovering(self._recovery, boundary, self._state, loader, lambda: self._count(loader, total))
+        world.begin()
         source = _Source(loader)
         boundary.watch()
         try:
-            while self.step < total:
-                step = Step(self.step, source.batches(), source.whole, lambda: self._count(loader, total))
-                yield step
-                if step.phase is not Phase.DONE:
-                    raise LoopError(
-                        f"step {step.number} was taken and not completed: write `with step as batch:` around its work"
+            while True:
+                while self.step < total:
+                    world.step_begins()
+                    step = Step(
+                        self.step, source.batches(), source.whole, lambda: self._count(loader, total), world.lost
                     )
-                if self.step < total:
-                    boundary.agree()
-            boundary.finish(self.step)
+                    yield step
+                    if step.phase is Phase.LOST:
+                        world.go_on(in_step=True)
+                    elif step.phase is not Phase.DONE:
+                        raise LoopError(
+                            f"step {step.number} was taken and not completed: write `with step as batch:` around its "
+                            "work"
+                        )
+                    elif self.step < total:
+                        world.between()
+                if world.finish():
+                    return
         finally:
             boundary.leave()
 

@@ -5,6 +5,7 @@ Invariant: a step counts exactly if its `with` block ended without an error and 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from types import TracebackType
@@ -22,6 +23,7 @@ class Phase(Enum):
     ENTERED = auto()
     DONE = auto()
     FAILED = auto()
+    LOST = auto()  # a peer was lost in it
 
 
 class Step:
@@ -31,14 +33,26 @@ class Step:
     """
 
     def __init__(
-        self, number: int, batches: Iterator[Batch[Any]] | None, whole: bool, completed: Callable[[], None]
+        self,
+        number: int,
+        batches: Iterator[Batch[Any]] | None,
+        whole: bool,
+        completed: Callable[[], None],
+        lost: Callable[[BaseException], bool] = lambda _: False,
     ) -> None:
         self.number = number
         self.phase = Phase.NEW
         self._batches = batches
         self._whole = whole  # the step is one batch
         self._completed = completed
+        self._lost = lost  # whether an error means that a peer was lost, and the loop goes on
         self._last: Batch[Any] | None = None
+
+    @property
+    def completed(self) -> bool:
+        """Whether the step's block ran to its end. What follows the block runs also if a peer was lost in it: the step
+        then comes again, and what belongs to a step's end must ask."""
+        return self.phase is Phase.DONE
 
     def __enter__(self) -> Any:
         if self.phase is not Phase.NEW:
@@ -50,10 +64,14 @@ class Step:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
         self.phase = Phase.FAILED
         if error is not None:
-            return
+            if not self._lost(error):
+                return False
+            self.phase = Phase.LOST
+            traceback.clear_frames(trace)  # what the step has computed is of no use, and large
+            return True
         if self._batches is not None and (self._last is None or not self._last.last):
             taken = 0 if self._last is None else self._last.micro + 1
             raise LoopError(
@@ -62,6 +80,7 @@ class Step:
             )
         self.phase = Phase.DONE
         self._completed()
+        return False
 
     def _micro_batches(self) -> Iterator[Batch[Any]]:
         while self._last is None or not self._last.last:

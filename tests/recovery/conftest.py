@@ -1,0 +1,29 @@
+"""What the recovery tests share. Their modules import each other by name, in forked processes too."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)
+
+
+@pytest.fixture
+def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """`play(wanted, seed=…)`: the agents of a job of that script; ended with the test."""
+    from recovery_agents import Agents  # noqa: PLC0415  imports torch
+
+    started: list[Agents] = []
+
+    def start(wanted: Any, seed: int = 0) -> Agents:
+        agents = Agents(tmp_path_factory.mktemp("r"), wanted, seed)
+        started.append(agents)
+        return agents
+
+    yield start
+    for agents in started:
+        agents.__exit__()

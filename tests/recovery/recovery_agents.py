@@ -1,0 +1,186 @@
+"""Plays the agents of a job: starts training processes from a warm parent, kills them, announces rounds."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+from recovery_script import Wanted, main
+from torch._C._distributed_c10d import TCPStore
+
+LIMIT = 60.0
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "recovery_script"])
+
+
+@dataclass(eq=False)
+class Process:
+    """One training process."""
+
+    number: int
+    process: Any
+    pid: int = 0
+    connection: socket.socket | None = None
+    heard: list[dict[str, Any]] = field(default_factory=list)
+
+    def events(self, folder: Path) -> list[dict[str, Any]]:
+        path = folder / f"{self.pid}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+class Agents:
+    """`seed` decides every random thing. Use as a context manager."""
+
+    def __init__(self, folder: Path, wanted: Wanted, seed: int = 0) -> None:
+        self.folder = folder
+        wanted.out = str(folder)
+        self.wanted = wanted
+        self.random = random.Random(seed)
+        self.members: list[Process] = []
+        self.round = 0
+        self.all: list[Process] = []
+        self._stores: list[Any] = []
+        self._changed = threading.Condition()
+        self._path = str(folder / "s")
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(self._path)
+        self._listening.listen(32)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for p in self.all:
+            if p.process.is_alive():
+                p.process.kill()
+            p.process.join()
+        self._listening.close()
+
+    def spawn(self) -> Process:
+        """A new process, which builds its objects."""
+        environ = {
+            "EVERSTEP_AGENT_SOCKET": self._path,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+        }
+        process = CONTEXT.Process(target=main, args=(self.wanted, environ))
+        process.start()
+        found = Process(len(self.all), process, process.pid)
+        self.all.append(found)
+        return found
+
+    def begin(self, count: int) -> None:
+        """Start `count` processes and their first round."""
+        started = [self.spawn() for _ in range(count)]
+        self.wait(lambda: all(self.said(p, "ready") for p in started), "processes did not get ready")
+        self.announce(started)
+
+    def announce(self, members: Iterable[Process], *, whole: bool = False) -> float:
+        """Begin a round with these members; when."""
+        self.members = list(members)
+        self.round += 1
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
+        self._stores = [*self._stores[-1:], store]
+        at = time.monotonic()
+        for rank, p in enumerate(self.members):
+            message = {"kind": "round", "round": self.round, "rank": rank, "world_size": len(self.members),
+                       "store": ["127.0.0.1", store.port], "whole": whole}  # fmt: skip
+            try:
+                assert p.connection is not None
+                p.connection.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:
+                pass  # it died a moment ago, and will be found dead
+        return at
+
+    def kill(self, victim: Process) -> float:
+        """SIGKILL, seen by its agent as soon as the kernel tells; when it was sent. The survivors get a round."""
+        at = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_for([victim.process.sentinel], LIMIT)
+        self.announce([p for p in self.members if p is not victim])
+        return at
+
+    def over(self, p: Process, reason: str) -> None:
+        """Tell a process that there is no further round for it."""
+        assert p.connection is not None
+        p.connection.sendall(json.dumps({"kind": "over", "reason": reason}).encode() + b"\n")
+
+    def said(self, p: Process, kind: str, **fields: Any) -> bool:
+        return any(m["kind"] == kind and all(m.get(k) == v for k, v in fields.items()) for m in p.heard)
+
+    def steps(self, p: Process) -> list[dict[str, Any]]:
+        return [e for e in p.events(self.folder) if e["kind"] == "step"]
+
+    def trained(self, members: Iterable[Process], since: float, count: int = 1) -> bool:
+        """Whether each of these has made `count` steps after that moment."""
+        return all(sum(e["at"] > since for e in self.steps(p)[-50:]) >= count for p in members)
+
+    def joined(self) -> bool:
+        """Whether all members are in the newest round."""
+        return all(self.said(p, "joined", round=self.round) for p in self.members)
+
+    def wait(self, true: Callable[[], bool], problem: str, seconds: float = LIMIT) -> None:
+        until = time.monotonic() + seconds
+        while not true():
+            dead = [p for p in self.members if not p.process.is_alive() and p.process.exitcode]
+            if dead or time.monotonic() > until:
+                for p in self.members:
+                    if p.process.is_alive():
+                        os.kill(p.pid, signal.SIGUSR1)
+                time.sleep(0.5)
+                logs = "\n".join(self.log(p) for p in self.members)
+                raise AssertionError(f"{problem}; dead: {[p.number for p in dead]}; round {self.round}\n{logs}")
+            time.sleep(0.002)
+
+    def log(self, p: Process) -> str:
+        path = self.folder / f"{p.pid}.log"
+        return f"--- process {p.number}\n{path.read_text()[-3000:] if path.exists() else ''}"
+
+    def differing(self) -> dict[int, set[str]]:
+        """Steps after which two processes had different parameters. What a killed one did last may be lost with it."""
+        found: dict[int, set[str]] = {}
+        for p in self.all:
+            steps = self.steps(p)
+            for e in steps if p in self.members else steps[:-1]:
+                found.setdefault(e["step"], set()).add(e["digest"])
+        return {step: digests for step, digests in found.items() if len(digests) > 1}
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: socket.socket) -> None:
+        mine: Process | None = None
+        try:
+            for line in connection.makefile("rb"):
+                message = json.loads(line) | {"at": time.monotonic()}
+                if message["kind"] == "hello":
+                    until = time.monotonic() + 5
+                    while mine is None and time.monotonic() < until:
+                        mine = next((p for p in self.all if p.pid == message["pid"]), None)
+                    assert mine is not None
+                    mine.connection = connection
+                if mine is not None:
+                    mine.heard.append(message)
+        except OSError:
+            pass

@@ -1,0 +1,163 @@
+"""A training script as people write them: DDP, mixed precision, accumulation, BatchNorm, dropout, loader workers,
+clipping, a schedule, and collectives of its own before and after the optimizer.
+
+It says after each step what its parameters are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.nn.functional import cross_entropy, relu
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from everstep.train import session
+
+SAMPLES = 4096
+FEATURES = 64
+
+
+@dataclass
+class Wanted:
+    """`steps` to take, state of about 4 × `width`² × 12 bytes, and what to leave out."""
+
+    steps: int = 10**9
+    width: int = 64
+    url: str | None = None
+    every_steps: int | None = None
+    workers: int = 2
+    micro_batch: int | None = 4
+    global_batch: int = 24
+    collectives: bool = True
+    scaler: bool = False
+    ddp: dict[str, Any] = field(default_factory=dict)
+    out: str = ""  # a folder for what each process says
+    seen: bool = False  # say which samples a step took
+    pause: float = 0.0
+    plain: bool = False  # nothing that depends on how a batch is cut: no BatchNorm, dropout or mixed precision
+    bug_at: int = -1  # this step raises an error of the script's own
+
+
+class Points(Dataset[Any]):
+    """Points and the side of a plane that they lie on, made from their number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.randn(FEATURES, generator=torch.Generator().manual_seed(index))
+        return x, int(x[:8].sum() > 0)
+
+
+class Net(torch.nn.Module):
+    """Two hidden layers with BatchNorm, and dropout."""
+
+    def __init__(self, width: int, plain: bool) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(FEATURES, width)
+        self.b = torch.nn.Linear(width, width)
+        self.c = torch.nn.Linear(width, 2)
+        norm = torch.nn.LayerNorm if plain else torch.nn.BatchNorm1d
+        self.norm_a, self.norm_b = norm(width), norm(width)
+        self.dropout = torch.nn.Dropout(0 if plain else 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.dropout(relu(self.norm_b(self.b(relu(self.norm_a(self.a(x))))))))
+
+
+class Diary:
+    """What this process says: one JSON line an event."""
+
+    def __init__(self, folder: str) -> None:
+        self._file = open(f"{folder}/{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115  as long as the process
+
+    def write(self, **event: Any) -> None:
+        self._file.write(json.dumps({"at": time.monotonic(), **event}) + "\n")
+
+
+def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = xxhash.xxh3_64()
+    for p in model.parameters():
+        found.update(p.detach().numpy())
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                found.update(value.detach().contiguous().numpy().reshape(-1))
+    return found.hexdigest()
+
+
+def train(wanted: Wanted) -> None:
+    torch.set_num_threads(1)
+    diary = Diary(wanted.out)
+    with session.start(wanted.url, every_steps=wanted.every_steps) as run:
+        torch.manual_seed(1)
+        model = DistributedDataParallel(Net(wanted.width, wanted.plain), **wanted.ddp)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
+        scaler = torch.amp.GradScaler("cpu", enabled=wanted.scaler)
+        loader = run.loader(
+            Points(), global_batch=wanted.global_batch, micro_batch=wanted.micro_batch, num_workers=wanted.workers
+        )
+        run.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+        diary.write(kind="begin")
+        for step in run.steps(loader, until=wanted.steps):
+            with step as batches:
+                optimizer.zero_grad(set_to_none=True)
+                total, taken = torch.zeros(1), []
+                for batch in batches if wanted.micro_batch else [batches]:
+                    x, y = batch.data
+                    if wanted.seen:
+                        taken += batch.indices.tolist()
+                    with contextlib.nullcontext() if batch.last else model.no_sync():
+                        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not wanted.plain):
+                            loss = batch.scale(cross_entropy(model(x), y))
+                        scaler.scale(loss).backward()
+                    total += loss.detach()
+                    time.sleep(wanted.pause)
+                if step.number == wanted.bug_at:
+                    raise RuntimeError("a mistake in the script")
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if wanted.collectives and step.number % 2:
+                    dist.all_reduce(total)
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+                if wanted.collectives:
+                    if not step.number % 2:
+                        dist.all_reduce(total)
+                    dist.all_reduce(total, async_op=True).wait()
+            if step.completed:
+                told = {"seen": taken} if wanted.seen else {}
+                diary.write(
+                    kind="step", step=run.step, digest=digest(model, optimizer), lr=scheduler.get_last_lr()[0],
+                    rank=dist.get_rank(), world=dist.get_world_size(), **told,
+                )  # fmt: skip
+        first = [float(p.detach().reshape(-1)[0]) for p in model.parameters()]
+        diary.write(kind="end", step=run.step, digest=digest(model, optimizer), first=first)
+
+
+def main(wanted: Wanted, environ: dict[str, str]) -> None:
+    """In a forked process."""
+    os.environ.update(environ)
+    log = os.open(f"{wanted.out}/{os.getpid()}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    import faulthandler  # noqa: PLC0415
+    import logging  # noqa: PLC0415
+    import signal  # noqa: PLC0415
+
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", datefmt="%H:%M:%S")
+    sys.argv = ["train.py"]
+    train(wanted)

@@ -1,0 +1,107 @@
+"""What a process hears of rounds from its agent's socket."""
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.train.recovery.rounds import AgentRounds, Round, RoundsOver
+
+
+class Agent:
+    """The other end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path / "agent")
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(self.path)
+        self._listening.listen(1)
+
+    def accept(self) -> None:
+        self.connection, _ = self._listening.accept()
+        self._lines = self.connection.makefile("rb")
+
+    def say(self, **message: Any) -> None:
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._lines.readline())
+        return found
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    return Agent(tmp_path)
+
+
+@pytest.fixture
+def rounds(agent: Agent) -> AgentRounds:
+    found = AgentRounds.find({"EVERSTEP_AGENT_SOCKET": agent.path})
+    assert found is not None
+    agent.accept()
+    assert agent.hear()["kind"] == "hello"
+    return found
+
+
+def announce(agent: Agent, number: int, **fields: Any) -> None:
+    agent.say(kind="round", round=number, rank=1, world_size=3, store=["10.0.0.1", 4000], **fields)
+
+
+def test_without_an_agent_there_are_no_rounds() -> None:
+    assert AgentRounds.find({}) is None
+
+
+def test_round_is_heard_whether_it_came_before_or_after_it_was_asked_for(agent: Agent, rounds: AgentRounds) -> None:
+    announce(agent, 4)
+    assert rounds.wait_newer(3, 10) == Round(4, 1, 3, ("10.0.0.1", 4000))
+    threading.Timer(0.05, announce, (agent, 5)).start()
+    assert rounds.wait_newer(4, 10).number == 5
+
+
+def test_older_round_is_never_seen_again(agent: Agent, rounds: AgentRounds) -> None:
+    heard: list[tuple[int, bool]] = []
+    rounds.on_round(lambda r, whole: heard.append((r.number, whole)))
+    for number in (4, 3, 4, 5):
+        announce(agent, number, whole=number == 5)
+    assert rounds.wait_newer(4, 10).number == 5
+    announce(agent, 6)
+    rounds.wait_newer(5, 10)
+    agent.say(kind="over")
+    with pytest.raises(RoundsOver):
+        rounds.wait_newer(6, 10)
+    assert heard == [(4, False), (5, True), (6, False)]
+
+
+def test_message_of_a_newer_agent_is_passed_over(agent: Agent, rounds: AgentRounds) -> None:
+    agent.say(kind="something")
+    announce(agent, 4, more=True)
+    assert rounds.wait_newer(0, 10).number == 4
+
+
+def test_waiting_ends_when_no_round_comes_or_none_will(agent: Agent, rounds: AgentRounds) -> None:
+    with pytest.raises(RoundsOver, match=r"no round above 0 within 0\.01 s"):
+        rounds.wait_newer(0, 0.01)
+    agent.say(kind="over", reason="this member was evicted")
+    with pytest.raises(RoundsOver, match="evicted"):
+        rounds.wait_newer(0, 10)
+
+
+@pytest.mark.parametrize("last", [b"", b"no json\n", b'{"kind": "round", "round": 1}\n'])
+def test_agent_that_is_gone_or_cannot_be_read_ends_the_waiting(agent: Agent, rounds: AgentRounds, last: bytes) -> None:
+    agent.connection.sendall(last)
+    agent.connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(RoundsOver, match="the agent"):
+        rounds.wait_newer(0, 10)
+    rounds.ready()  # says so to nobody
+
+
+def test_agent_is_told_what_the_process_does(agent: Agent, rounds: AgentRounds) -> None:
+    rounds.ready()
+    rounds.broken(4, "x" * 1000)
+    rounds.joined(5, 17)
+    assert agent.hear() == {"kind": "ready"}
+    assert agent.hear() == {"kind": "broken", "round": 4, "reason": "x" * 500}
+    assert agent.hear() == {"kind": "joined", "round": 5, "step": 17}

@@ -1,0 +1,137 @@
+"""Makes the process groups of a round, and takes them down so that nothing of them is left to be felt.
+
+Forming waits for the other members, any of whom may die, and gloo's waits cannot be ended. So it happens in a thread
+that is left behind when a newer round comes. Invariant: after `dismiss` no collective of the round writes into the
+program's tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
+
+from everstep.train.recovery import links
+from everstep.train.recovery.rounds import Round
+
+# Of gloo's own, which end nothing that we wait for: a thread that gloo has lost a transfer of lives so long.
+LOST_SECONDS = 120.0
+CLOSE_SECONDS = 1.0
+COMPUTE_SECONDS = 0.1  # the longest that a reduction of what has arrived takes
+POLL_SECONDS = 0.0005
+
+
+class Unformed(RuntimeError):
+    """The round did not come about here; the next one may."""
+
+
+@dataclass(slots=True)
+class Formed:
+    """The groups of one round: `main` for the program, `control` for our own agreements and transfers."""
+
+    round: Round
+    main: Any
+    control: Any
+    addresses: frozenset[links.Address]
+    store: Any
+    keep: list[Any] = field(default_factory=list)  # gloo's devices
+
+
+def alone() -> Any:
+    """The group of a world of one, in which a script builds its objects before it joins its first round."""
+    device = _default_device()
+    return _gloo(HashStore(), 0, 1, device)
+
+
+def form(round_: Round, newer: Callable[[], bool], seconds: float) -> Formed:
+    """Meet the members of a round. Raises `Unformed` once `newer()` holds, after `seconds`, or if it cannot be."""
+    result: list[Formed | BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            result.append(_form(round_, seconds))
+        except BaseException as e:
+            result.append(e)
+        done.set()
+
+    threading.Thread(target=run, name=f"everstep-form-{round_.number}", daemon=True).start()
+    until = time.monotonic() + seconds
+    while not done.wait(0.002):
+        if newer():
+            raise Unformed(f"round {round_.number} was overtaken while it formed")
+        if time.monotonic() > until:
+            raise Unformed(f"round {round_.number} did not form within {seconds:g} s")
+    match result[0]:
+        case Formed() as formed:
+            return formed
+        case BaseException() as e:
+            raise Unformed(f"round {round_.number}: {e}") from e
+
+
+def dismiss(formed: Formed, works: list[Any]) -> None:
+    """Close the connections of an abandoned round, whose unfinished `works` are then over or never will be. Raises
+    `Unformed` if gloo keeps them open: what it may still write makes a repeated step unsafe."""
+    if not links.shut(formed.addresses, CLOSE_SECONDS):
+        raise Unformed(f"round {formed.round.number}: gloo did not close its connections in {CLOSE_SECONDS:g} s")
+    # A thread of gloo's may be adding up what had arrived. One that lost a transfer never ends, and writes nothing.
+    until = time.monotonic() + COMPUTE_SECONDS
+    while not all(work.is_completed() for work in works) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    # Destroying a group waits for its threads, and those that lost a transfer end with gloo's own timeout.
+    threading.Thread(target=_drop, args=(formed,), name="everstep-drop", daemon=True).start()
+
+
+def _drop(formed: Formed) -> None:
+    formed.main = formed.control = None
+    formed.keep.clear()
+    formed.store = None
+
+
+def _form(round_: Round, seconds: float) -> Formed:
+    host, port = round_.store
+    client = TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds), use_libuv=True
+    )
+    store = PrefixStore(f"round-{round_.number}", client)
+    device, address = links.listening(_default_device)
+    store.set(f"link/{round_.rank}", f"{address[0]} {address[1]}")
+    main = _gloo(PrefixStore("main", store), round_.rank, round_.world_size, device)
+    control = _gloo(PrefixStore("control", store), round_.rank, round_.world_size, device)
+    addresses = set()
+    for rank in range(round_.world_size):
+        name, number = store.get(f"link/{rank}").decode().split()
+        addresses.add((name, int(number)))
+    return Formed(round_, _with_devices(main, round_, store), control, frozenset(addresses), store, [device])
+
+
+def _with_devices(gloo: Any, round_: Round, store: Any) -> Any:
+    """Together with NCCL where there are GPUs."""
+    if not torch.cuda.is_available():
+        return gloo
+    both = dist.ProcessGroup(store, round_.rank, round_.world_size)
+    both._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    nccl = dist.ProcessGroupNCCL(
+        PrefixStore("nccl", store), round_.rank, round_.world_size, dist.ProcessGroupNCCL.Options()
+    )
+    both._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+    return both
+
+
+def _gloo(store: Any, rank: int, size: int, device: Any) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._threads = 2
+    options._timeout = timedelta(seconds=LOST_SECONDS)
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _default_device() -> Any:
+    return ProcessGroupGloo.create_default_device()

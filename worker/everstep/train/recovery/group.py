@@ -1,0 +1,284 @@
+"""A process group whose waits can be given up, and whose members change while the program keeps its handle.
+
+gloo loses a transfer that is under way when its connection breaks: whoever waits for it is not told, and waits for the
+group's timeout (measured on torch 2.13: 5 of 120 waits, whether the peer died or the socket was shut). So nobody waits
+for gloo here. Each collective gets an answer of our own, which gloo's completes, or `abandon` does, within a
+millisecond. The program holds one group for its life; `attach` puts the group of another round behind it.
+
+Invariant: a collective ends once, with its result or with `PeerLost`; after `abandon` no collective of the round that
+was abandoned succeeds, and none begins before `attach`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+BACKEND = "everstep"
+
+
+class PeerLost(RuntimeError):
+    """A collective cannot end because a member of the round is gone. `run.steps` takes it and repeats the step."""
+
+
+class Answer(c10d.Work):
+    """What a collective returns: ends when gloo's work does, or when the round is abandoned."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._value = value
+        self.work: Any = None  # gloo's
+        self._error: PeerLost | None = None
+        self._trigger: torch.futures.Future[None] = torch.futures.Future()
+        # An error reaches C++ (DDP's reducer waits there) only by a callback that raises.
+        self._future = self._trigger.then(self._end)
+
+    def finish(self, error: PeerLost | None) -> None:
+        """Called once."""
+        self._error = error
+        self._trigger.set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the collective is over; `timeout` is the group's, not the caller's. Raises `PeerLost`."""
+        try:
+            self._future.wait()
+        except RuntimeError:
+            if self._error is None:
+                raise
+        if self._error is not None:
+            raise PeerLost(*self._error.args)
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        return self._future.done() and self._error is None
+
+    def exception(self) -> PeerLost | None:
+        return self._error
+
+    def result(self) -> Any:
+        return self._value
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def _end(self, _: torch.futures.Future[None]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class _Flight:
+    """The collectives under way of one group. Apart from the group, because gloo's threads hold on to it: a gloo group
+    that goes with its last reference in one of its own threads ends the process."""
+
+    def __init__(self, on_lost: Callable[[str], None] | None) -> None:
+        self.lock = threading.Lock()
+        self.lost: str | None = "no round has begun"
+        self.left: list[Any] = []
+        self._pending = set[Answer]()
+        self._on_lost = on_lost
+
+    def begin(self, answer: Answer) -> None:
+        """Under the lock."""
+        self._pending.add(answer)
+
+    def give_up(self, reason: str) -> None:
+        """End every collective under way."""
+        with self.lock:
+            pending = self._take(reason)
+        for answer in pending:
+            answer.finish(PeerLost(reason))
+
+    def ended(self, answer: Answer, outcome: Callable[[], Any]) -> None:
+        """In gloo's thread, or one that waits for it."""
+        try:
+            outcome()
+        except RuntimeError as e:
+            self.failed(answer, e)
+            return
+        with self.lock:
+            mine = answer in self._pending
+            self._pending.discard(answer)
+        if mine:
+            answer.finish(None)
+
+    def failed(self, answer: Answer, error: RuntimeError) -> None:
+        """gloo's connections are of no use after an error, and what else is under way may never be told of it."""
+        reason = str(error).split("\n", 1)[0][:300]
+        with self.lock:
+            if answer not in self._pending:
+                return
+            pending = self._take(reason)
+        for other in pending:
+            other.finish(PeerLost(reason))
+        if self._on_lost is not None:
+            self._on_lost(reason)
+
+    def _take(self, reason: str) -> set[Answer]:
+        self.lost = self.lost or reason
+        pending, self._pending = self._pending, set()
+        self.left += [answer.work for answer in pending if answer.work is not None]
+        return pending
+
+
+class RecoverableGroup(dist.ProcessGroup):
+    """torch's collectives over the group of the present round; between two rounds each of them fails at once.
+
+    `on_lost`: called once a round, in one of gloo's threads, if a collective fails before `abandon`.
+    """
+
+    def __init__(self, on_lost: Callable[[str], None] | None = None) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self._flight = _Flight(on_lost)
+        self._inner: Any = None
+        self._rank, self._size = 0, 1
+
+    @property
+    def lost(self) -> str | None:
+        """Why collectives fail at present; None while they work."""
+        return self._flight.lost
+
+    @property
+    def left(self) -> list[Any]:
+        """gloo's works that were given up in this round, and may not be over."""
+        return list(self._flight.left)
+
+    def attach(self, inner: Any, rank: int, size: int) -> None:
+        """Work over `inner`, a group of another round, from now on. After `abandon`.
+
+        Hold on to `inner` until its connections are closed: its destructor waits for gloo's threads.
+        """
+        flight = self._flight
+        with flight.lock:
+            assert self._inner is None, "the group of the round before was not abandoned"
+            self._inner, self._rank, self._size = inner, rank, size
+            flight.lost, flight.left = None, []
+
+    def abandon(self, reason: str) -> None:
+        """End every collective under way with `PeerLost(reason)`; none begins any more. Any thread."""
+        self._flight.give_up(reason)
+        with self._flight.lock:
+            self._inner = None
+
+    def _run(self, name: str, value: Any, tensors: Any, *arguments: Any) -> Any:
+        flight, answer = self._flight, Answer(value)
+        with flight.lock:
+            inner, lost = self._inner, flight.lost
+            if lost is None and _on_device(tensors):
+                # NCCL orders its work by streams and has an abort of its own: its answers need none of ours.
+                return getattr(inner, name)(*arguments)
+            if lost is None:
+                flight.begin(answer)
+        if lost is not None:
+            answer.finish(PeerLost(lost))
+            return answer
+        try:
+            answer.work = getattr(inner, name)(*arguments)
+        except RuntimeError as e:
+            flight.failed(answer, e)
+            return answer
+        try:
+            future = answer.work.get_future()
+        except RuntimeError:  # some of gloo's works have none
+            threading.Thread(target=flight.ended, args=(answer, answer.work.wait), daemon=True).start()
+        else:
+            future.add_done_callback(lambda done: flight.ended(answer, done.value))
+        return answer
+
+    # What c10d calls, from Python and (by the names that begin with `get`) from C++.
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("allreduce", tensors, tensors, tensors, opts or c10d.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        return self._run("allreduce_coalesced", tensors, tensors, tensors, opts or c10d.AllreduceCoalescedOptions())
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("broadcast", tensors, tensors, tensors, opts or c10d.BroadcastOptions())
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("reduce", tensors, tensors, tensors, opts or c10d.ReduceOptions())
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._run("allgather", outputs, inputs, outputs, inputs, opts or c10d.AllgatherOptions())
+
+    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+        return self._run("_allgather_base", output, input, output, input, opts or c10d.AllgatherOptions())
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        return self._allgather_base(output, input, opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._run("allgather_coalesced", outputs, inputs, outputs, inputs, opts or c10d.AllgatherOptions())
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        return self._run("allgather_into_tensor_coalesced", outputs, inputs, outputs, inputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("gather", outputs, inputs, outputs, inputs, opts or c10d.GatherOptions())
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("scatter", outputs, outputs, outputs, inputs, opts or c10d.ScatterOptions())
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("reduce_scatter", outputs, outputs, outputs, inputs, opts or c10d.ReduceScatterOptions())
+
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+        return self._run("_reduce_scatter_base", output, input, output, input, opts or c10d.ReduceScatterOptions())
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        return self._reduce_scatter_base(output, input, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        return self._run("reduce_scatter_tensor_coalesced", outputs, inputs, outputs, inputs, opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._run("alltoall", outputs, inputs, outputs, inputs, opts or c10d.AllToAllOptions())
+
+    def alltoall_base(self, output: Any, input: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllToAllOptions()
+        return self._run("alltoall_base", output, input, output, input, out_sizes, in_sizes, opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._run("barrier", None, None, opts or c10d.BarrierOptions())
+
+
+def _on_device(tensors: Any) -> bool:
+    """Whether the collective moves tensors of an accelerator."""
+    while isinstance(tensors, list | tuple):
+        if not tensors:
+            return False
+        tensors = tensors[0]
+    return isinstance(tensors, torch.Tensor) and tensors.device.type != "cpu"

@@ -1,0 +1,106 @@
+"""The TCP connections of one round's gloo groups: which they are, and closing them.
+
+A group that was abandoned must not write into the program's tensors any more when the step is repeated. gloo writes
+only what a connection brings, so its connections are shut down, and then gloo closes them itself. They are known by
+address: each end is a listener of the round, whose addresses its members have told each other. Linux only (/proc).
+
+Invariant: no socket is touched whose address is not of the round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+Address = tuple[str, int]
+
+POLL_SECONDS = 0.0005
+
+
+class LinksUnknown(RuntimeError):
+    """Which connections are the round's cannot be told."""
+
+
+def listening(make: Callable[[], Any], attempts: int = 3) -> tuple[Any, Address]:
+    """What `make` returns, and the address that it listens at. Raises `LinksUnknown` if another thread of this process
+    opens listening sockets all the time."""
+    for _ in range(attempts):
+        before = set(_listeners())
+        made = make()
+        new = {address for address in _listeners() if address not in before}
+        if len(new) == 1:
+            return made, new.pop()
+    raise LinksUnknown("another thread opens listening sockets, so gloo's cannot be told from them")
+
+
+def shut(addresses: Collection[Address], seconds: float) -> bool:
+    """Shut down this process's connections that begin or end at one of the addresses; whether their owner closed them
+    all within `seconds`."""
+    held: list[tuple[int, int]] = []
+    for descriptor, inode, copy in _connections():
+        with copy:
+            try:
+                ends = {_plain(copy.getpeername()), _plain(copy.getsockname())}  # a listener has no peer: it stays
+                if ends & set(addresses):
+                    copy.shutdown(socket.SHUT_RDWR)
+                    held.append((descriptor, inode))
+            except OSError:
+                continue  # not connected (any more)
+    until = time.monotonic() + seconds
+    while any(_inode(descriptor) == inode for descriptor, inode in held):
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _listeners() -> Iterator[Address]:
+    for _, _, copy in _connections():
+        with copy, contextlib.suppress(OSError):
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield _plain(copy.getsockname())
+
+
+def _connections() -> Iterator[tuple[int, int, socket.socket]]:
+    """The TCP sockets of this process: descriptor, inode, and a copy to be closed."""
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        inode = _inode(descriptor)
+        if inode is None:
+            continue
+        try:
+            copy = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            continue
+        if copy.type == socket.SOCK_STREAM and copy.family in {socket.AF_INET, socket.AF_INET6}:
+            yield descriptor, inode, copy
+        else:
+            copy.close()
+
+
+def _inode(descriptor: int) -> int | None:
+    """Of the socket behind a descriptor; None if it is none."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None
+
+
+def _plain(address: Any) -> Address:
+    """IPv4 in IPv6 as IPv4."""
+    host, port = address[0].partition("%")[0], address[1]
+    ip = ipaddress.ip_address(host)
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return str(mapped or ip), port
+
+
+def supported() -> bool:
+    return sys.platform == "linux"

@@ -1,0 +1,62 @@
+"""The members of the present round, as the checkpoint engine and we ourselves talk to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everstep.train.recovery.group import RecoverableGroup
+
+
+class Members:
+    """A `checkpoint.Ranks` over a `RecoverableGroup` that c10d does not know of. Raises `PeerLost` where a member is
+    gone."""
+
+    def __init__(self, group: RecoverableGroup) -> None:
+        self.group = group
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.group.size()
+
+    def from_first(self, data: bytes) -> bytes:
+        return self.from_rank(0, data)
+
+    def from_rank(self, source: int, data: bytes) -> bytes:
+        """That rank's bytes, on every rank."""
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        self.broadcast(length, source).wait()
+        buffer = bytearray(data) if self.rank == source else bytearray(int(length.item()))
+        if buffer:
+            self.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), source).wait()
+        return bytes(buffer)
+
+    def maximum(self, value: int) -> int:
+        tensor = torch.tensor([value], dtype=torch.int64)
+        self.group.allreduce([tensor], _maximum()).wait()
+        return int(tensor.item())
+
+    def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every rank's values, by rank; as many of each, of at most 63 bits."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        found = [torch.zeros_like(mine) for _ in range(self.world_size)]
+        self.group.allgather([found], [mine]).wait()
+        return [tuple(t.tolist()) for t in found]
+
+    def broadcast(self, data: torch.Tensor, source: int) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return self.group.broadcast([data], options)
+
+
+def _maximum() -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+    return options

@@ -1,0 +1,202 @@
+"""Keeps one training process in the newest round.
+
+    start -> the script builds its objects in a world of one -> enter -> step, step -> a peer is lost -> enter -> step
+
+Two threads meet here. The one that hears of rounds abandons the present one: that ends the training thread's waits. The
+training thread then leaves its step and calls `enter`, which forms the new round and brings its members to one state.
+
+Invariants: the state that is trained on is the newest that any member holds whole; a step that an optimizer has made is
+never repeated; two members of a round have the same parameters when its first step begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from everstep.train.recovery import forming, links, transfer
+from everstep.train.recovery.agreement import Agreement, Quality, Standing, agree
+from everstep.train.recovery.group import BACKEND, PeerLost, RecoverableGroup
+from everstep.train.recovery.members import Members
+from everstep.train.recovery.reducers import Reducers
+from everstep.train.recovery.replay import Replay
+from everstep.train.recovery.rounds import Round, Rounds
+
+log = logging.getLogger("everstep.train")
+
+FORM_SECONDS = 60.0
+WAIT_SECONDS = 120.0  # for a newer round after a collective failed
+ATTEMPTS = 100
+
+Start = Callable[[], int]  # brings the state that nobody has from storage, on all members; completed steps
+
+
+class Recovery:
+    """`main` is the program's default group, for its whole life; `members` are for us."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._leaving = threading.Lock()
+        self._formed: forming.Formed | None = None
+        self._number = -1
+        self._entered = 0.0
+        self.main = RecoverableGroup(self._failed)
+        self.control = RecoverableGroup(self._failed)
+        self.members = Members(self.control)
+        self.boundary_wanted = False  # a newer round waits for us to come to the end of a step
+        self._reducers: Reducers | None = None
+        self._replay: Replay | None = None
+        self._state: Mapping[str, Any] = {}
+
+    @property
+    def round(self) -> Round | None:
+        """The round that this process is in."""
+        return self._formed.round if self._formed is not None else None
+
+    @property
+    def lost(self) -> str | None:
+        """Why collectives of the present round fail; None while they work."""
+        return self.main.lost or self.control.lost
+
+    def start(self) -> None:
+        """Make `main` the default group, of a world of one for now."""
+        dist.Backend.register_backend(BACKEND, lambda *_: self.main, devices=["cpu", "cuda"])
+        dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
+        self.main.attach(forming.alone(), 0, 1)
+
+    def track(self, state: Mapping[str, Any]) -> None:
+        """What makes up the training state. Once, before the first `enter`."""
+        self._state = state
+        self._reducers = Reducers()
+        self._replay = Replay(state, self._refuse)
+        self._rounds.on_round(self._heard)
+        self._rounds.ready()
+
+    def begin(self) -> None:
+        """A step begins."""
+        assert self._replay is not None
+        self._replay.begin()
+
+    def end(self) -> None:
+        """No step is taken any more."""
+        if self._replay is not None:
+            self._replay.end()
+
+    def back(self) -> Quality:
+        """The step in hand failed because of `lost`: what this member's state is worth now."""
+        assert self._replay is not None
+        return self._replay.back()
+
+    def enter(self, step: int, quality: Quality, start: Start, moved: Callable[[], None]) -> int:
+        """Leave the present round for the newest, and bring all its members to one state; its completed steps.
+
+        `moved` is called when the round has formed; then `start`, on all members, if none of them has a state. Raises
+        `RoundsOver` if no round comes, `NoState` if the state was lost.
+        """
+        for _ in range(ATTEMPTS):
+            round_ = self._rounds.wait_newer(self._number, WAIT_SECONDS)
+            began = time.monotonic()
+            self._leave("a newer round began")
+            self._number = round_.number
+            self.boundary_wanted = False
+            try:
+                formed = forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS)
+                self._join(formed)
+                moved()
+                made = time.monotonic()
+                found, agreement = self._settle(step, quality, start)
+            except (forming.Unformed, PeerLost) as e:
+                log.warning("round %d did not come about here: %s", round_.number, e)
+                self._rounds.broken(round_.number, str(e))
+                continue
+            now = time.monotonic()
+            log.info(
+                "round %d: rank %d of %d, step %d, formed in %.0f ms, settled in %.0f ms%s",
+                round_.number, round_.rank, round_.world_size, found, (made - began) * 1e3, (now - made) * 1e3,
+                f", state from rank {agreement.holder}" if agreement.receivers else "",
+            )  # fmt: skip
+            self._rounds.joined(round_.number, found)
+            return found
+        raise forming.Unformed(f"{ATTEMPTS} rounds in a row did not come about")
+
+    def _settle(self, step: int, quality: Quality, start: Start) -> tuple[int, Agreement]:
+        assert self._reducers is not None
+        digest = transfer.digest(self._state) if quality > Quality.NONE else 0
+        told = self.members.gather((step, int(quality), digest))
+        agreement = agree([Standing(s, Quality(q), d) for s, q, d in told])
+        holder, receivers = agreement.holder, agreement.receivers
+        if agreement.diverged:
+            log.error(
+                "ranks %s hold other parameters than rank %s after the same step %d; they take its state",
+                agreement.diverged, holder, agreement.step,
+            )  # fmt: skip
+        found = agreement.step
+        if holder is None:
+            found = start()
+            holder, receivers = 0, tuple(range(1, self.members.world_size))
+        if receivers:
+            transfer.send(self._state, holder, receivers, self.members)
+        self._reducers.rebuild()
+        return found, agreement
+
+    def _join(self, formed: forming.Formed) -> None:
+        with self._leaving:
+            self._formed = formed
+            self.main.attach(formed.main, formed.round.rank, formed.round.world_size)
+            self.control.attach(formed.control, formed.round.rank, formed.round.world_size)
+        if self._overtaken(formed.round.number):
+            self._abandon("a newer round began")
+            raise PeerLost("a newer round began")
+
+    def _overtaken(self, number: int) -> bool:
+        newest = self._rounds.newest()
+        return newest is not None and newest.number > number
+
+    def _refuse(self) -> None:
+        """Before an optimizer's step: not in a round that is over, whose other members may go without it."""
+        if (reason := self.lost) is not None:
+            raise PeerLost(reason)
+
+    def _heard(self, round_: Round, whole: bool) -> None:
+        """In the thread that hears of rounds."""
+        if whole and self.lost is None and self._formed is not None:
+            self.boundary_wanted = True
+        else:
+            self._abandon(f"round {round_.number} began")
+
+    def _failed(self, reason: str) -> None:
+        """In one of gloo's threads: a collective failed before we heard of anything."""
+        formed = self._formed
+        self._abandon(reason)
+        if formed is not None:
+            self._rounds.broken(formed.round.number, reason)
+
+    def _abandon(self, reason: str) -> None:
+        with self._leaving:
+            if self._formed is None:
+                return
+            self.main.abandon(reason)
+            self.control.abandon(reason)
+
+    def _leave(self, reason: str) -> None:
+        """In the training thread: nothing of the round before is felt afterwards."""
+        self._abandon(reason)
+        with self._leaving:
+            formed, self._formed = self._formed, None
+            works = [*self.main.left, *self.control.left]
+        if formed is None:
+            self.main.abandon(reason)  # the world of one
+        else:
+            forming.dismiss(formed, works)
+
+
+def supported() -> bool:
+    """Whether this machine has what recovery in process needs."""
+    return links.supported()

@@ -1,0 +1,148 @@
+"""Which round there is, as the agent of this process says.
+
+The agent knows the members first: it supervises the processes and watches the round store. A round reaches the process
+as one message; the process answers when it is ready for one, and when it sees a round break. JSON lines over a Unix
+socket whose path is in the environment. Invariant: round numbers only grow; an older one is never seen again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+SOCKET = "EVERSTEP_AGENT_SOCKET"
+MAX_LINE = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A world that was agreed on. `store`: host and port of a TCPStore that is this round's alone."""
+
+    number: int
+    rank: int
+    world_size: int
+    store: tuple[str, int]
+
+
+class RoundsOver(RuntimeError):
+    """There will be no further round: the agent is gone, or says so, or none came in time."""
+
+
+class Rounds(Protocol):
+    """Where rounds come from."""
+
+    def newest(self) -> Round | None:
+        """The newest round that was announced."""
+        ...
+
+    def wait_newer(self, than: int, seconds: float) -> Round:
+        """A round with a number above `than`. Raises `RoundsOver`."""
+        ...
+
+    def on_round(self, call: Callable[[Round, bool], None]) -> None:
+        """Call, in another thread, for each round: with whether the members of the one before still work together, so
+        that it can be left at a step boundary."""
+        ...
+
+    def ready(self) -> None:
+        """This process can join a round now."""
+        ...
+
+    def broken(self, number: int, reason: str) -> None:
+        """A collective of the round failed here."""
+        ...
+
+    def joined(self, number: int, step: int) -> None:
+        """This process trains in the round, after `step` completed steps."""
+        ...
+
+
+class AgentRounds:
+    """Rounds from the agent's socket."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._newest: Round | None = None
+        self._over: str | None = None
+        self._call: Callable[[Round, bool], None] | None = None
+        self._tell(kind="hello", pid=os.getpid())
+        threading.Thread(target=self._listen, name="everstep-rounds", daemon=True).start()
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str] = os.environ) -> AgentRounds | None:
+        """By the environment; None without an agent that announces rounds."""
+        path = environ.get(SOCKET)
+        return cls(path) if path else None
+
+    def newest(self) -> Round | None:
+        return self._newest
+
+    def wait_newer(self, than: int, seconds: float) -> Round:
+        with self._changed:
+            found = self._changed.wait_for(lambda: self._over is not None or self._above(than) is not None, seconds)
+            newest = self._above(than)
+            if newest is None:
+                raise RoundsOver(self._over if found and self._over else f"no round above {than} within {seconds:g} s")
+            return newest
+
+    def on_round(self, call: Callable[[Round, bool], None]) -> None:
+        self._call = call
+
+    def ready(self) -> None:
+        self._tell(kind="ready")
+
+    def broken(self, number: int, reason: str) -> None:
+        self._tell(kind="broken", round=number, reason=reason[:500])
+
+    def joined(self, number: int, step: int) -> None:
+        self._tell(kind="joined", round=number, step=step)
+
+    def _above(self, number: int) -> Round | None:
+        return self._newest if self._newest is not None and self._newest.number > number else None
+
+    def _tell(self, **message: Any) -> None:
+        data = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError as e:
+            self._end(f"the agent is gone ({e})")
+
+    def _listen(self) -> None:
+        try:
+            with self._socket.makefile("rb") as lines:
+                while line := lines.readline(MAX_LINE):
+                    self._hear(json.loads(line))
+            self._end("the agent is gone")
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            self._end(f"the agent said what cannot be read ({e})")
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        match message["kind"]:
+            case "round":
+                host, port = message["store"]
+                found = Round(message["round"], message["rank"], message["world_size"], (host, port))
+                with self._changed:
+                    if self._newest is not None and found.number <= self._newest.number:
+                        return
+                    self._newest = found
+                    self._changed.notify_all()
+                if self._call is not None:
+                    self._call(found, bool(message.get("whole")))
+            case "over":
+                self._end(str(message.get("reason", "the agent says so")))
+            case _:
+                pass  # of a newer agent
+
+    def _end(self, reason: str) -> None:
+        with self._changed:
+            self._over = self._over or reason
+            self._changed.notify_all()

@@ -1,0 +1,83 @@
+"""Brings one member's training state to those that are behind or new, from memory to memory.
+
+The state is taken apart as for a checkpoint, so what a checkpoint can hold can be sent, and nothing is pickled. Objects
+that are each rank's own (random generators) are not sent. Invariant: a receiver's state is the holder's, bit by bit, or
+an error says that it is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from everstep.checkpoint.exchange import exchange
+from everstep.checkpoint.filling import Segment
+from everstep.checkpoint.reading import Task
+from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.state import apply, capture
+from everstep.train.recovery.members import Members
+
+DIGEST_BYTES = 2**16  # of each tensor: what diverges, diverges everywhere
+DIGEST_TENSORS = 1024
+
+
+class TransferFailed(RuntimeError):
+    """What arrived is not what was sent."""
+
+
+def digest(state: Mapping[str, Any]) -> int:
+    """63 bits of the parameters, of the same number on members that agree."""
+    found = xxhash.xxh3_64()
+    captured = capture(state, 0)
+    for name in sorted(captured.parameters)[:DIGEST_TENSORS]:
+        found.update(_bytes(captured.tensors[name])[:DIGEST_BYTES])
+    return found.intdigest() >> 1
+
+
+def send(state: Mapping[str, Any], holder: int, receivers: tuple[int, ...], members: Members) -> int:
+    """Bring the holder's state to the receivers; its bytes. Collective: every member takes part, because a broadcast
+    is what reaches several fastest."""
+    mine = members.rank == holder
+    tensors: dict[str, torch.Tensor] = {}
+    head = b""
+    if mine:
+        captured = capture(state, members.rank)
+        tensors = {name: t.detach() for name, t in captured.tensors.items()}
+        if sharded := [name for name, t in tensors.items() if is_sharded(t)]:
+            raise TransferFailed(f"{sharded[0]} is sharded: only replicated state can be sent from member to member")
+        head = _header(captured.values, tensors)
+    described = json.loads(members.from_rank(holder, head))
+    if not mine:
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, kind)) for name, kind, shape, _ in described["tensors"]
+        }
+    buffers = [_bytes(t) for t in tensors.values()]
+    tasks = [Task(0, i, (Segment(0, len(b), i, 0),)) for i, b in enumerate(buffers) if len(b)]
+    divided: list[list[Task]] = [tasks if rank == holder else [] for rank in range(members.world_size)]
+    exchange(divided, buffers, members)
+    if members.rank in receivers:
+        for (name, _, _, said), data in zip(described["tensors"], buffers, strict=True):
+            if xxhash.xxh3_64_hexdigest(data) != said:
+                raise TransferFailed(f"{name}: what arrived from rank {holder} fails its checksum")
+        apply(state, {"state": described["values"]}, tensors, members.rank)
+    return sum(len(b) for b in buffers)
+
+
+def _header(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bytes:
+    listed = [
+        (name, str(t.dtype).removeprefix("torch."), list(t.shape), xxhash.xxh3_64_hexdigest(_bytes(t)))
+        for name, t in tensors.items()
+    ]
+    return json.dumps({"values": values, "tensors": listed}).encode()
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """A CPU tensor's own bytes, or a copy of those of another device's."""
+    if not tensor.numel():
+        return np.empty(0, dtype=np.uint8)
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

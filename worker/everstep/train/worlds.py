@@ -1,0 +1,155 @@
+"""The two kinds of world that a session's loop runs in: one that lasts as long as the process, and one that may change.
+
+In the first a lost peer ends the process, and its launcher starts a new one. In the second the loop goes on: the failed
+step comes again, or counts, and the next step is taken with other members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from everstep.data import ElasticLoader
+from everstep.train.boundary import Boundary
+from everstep.train.recovery.agreement import Quality
+from everstep.train.recovery.group import PeerLost
+from everstep.train.recovery.recovery import Recovery
+
+
+class World(Protocol):
+    """What the loop asks between its steps."""
+
+    def begin(self) -> None:
+        """Bring the state that training goes on from."""
+        ...
+
+    def step_begins(self) -> None: ...
+
+    def lost(self, error: BaseException) -> bool:
+        """Whether the error of a step means that a peer was lost, and `go_on` can be called."""
+        ...
+
+    def go_on(self, *, in_step: bool) -> None:
+        """A peer was lost, in a step or between two."""
+        ...
+
+    def between(self) -> None:
+        """After a step that is not the last: save, stop, change the world."""
+        ...
+
+    def finish(self) -> bool:
+        """After the last step; False if there are steps left after all."""
+        ...
+
+
+class Steady:
+    """The world of a process group that was made once."""
+
+    def __init__(self, boundary: Boundary, state: Mapping[str, Any]) -> None:
+        self._boundary = boundary
+        self._state = state
+
+    def begin(self) -> None:
+        self._boundary.restore(self._state)
+
+    def step_begins(self) -> None:
+        pass
+
+    def lost(self, error: BaseException) -> bool:
+        return False
+
+    def go_on(self, *, in_step: bool) -> None:
+        raise AssertionError("this world is never lost")
+
+    def between(self) -> None:
+        self._boundary.agree()
+
+    def finish(self) -> bool:
+        self._boundary.finish(self._boundary.step)
+        return True
+
+
+class Recovering:
+    """The world of the newest round. `count` completes the step in hand."""
+
+    def __init__(
+        self,
+        recovery: Recovery,
+        boundary: Boundary,
+        state: Mapping[str, Any],
+        loader: ElasticLoader | None,
+        count: Callable[[], None],
+    ) -> None:
+        self._recovery = recovery
+        self._boundary = boundary
+        self._state = state
+        self._loader = loader
+        self._count = count
+
+    def begin(self) -> None:
+        self._recovery.track(self._state)
+        self._enter(Quality.NONE)
+
+    def step_begins(self) -> None:
+        self._recovery.begin()
+
+    def lost(self, error: BaseException) -> bool:
+        return self._recovery.lost is not None and any(isinstance(e, PeerLost) or _says_so(e) for e in _chain(error))
+
+    def go_on(self, *, in_step: bool) -> None:
+        quality = Quality.WHOLE
+        if in_step:
+            quality = self._recovery.back()
+            if quality is Quality.TAIL_LOST:
+                self._count()
+            elif self._loader is not None:
+                self._loader.rewind()
+        self._enter(quality)
+
+    def between(self) -> None:
+        try:
+            if self._boundary.agree(move=self._recovery.boundary_wanted):
+                self._enter(Quality.WHOLE)
+        except (PeerLost, RuntimeError) as e:
+            if not self.lost(e):
+                raise
+            self.go_on(in_step=False)
+
+    def finish(self) -> bool:
+        before = self._boundary.step
+        try:
+            self._boundary.finish(before)
+        except (PeerLost, RuntimeError) as e:
+            if not self.lost(e):
+                raise
+            self.go_on(in_step=False)
+            return False
+        self._recovery.end()
+        return True
+
+    def _enter(self, quality: Quality) -> None:
+        self._boundary.step = self._recovery.enter(self._boundary.step, quality, self._start, self._moved)
+
+    def _moved(self) -> None:
+        """The round has formed; its members are not at one state yet."""
+        members = self._recovery.members
+        self._boundary.move(members)
+        if self._loader is not None:
+            self._loader.reshard(members.rank, members.world_size)
+
+    def _start(self) -> int:
+        return self._boundary.restore(self._state)
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error and those that it came from."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _says_so(error: BaseException) -> bool:
+    """Through C++, where DDP waits, only the text of an error comes."""
+    return isinstance(error, RuntimeError) and PeerLost.__name__ in str(error)
