@@ -44,7 +44,8 @@ def sizes(root: Path) -> list[int]:
 def test_state_saved_by_eight_ranks_loads_bit_identical_on_other_numbers_and_kinds(kind: str, tmp_path: Path) -> None:
     # Case 83: replicated and sharded state, with Adam's; then each loaded as the other.
     root, other = tmp_path / "store", {"ddp": "fsdp", "fsdp": "ddp"}[kind]
-    worlds = [f"load:{n}:{root}:kind={kind}" for n in LOADED] + [f"load:3:{root}:kind={other}"]
+    worlds = [f"load:{n}:{root}:kind={kind}:far=yes" for n in LOADED] + [f"load:3:{root}:kind={other}"]
+    worlds += [f"load:7:{root}:kind={kind}"]
     saved, *loaded = run(tmp_path / "out", f"save:8:{root}:kind={kind}", *worlds)
     assert len(sizes(root)) == 8
     if kind == "ddp":  # FSDP2 itself decides how sharded tensors are divided
@@ -55,12 +56,20 @@ def test_state_saved_by_eight_ranks_loads_bit_identical_on_other_numbers_and_kin
 
 def test_replicated_state_is_read_once_by_the_world_and_not_once_by_each_rank(tmp_path: Path) -> None:
     root = tmp_path / "store"
-    worlds = run(tmp_path / "out", f"save:2:{root}:kind=ddp", *[f"load:{n}:{root}:kind=ddp" for n in (1, 2, 4)])
+    worlds = [f"load:{n}:{root}:kind=ddp:far=yes" for n in (1, 2, 4)]
+    _, *loaded = run(tmp_path / "out", f"save:2:{root}:kind=ddp", *worlds)
     stored = sum(sizes(root))
-    for world in worlds[1:]:
+    for world in loaded:
         read = [r["read"] for r in world]
         assert sum(read) == stored, "every byte once"
         assert max(read) <= stored / len(read) + 2 * 4096, "even but for a chunk"
+
+
+def test_ranks_that_share_a_page_cache_each_read_all_of_a_replicated_state(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    saved, loaded = run(tmp_path / "out", f"save:2:{root}:kind=ddp", f"load:3:{root}:kind=ddp")
+    assert [r["read"] for r in loaded] == [sum(sizes(root))] * 3
+    assert {r["digest"] for r in loaded} == {saved[0]["digest"]}
 
 
 def test_sharded_state_is_read_by_those_who_need_it(tmp_path: Path) -> None:

@@ -38,10 +38,11 @@ Result = dict[str, Any]
 
 
 class Counting:
-    """A store that counts the bytes of shards that are read and created through it."""
+    """A store that counts the bytes of shards that are read through it; a far one does not say that it is files."""
 
-    def __init__(self, inner: ObjectStore) -> None:
+    def __init__(self, inner: ObjectStore, far: str = "") -> None:
         self._inner = inner
+        self.url = f"far+{inner.url}" if far else inner.url
         self.read = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -119,9 +120,9 @@ def save(root: str, kind: str) -> Result:
     return {"digest": digest(found)}
 
 
-def load(root: str, kind: str) -> Result:
+def load(root: str, kind: str, far: str = "") -> Result:
     found = state(kind, 2)
-    store = Counting(open_store(root))
+    store = Counting(open_store(root), far)
     step = everstep.Checkpointer(store=store).restore(found)  # type: ignore[arg-type]
     return {"step": step, "digest": digest(found), "read": store.read}
 

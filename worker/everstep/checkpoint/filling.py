@@ -57,7 +57,7 @@ class Filler:
         start, digest = chunk * shard.chunk_bytes, xxhash.xxh3_128()
         try:
             for read in reads(segments, chunk_size(shard, chunk), self._store.capabilities.read_size):
-                view = self._view(read)
+                view = self._view(read, shard.chunk_bytes)
                 self._store.get_into(shard.path, start + read.begin, memoryview(view))
                 digest.update(view)
                 for other in read.others:
@@ -71,13 +71,13 @@ class Filler:
         if digest.hexdigest() != shard.xxh3_128[chunk]:
             raise Damaged(f"{shard.path}: chunk {chunk} fails its checksum: the bytes were changed")
 
-    def _view(self, read: Read) -> Any:
+    def _view(self, read: Read, most: int) -> Any:
         size = read.end - read.begin
         if read.place is not None:
             at = read.place.at + read.begin - read.place.begin
             return self._buffers[read.place.buffer][at : at + size]
-        if len(self._spare) < size:
-            self._spare = np.empty(size, dtype=np.uint8)
+        if len(self._spare) < size:  # once, and not larger from read to read: to touch memory costs more than to read
+            self._spare = np.empty(max(size, min(self._store.capabilities.read_size, most)), dtype=np.uint8)
         return self._spare[:size]
 
 

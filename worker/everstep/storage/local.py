@@ -34,9 +34,9 @@ from everstep.storage.uncached import UncachedWriter
 # Names of this form are never listed; a crash between write and link leaves one behind.
 _TEMPORARY = ".tmp-"
 _counter = itertools.count()
-# Small enough that a processor's cache holds what was read until the reader has checked it, large enough that opening
-# the file does not count.
-_READ_SIZE = 4 * 2**20
+# Small enough that a processor's own cache holds what was read until the reader has checked it, large enough that
+# opening the file (10 us) does not count.
+_READ_SIZE = 2**20
 
 _RETRYABLE = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT}
 # What `link` says on a file system without hard links; vfat and some FUSE mounts say EPERM.
