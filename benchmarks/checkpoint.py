@@ -18,6 +18,14 @@ Figures, by cell:
 - `memory`: peak resident memory of two saves beyond what was there before the Checkpointer ÷ the bytes staged.
 - `training_cost`, `steps_slower`: what a save takes from the steps beside it; see `checkpoint_parts/training.py`. One
   rank, files only: an S3 server on the same cores would take them from the steps itself.
+
+Goals that are missed on the machine of the table in docs/operations/checkpoint-speed.md (2 cores), and why:
+- `load` on files: five times DCP's rate is more than bare reads reach there without any check.
+- `steps_slower` on a disk: neither a nicer thread, fewer threads, nor no checksums changes it; slower writes do. The
+  virtual disk at full rate takes it from the core beside it, and `save` asks for the full rate.
+- `save`: the copy to staging counts, the bare write needs none; on tmpfs a rank's one file takes one writer at a time.
+- `training_cost` on tmpfs: the bare write is nothing but a copy, ours copies, hashes and looks for NaN besides.
+- `load` on S3: not explained. `blocked` with several ranks: the slowest rank counts, and they share two cores.
 """
 
 from __future__ import annotations
