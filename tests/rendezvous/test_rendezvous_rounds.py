@@ -1,0 +1,414 @@
+"""The membership machine, situation by situation; `test_rendezvous_world.py` has what must hold in all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.rendezvous.document import (
+    MAX_BYTES,
+    MAX_MEMBERS,
+    Document,
+    Loss,
+    Member,
+    Report,
+    Seat,
+    Sizes,
+    Wish,
+    decode,
+    decode_wish,
+    encode,
+)
+from everstep.rendezvous.errors import DocumentInvalid
+from everstep.rendezvous.participant import Broken, Growing, Whole, standing
+from everstep.rendezvous.ranks import assign
+from everstep.rendezvous.reachability import EXACT, largest_set
+from everstep.rendezvous.rounds import (
+    MAX_FLAPS,
+    Close,
+    CloseJob,
+    Evict,
+    Join,
+    Leave,
+    Reach,
+    Refused,
+    SetBoundary,
+    Waited,
+    apply,
+    growth,
+)
+
+
+def agent(name: str, index: int = -1, **more: Any) -> Member:
+    return Member(index, name, **more)
+
+
+def after(document: Document, *events: Any) -> Document:
+    """The document after the events, none of which may be refused."""
+    for event in events:
+        result = apply(document, event)
+        assert isinstance(result, Document), f"{event}: {result}"
+        document = result
+    return document
+
+
+def refused(document: Document, event: Any) -> Refused:
+    result = apply(document, event)
+    assert isinstance(result, Refused), f"{event} was not refused"
+    return result
+
+
+def joined(sizes: Sizes, *names: str) -> Document:
+    return after(Document(sizes), *(Join(agent(name), sizes) for name in names))
+
+
+def formed(sizes: Sizes, *names: str) -> Document:
+    """Round 1 of these."""
+    return after(joined(sizes, *names), Close(names[0], 0, Waited.LAST_CALL))
+
+
+def names(document: Document) -> list[str]:
+    return [member.agent for member in document.members]
+
+
+TWO_OR_THREE = Sizes(2, 3)
+
+
+# --- forming
+
+
+def test_first_round_with_all_there_is_formed_at_once() -> None:
+    document = after(joined(TWO_OR_THREE, "a", "b", "c"), Close("b", 0, Waited.NOTHING))
+    assert (document.round, names(document), document.joining) == (1, ["a", "b", "c"], ())
+
+
+def test_first_round_with_fewer_waits_for_the_last_call() -> None:
+    document = joined(TWO_OR_THREE, "a", "b")
+    assert "last call" in refused(document, Close("a", 0, Waited.NOTHING)).reason
+    assert names(after(document, Close("a", 0, Waited.LAST_CALL))) == ["a", "b"]
+
+
+def test_fewer_than_the_minimum_never_form_a_round() -> None:
+    assert "1 of at least 2" in refused(joined(TWO_OR_THREE, "a"), Close("a", 0, Waited.REJOIN)).reason
+
+
+def test_discrete_sizes_leave_the_odd_one_waiting() -> None:
+    document = after(joined(Sizes(2, 4, (2, 4)), "a", "b", "c"), Close("a", 0, Waited.LAST_CALL))
+    assert names(document) == ["a", "b"]
+    assert [m.agent for m in document.joining] == ["c"]
+    assert growth(document) == 0  # it alone would make no larger round
+    assert growth(after(document, Join(agent("d"), document.sizes))) == 2
+
+
+def test_more_than_the_maximum_leaves_the_rest_waiting_without_disturbing_the_round() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Join(agent("d"), TWO_OR_THREE))
+    assert standing(document, 1, "a") == Whole()
+    assert "its members take in who waits" in refused(document, Close("d", 1, Waited.REJOIN)).reason
+
+
+def test_survivors_that_are_all_back_form_the_next_round_at_once() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Evict("a", 1, "c", "gone"))
+    document = after(document, Join(agent("b"), TWO_OR_THREE))
+    assert "waiting for a of round 1" in refused(document, Close("b", 1, Waited.LAST_CALL)).reason
+    document = after(document, Join(agent("a"), TWO_OR_THREE), Close("b", 1, Waited.NOTHING))
+    assert (document.round, names(document)) == (2, ["a", "b"])
+
+
+def test_a_living_member_that_does_not_come_back_is_left_behind_after_the_rejoin_wait() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), *(Join(agent(n), TWO_OR_THREE) for n in "ab"))
+    document = after(document, Close("a", 1, Waited.REJOIN))
+    assert names(document) == ["a", "b"]
+    assert isinstance(standing(document, 1, "c"), Broken)
+
+
+def test_joiners_are_taken_in_when_the_members_ask_for_the_next_round() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b"), Join(agent("c"), TWO_OR_THREE))
+    assert standing(document, 1, "a") == Growing(1, None)
+    document = after(document, SetBoundary("b", 1, 40))
+    assert standing(document, 1, "a") == Growing(1, 40)
+    assert "agreed already" in refused(document, SetBoundary("a", 1, 41)).reason
+    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Close("a", 1, Waited.NOTHING))
+    assert (names(document), document.boundary) == (["a", "b", "c"], None)
+
+
+# --- fences
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Close("c", 1, Waited.REJOIN),
+        Evict("c", 1, "a", "revenge"),
+        Reach("c", 1, "a", False),
+        SetBoundary("c", 1, 3),
+        CloseJob("c", "over"),
+    ],
+)
+def test_a_member_that_was_evicted_can_do_nothing_in_its_round(event: Any) -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Evict("a", 1, "c", "silent"))
+    refused(document, event)
+
+
+@pytest.mark.parametrize("event", [Evict("a", 1, "b", "late"), Close("a", 1, Waited.REJOIN), Reach("a", 1, "b", False)])
+def test_what_was_decided_in_an_old_round_is_refused_in_the_new_one(event: Any) -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b"), *(Join(agent(n), TWO_OR_THREE) for n in "ab"))
+    document = after(document, Close("a", 1, Waited.NOTHING), *(Join(agent(n), TWO_OR_THREE) for n in "ab"))
+    assert "round 2 is the present one" in refused(document, event).reason
+
+
+def test_an_evicted_member_that_wakes_up_may_join_again() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Evict("a", 1, "c", "silent"))
+    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "abc"), Close("a", 1, Waited.NOTHING))
+    assert names(document) == ["a", "b", "c"]
+
+
+def test_a_newer_incarnation_replaces_the_older_for_good() -> None:
+    old, new = agent("old", 1), agent("new", 1, incarnation=1)
+    document = after(Document(TWO_OR_THREE), Join(agent("a", 0), TWO_OR_THREE), Join(old, TWO_OR_THREE))
+    document = after(document, Close("a", 0, Waited.LAST_CALL), Join(new, TWO_OR_THREE))
+    assert document.gone == (Loss("old", "replaced by new, incarnation 1"),)
+    assert refused(document, Join(old, TWO_OR_THREE)).final
+    document = after(document, Join(agent("a", 0), TWO_OR_THREE), Close("a", 1, Waited.NOTHING))
+    assert names(document) == ["a", "new"]
+
+
+def test_of_two_lives_of_one_incarnation_the_later_stays() -> None:
+    first, second = agent("x1", 0), agent("x2", 0)
+    document = after(Document(TWO_OR_THREE), Join(first, TWO_OR_THREE), Join(second, TWO_OR_THREE))
+    assert [m.agent for m in document.joining] == ["x2"]
+    assert refused(document, Join(first, TWO_OR_THREE)).final
+
+
+def test_agents_that_disagree_about_sizes_are_told_both() -> None:
+    reason = refused(joined(TWO_OR_THREE, "a"), Join(agent("b"), Sizes(4, 4))).reason
+    assert "4:4" in reason
+    assert "2:3" in reason
+
+
+def test_a_job_of_which_nobody_is_left_may_be_started_with_other_sizes() -> None:
+    document = after(joined(TWO_OR_THREE, "a"), Leave("a"), Join(agent("b"), Sizes(4, 4)))
+    assert document.sizes == Sizes(4, 4)
+
+
+def test_a_closed_job_stays_as_it_is() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b"), CloseJob("a", "done"))
+    for event in (Join(agent("c"), TWO_OR_THREE), Close("a", 1, Waited.REJOIN), CloseJob("b", "done")):
+        assert refused(document, event).final
+
+
+# --- reachability (failure 60)
+
+
+def regrouped(document: Document, who: str) -> Document:
+    """The next round, after all of them came back."""
+    events = [Join(agent(name), document.sizes) for name in who]
+    return after(document, *events, Close(who[0], document.round, Waited.NOTHING))
+
+
+def test_of_two_that_do_not_reach_each_other_the_lower_index_stays() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Reach("c", 1, "b", False))
+    assert standing(document, 1, "a") == Broken("c does not reach b")
+    document = regrouped(document, "abc")
+    assert names(document) == ["a", "b"]
+    assert [m.agent for m in document.joining] == ["c"]
+
+
+def test_the_larger_side_of_a_partition_stays_whoever_reports() -> None:
+    document = formed(Sizes(1, 5), *"abcde")
+    for target in "cde":
+        document = after(document, Reach("a", 1, target, False))
+    assert names(regrouped(document, "abcde")) == ["b", "c", "d", "e"]
+
+
+def test_reports_that_come_late_lead_to_the_larger_side_too() -> None:
+    document = regrouped(after(formed(Sizes(1, 5), *"abcde"), Reach("a", 1, "c", False)), "abcde")
+    assert "c" not in names(document)
+    document = regrouped(after(document, Reach("a", 2, "d", False)), "abde")
+    assert sorted(names(document)) == ["b", "c", "d", "e"]
+
+
+def test_an_unreachable_pair_is_not_put_together_again_until_it_is_taken_back() -> None:
+    document = regrouped(after(formed(TWO_OR_THREE, "a", "b", "c"), Reach("a", 1, "c", False)), "abc")
+    assert names(document) == ["a", "b"]
+    assert growth(document) == 0  # no restart for one that could not come in
+    assert growth(after(document, Reach("c", 2, "a", True))) == 1
+
+
+def test_a_pair_that_flaps_is_separated_for_good() -> None:
+    document = formed(TWO_OR_THREE, "a", "b", "c")
+    for _ in range(MAX_FLAPS - 1):
+        document = after(document, Join(agent("c"), TWO_OR_THREE), Reach("a", 1, "c", False), Reach("a", 1, "c", True))
+    document = after(document, Join(agent("c"), TWO_OR_THREE), Reach("a", 1, "c", False))
+    assert refused(document, Reach("a", 1, "c", True)).final
+
+
+@given(st.integers(2, 9), st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12))
+def test_the_largest_set_is_the_one_that_trying_all_sets_finds(size: int, pairs: set[tuple[int, int]]) -> None:
+    members = [agent(f"m{i}", i) for i in range(size)]
+    reports = [Report(f"m{a}", f"m{b}", True, 1) for a, b in pairs if a < b < size]
+
+    def good(chosen: tuple[Member, ...]) -> bool:
+        here = {m.agent for m in chosen}
+        return not any(r.low in here and r.high in here for r in reports)
+
+    subsets = [tuple(m for i, m in enumerate(members) if mask >> i & 1) for mask in range(2**size)]
+    best = max(len(s) for s in subsets if good(s))
+    found = largest_set(members, reports)
+    assert good(found)
+    assert len(found) == best
+    assert largest_set(members, reports) == found
+
+
+def test_many_bad_pairs_leave_a_set_without_one() -> None:
+    members = [agent(f"m{i:02}", i) for i in range(2 * EXACT)]
+    reports = [Report(f"m{i:02}", f"m{i + 1:02}", True, 1) for i in range(2 * EXACT - 1)]
+    here = {m.agent for m in largest_set(members, reports)}
+    assert len(here) == EXACT
+    assert not any(r.low in here and r.high in here for r in reports)
+
+
+# --- ranks
+
+
+def ranks(old: str, new: str) -> str:
+    previous = [agent(name, index) for index, name in enumerate(old)]
+    index = {name: i for i, name in enumerate(old)}
+    return "".join(m.agent for m in assign(previous, [agent(n, index.get(n.lower(), 50)) for n in new]))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("abc", "abc", "abc"),
+        ("abc", "ac", "ac"),
+        ("abc", "bc", "bc"),
+        ("abcd", "acdx", "axcd"),  # the joiner takes the place that is free
+        ("abcd", "dx", "xd"),  # d moves as little as it can
+        ("abcd", "aBCd", "aBCd"),  # a new incarnation takes its worker's rank
+        ("abc", "xyz", "xyz"),
+        ("", "ba", "ab"),
+        ("abc", "abcxy", "abcxy"),
+    ],
+)
+def test_survivors_keep_their_ranks_and_joiners_fill_the_rest(old: str, new: str, expected: str) -> None:
+    assert ranks(old, new) == expected
+
+
+@given(st.integers(0, 12), st.sets(st.integers(0, 20), min_size=1, max_size=12))
+def test_ranks_keep_order_and_as_many_ranks_as_order_allows(size: int, chosen: set[int]) -> None:
+    previous = [agent(f"m{i:02}", i) for i in range(size)]
+    result = assign(previous, [agent(f"m{i:02}", i) for i in chosen])
+    assert sorted(m.index for m in result) == sorted(chosen)
+    survivors = [m.index for m in result if m.index < size]
+    assert survivors == sorted(survivors)
+    for rank in range(min(size, len(result))):
+        behind = sum(i > rank for i in survivors)
+        if rank in survivors and rank < len(result) - behind:
+            assert result[rank].index == rank
+
+
+# --- bytes
+
+
+text = st.text(max_size=20)
+agent_ids = st.from_regex(r"[A-Za-z0-9._-]{1,64}", fullmatch=True)
+members = st.builds(
+    Member,
+    index=st.integers(0, 2**16 - 1),
+    agent=agent_ids,
+    incarnation=st.integers(0, 2**40),
+    local_world_size=st.integers(1, 64),
+    address=text,
+    store_port=st.integers(0, 65535),
+    link_port=st.integers(0, 65535),
+)
+rosters = st.lists(members, max_size=4, unique_by=lambda m: m.agent).map(tuple)
+
+
+@given(
+    st.builds(
+        Document,
+        sizes=st.sampled_from([TWO_OR_THREE, Sizes(2, 8, (2, 4, 8))]),
+        round=st.integers(0, 2**53 - 1),
+        members=rosters,
+        gone=st.lists(st.builds(Loss, agent_ids, text), max_size=3).map(tuple),
+        joining=rosters,
+        seats=st.lists(
+            st.builds(Seat, st.integers(0, 99), agent_ids, st.integers(0, 99)), max_size=3, unique_by=lambda s: s.index
+        ).map(tuple),
+        reports=st.lists(st.builds(Report, agent_ids, agent_ids, st.booleans(), st.integers(0, 9)), max_size=3).map(
+            tuple
+        ),
+        broken=st.none() | text,
+        boundary=st.none() | st.integers(0, 2**40),
+        closed=st.none() | text,
+    )
+)
+def test_any_document_survives_its_bytes(document: Document) -> None:
+    assert decode(encode(document)) == document
+
+
+@given(members, st.integers(0, 99))
+def test_a_wish_survives_its_bytes(member: Member, number: int) -> None:
+    wish = Wish(member, number, TWO_OR_THREE)
+    assert decode_wish(wish.encode()) == wish
+
+
+GOOD = encode(formed(TWO_OR_THREE, "a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (b"", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b"[]", "object"),
+        (b"{}", "version"),
+        (GOOD.replace(b'"version":1', b'"version":2'), "version"),
+        (GOOD.replace(b'"round":1', b'"round":-1'), "round"),
+        (GOOD.replace(b'"round":1', b'"round":true'), "round"),
+        (GOOD.replace(b'"round":1', b'"round":1e400'), "round"),
+        (GOOD.replace(b'"a"', b'"a b"', 1), "agent"),
+        (GOOD.replace(b'"a"', b'"' + b"a" * 65 + b'"', 1), "agent"),
+        (GOOD.replace(b'"members":[', b'"members":["x",'), "members"),
+        (GOOD.replace(b'"b"', b'"a"', 1), "members"),
+        (GOOD.replace(b'"sizes":[2,3', b'"sizes":[3,2'), "sizes"),
+        (GOOD.replace(b'"closed":null', b'"closed":"' + b"x" * 201 + b'"'), "closed"),
+        (b" " * (MAX_BYTES + 1), "bytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_bytes_that_are_no_document_are_refused_by_field(data: bytes, named: str) -> None:
+    with pytest.raises(DocumentInvalid, match=named):
+        decode(data)
+
+
+@given(st.binary(max_size=200) | st.integers(0, len(GOOD) - 1).map(lambda i: GOOD[:i] + b"9" + GOOD[i + 1 :]))
+def test_damaged_bytes_are_refused_or_are_a_document(data: bytes) -> None:
+    try:
+        document = decode(data)
+    except DocumentInvalid:
+        return
+    assert decode(encode(document)) == document
+
+
+def test_the_largest_world_fits_its_bound() -> None:
+    host = "trainer-with-a-long-name-0000.default.svc.cluster.local"
+    sizes = Sizes(1, MAX_MEMBERS)
+    everyone = tuple(
+        Member(i, f"trainer-{i:04}-123456-0123abcd", 3, 8, f"{host}", 45000, 46000) for i in range(MAX_MEMBERS)
+    )
+    seats = tuple(Seat(m.index, m.agent, m.incarnation) for m in everyone)
+    document = Document(sizes, round=9, members=everyone, seats=seats)
+    assert len(encode(document)) <= MAX_BYTES
+
+
+def test_an_agent_more_than_fits_is_refused() -> None:
+    sizes = Sizes(1, MAX_MEMBERS)
+    everyone = tuple(Member(i, f"a{i}") for i in range(MAX_MEMBERS))
+    document = replace(Document(sizes), joining=everyone)
+    assert "wait already" in refused(document, Join(Member(5, "one-more"), sizes)).reason

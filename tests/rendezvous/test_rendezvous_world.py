@@ -1,0 +1,236 @@
+"""Any interleaving of agents that die at any point, see old documents and lose answers (failures 38, 46, 65).
+
+The oracle in `world.py` judges every document that any agent ever writes, and whether the world comes to rest once
+faults stop. The same walks must find each of the seeded mistakes below: an oracle that sees none proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from world import SIZES, Agent, Violation, World, events, walk
+
+from everstep.rendezvous import participant, rounds
+from everstep.rendezvous.document import Document, Member, Sizes
+from everstep.rendezvous.rounds import Waited
+from everstep.rendezvous.seats import Table
+
+WALKS = int(os.environ.get("EVERSTEP_WALKS", "500"))
+MUTANT_WALKS = 3000  # at most: a mistake must show in so many
+
+
+class Job(RuleBasedStateMachine):
+    """One rule, one store call at most; so an agent may die between any two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(SIZES[0])
+
+    def agent(self, data: st.DataObject) -> Agent:
+        return data.draw(st.sampled_from(list(self.world.agents.values())), label="agent")
+
+    @precondition(lambda self: not self.world.agents)
+    @rule(sizes=st.sampled_from(SIZES))
+    def begin(self, sizes: Sizes) -> None:
+        self.world = World(sizes)
+        self.world.start(-1, 0)
+
+    @rule(index=st.sampled_from([-1, -1, 0, 1]), incarnation=st.integers(0, 2))
+    def start(self, index: int, incarnation: int) -> None:
+        self.world.start(index, incarnation if index >= 0 else 0)
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data())
+    def announce(self, data: st.DataObject) -> None:
+        self.world.announce(self.agent(data))
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data(), age=st.sampled_from([0, 0, 1, 3]))
+    def look(self, data: st.DataObject, age: int) -> None:
+        self.world.look(self.agent(data), age)
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data())
+    def read_presence(self, data: st.DataObject) -> None:
+        self.world.read_presence(self.agent(data))
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data(), waited=st.sampled_from(Waited), answer_lost=st.booleans())
+    def join(self, data: st.DataObject, waited: Waited, answer_lost: bool) -> None:
+        self.world.join(self.agent(data), waited, answer_lost)
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data())
+    def again(self, data: st.DataObject) -> None:
+        self.world.again(self.agent(data))
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data(), number=st.integers(0, 4))
+    def act(self, data: st.DataObject, number: int) -> None:
+        agent, target = self.agent(data), self.agent(data)
+        self.world.act(agent, data.draw(st.sampled_from(list(events(self.world, agent, target, number)))))
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data(), number=st.integers(0, 4))
+    def stray(self, data: st.DataObject, number: int) -> None:
+        agent, target = self.agent(data), self.agent(data)
+        for event in events(self.world, agent, target, number):
+            self.world.stray(agent, event, number)
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data(), lapses=st.booleans())
+    def crash(self, data: st.DataObject, lapses: bool) -> None:
+        agent = self.agent(data)
+        self.world.crash(agent)
+        if lapses:
+            self.world.lapse(agent)
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data())
+    def lapse(self, data: st.DataObject) -> None:
+        self.world.lapse(self.agent(data))
+
+    def teardown(self) -> None:
+        self.world.settle()
+
+
+def test_any_interleaving_of_crashes_stale_reads_and_lost_answers_keeps_one_membership_a_round() -> None:
+    run_state_machine_as_test(
+        Job,
+        settings=settings(
+            max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def test_random_lives_of_a_job_break_no_rule_and_come_to_rest() -> None:
+    formed = sum(len(walk(seed).formed) for seed in range(WALKS))
+    assert formed > WALKS  # the walks do what they are for
+
+
+# --- seeded mistakes
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def _patched(module: Any, name: str, make: Callable[[Any], Any]) -> Patch:
+    return lambda patch: patch.setattr(module, name, make(getattr(module, name)))
+
+
+def _close_over_missing(close: Any) -> Any:
+    return lambda document, event: close(document, replace(event, waited=Waited.REJOIN))
+
+
+def _close_with_same_number(close: Any) -> Any:
+    def wrong(document: Document, event: Any) -> Any:
+        after = close(document, event)
+        return replace(after, round=max(1, document.round)) if isinstance(after, Document) else after
+
+    return wrong
+
+
+def _close_any_running_round(close: Any) -> Any:
+    # The members are forgotten before the machine looks whether they are missed.
+    def wrong(document: Document, event: Any) -> Any:
+        return close(replace(document, members=()), event)
+
+    return wrong
+
+
+def _lose_from_waiting_only(lose: Any) -> Any:
+    def wrong(document: Document, agent: str, why: str) -> Any:
+        after = lose(document, agent, why)
+        return None if after is None else replace(after, gone=document.gone)
+
+    return wrong
+
+
+def _forget_who_is_gone(document: Any) -> Any:
+    return lambda table: replace(document(table), gone=())
+
+
+def _ranks_by_name(_assign: Any) -> Any:
+    return lambda _previous, chosen: tuple(sorted(chosen, key=lambda m: m.agent, reverse=True))
+
+
+def _ranks_packed(_assign: Any) -> Any:
+    # Keeps the order, but not the ranks: everyone behind a lost member moves up.
+    def wrong(previous: tuple[Member, ...], chosen: Any) -> tuple[Member, ...]:
+        pool = {m.agent: m for m in chosen}
+        kept = [pool.pop(m.agent) for m in previous if m.agent in pool]
+        return (*kept, *sorted(pool.values()))
+
+    return wrong
+
+
+def _seat_for_anyone(older: Any) -> Any:
+    def wrong(table: Any, member: Member) -> Any:
+        seat = table._seats.get(member.index)
+        refused = older(table, member)
+        if refused is not None:
+            table._seats[member.index] = replace(seat, incarnation=0, past=())
+        return None if refused is not None else refused
+
+    return wrong
+
+
+def _everyone_reaches_everyone(_largest: Any) -> Any:
+    return lambda members, _reports: tuple(members)
+
+
+def _too_many(close: Any) -> Any:
+    def wrong(document: Document, event: Any) -> Any:
+        sizes = document.sizes
+        after = close(replace(document, sizes=Sizes(1, sizes.maximum)), event)
+        return replace(after, sizes=sizes) if isinstance(after, Document) else after
+
+    return wrong
+
+
+def _nobody_is_evicted(without: Any) -> Any:
+    return lambda document, by, present: (document, [])
+
+
+def _old_wishes_count(fold: Any) -> Any:
+    def wrong(document: Document, me: str, present: Any) -> Any:
+        return fold(document, me, {agent: replace(wish, after=document.round) for agent, wish in present.items()})
+
+    return wrong
+
+
+MISTAKES: dict[str, Patch] = {
+    "no fence": _patched(rounds, "_fence", lambda _: lambda document, by, number: None),
+    "fence forgets the round's number": _patched(
+        rounds, "_fence", lambda fence: lambda document, by, number: fence(document, by, document.round)
+    ),
+    "closes over missing members": _patched(rounds, "_close", _close_over_missing),
+    "closes a round that runs": _patched(rounds, "_close", _close_any_running_round),
+    "gives a number twice": _patched(rounds, "_close", _close_with_same_number),
+    "forms a round of a size that is not allowed": _patched(rounds, "_close", _too_many),
+    "takes out without a record": _patched(rounds, "_lose", _lose_from_waiting_only),
+    "forgets who is gone": _patched(Table, "document", _forget_who_is_gone),
+    "ranks without regard to the last round": _patched(rounds, "assign", _ranks_by_name),
+    "everyone moves up": _patched(rounds, "assign", _ranks_packed),
+    "an older incarnation comes back": _patched(Table, "_replace_older", _seat_for_anyone),
+    "unreachable pairs together": _patched(rounds, "largest_set", _everyone_reaches_everyone),
+    "a dead agent is never taken out": _patched(participant, "without_lapsed", _nobody_is_evicted),
+    "a settled wish is taken up again": _patched(participant, "_fold", _old_wishes_count),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_seeded_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MISTAKES[mistake](monkeypatch)
+    for seed in range(MUTANT_WALKS):
+        try:
+            walk(seed)
+        except Violation:
+            return
+    pytest.fail(f"{MUTANT_WALKS} walks did not notice: {mistake}")

@@ -1,0 +1,351 @@
+"""A simulated job: agents that act on what they last saw, a store, and the oracle that judges every document.
+
+Each method makes at most one store call, so any order of methods is an interleaving, and an agent that is not chosen
+again has crashed at that point. The agents decide with `participant` and `rounds` as shipped; the oracle keeps its own
+books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from everstep.rendezvous import participant, rounds
+from everstep.rendezvous.document import Document, Member, Sizes, Wish, decode, encode
+from everstep.rendezvous.participant import Formed, Proposal, Round
+from everstep.rendezvous.rounds import Close, CloseJob, Event, Evict, Leave, Reach, Refused, SetBoundary, Waited
+
+MOST_AGENTS = 8
+TURNS = 60  # in which a world without faults must come to rest
+
+
+class Violation(AssertionError):
+    """What must never happen, or what should have happened by now."""
+
+
+@dataclass
+class Agent:
+    wish: Wish
+    alive: bool = True
+    seen: tuple[int, Document | None] = (0, None)  # version and document of its last look, old as it may be
+    present: dict[str, Wish] = field(default_factory=dict)
+    round: Round | None = None
+    barred: bool = False
+    left: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.wish.member.agent
+
+
+class World:
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.agents: dict[str, Agent] = {}
+        self.presence: dict[str, Wish] = {}
+        self.history: list[tuple[int, Document | None]] = [(0, None)]
+        self.formed: dict[int, tuple[Member, ...]] = {}
+        self.evicted: dict[int, set[str]] = {}
+        self.severed: set[frozenset[str]] = set()  # reported pairs
+        self.log: list[str] = []
+
+    @property
+    def document(self) -> Document | None:
+        return self.history[-1][1]
+
+    # --- what an agent does
+
+    def start(self, index: int, incarnation: int) -> None:
+        """A new life of a worker; index -1: any."""
+        if len(self.agents) >= MOST_AGENTS:
+            return
+        name = f"agent-{len(self.agents)}"
+        self.agents[name] = Agent(Wish(Member(index, name, incarnation), 0, self.sizes))
+
+    def announce(self, agent: Agent) -> None:
+        self.presence[agent.name] = agent.wish
+
+    def look(self, agent: Agent, age: int) -> None:
+        """See the document as it was `age` versions ago."""
+        agent.seen = self.history[max(0, len(self.history) - 1 - age)]
+        self._settled(agent)
+
+    def _settled(self, agent: Agent) -> None:
+        if agent.round is None:
+            match participant.outcome(agent.seen[1], agent.wish):
+                case Formed(found):
+                    agent.round = found
+                    if self.formed.get(found.number) != found.members:
+                        raise Violation(f"{agent.name} believes in another round {found.number}: {found.members}")
+
+    def read_presence(self, agent: Agent) -> None:
+        agent.present = dict(self.presence)
+
+    def join(self, agent: Agent, waited: Waited, answer_lost: bool) -> None:
+        """Write what it would, on what it saw, however old that is."""
+        if agent.round is not None or agent.barred or agent.left:
+            return
+        self._settled(agent)
+        if agent.round is not None:
+            return
+        version, document = agent.seen
+        match participant.propose_join(document, agent.wish, agent.present, waited):
+            case Proposal(after, reasons):
+                why = f"{agent.name}: {'; '.join(reasons)}"
+                if self._swap(version, after, why, set(agent.present)) and not answer_lost:
+                    agent.seen = self.history[-1]
+            case participant.Barred(_):
+                agent.barred = True
+
+    def again(self, agent: Agent) -> None:
+        """Ask for the next round."""
+        if agent.round is not None:
+            agent.wish = replace(agent.wish, after=agent.round.number)
+            agent.round = None
+
+    def act(self, agent: Agent, event: Event) -> None:
+        """Change the document that it saw by an event."""
+        version, document = agent.seen
+        if document is None:
+            return
+        after = rounds.apply(document, event)
+        if isinstance(after, Refused) or not self._swap(version, after, f"{agent.name}: {event}"):
+            return
+        agent.seen = self.history[-1]
+        match event:
+            case Evict(agent=target):
+                self.evicted.setdefault(document.round, set()).add(target)
+                self._assert_out(target)
+            case Leave(agent=target):
+                self.agents[target].left = True
+                self.evicted.setdefault(document.round, set()).add(target)
+                self._assert_out(target)
+            case Reach(by=by, target=target, reaches=reaches):
+                pair = frozenset((by, target))
+                self.severed = self.severed - {pair} if reaches else self.severed | {pair}
+
+    def stray(self, agent: Agent, event: Event, number: int) -> None:
+        """An event decided in round `number` meets the present document: from outside, or late, it must be refused."""
+        document = self.document
+        if document is None or document.closed is not None:
+            return
+        outside = agent.name not in {m.agent for m in (*document.members, *document.joining)}
+        fenced = agent.name in self.evicted.get(document.round, set()) and all(
+            m.agent != agent.name for m in document.joining
+        )
+        if (outside or fenced or number != document.round) and not isinstance(rounds.apply(document, event), Refused):
+            raise Violation(f"{agent.name} did {event} in round {document.round}")
+
+    # --- what happens to agents
+
+    def crash(self, agent: Agent) -> None:
+        agent.alive = False
+
+    def lapse(self, agent: Agent) -> None:
+        self.presence.pop(agent.name, None)
+
+    # --- the oracle
+
+    def _swap(self, expected: int, after: Document, why: str, present: set[str] | None = None) -> bool:
+        version, before = self.history[-1]
+        if expected != version:
+            return False
+        self.log.append(f"{version + 1} {why}")
+        self._judge(before, after, set(self.agents) if present is None else present)
+        self.history.append((version + 1, after))
+        return True
+
+    def _assert_out(self, target: str) -> None:
+        document = self.document
+        assert document is not None
+        if target in {m.agent for m in (*document.remaining(), *document.joining)}:
+            raise Violation(f"{target} was taken out and is still in")
+
+    def _judge(self, before: Document | None, after: Document, present: set[str]) -> None:
+        if decode(encode(after)) != after:
+            raise Violation("a document is not what its bytes say")
+        if before is not None and before.closed is not None:
+            raise Violation("a closed job was changed")
+        here = [*after.joining, *(m for m in after.remaining() if m.agent not in {j.agent for j in after.joining})]
+        if len({m.index for m in here}) != len(here):
+            raise Violation(f"two agents are the same worker: {here}")
+        number = 0 if before is None else before.round
+        if after.round not in (number, number + 1):
+            raise Violation(f"round {number} was followed by {after.round}")
+        if after.round == number:
+            if before is not None and (after.members != before.members or not set(before.gone) <= set(after.gone)):
+                raise Violation(f"round {number} has other members than it had")
+            return
+        self._judge_round(before, after, present)
+
+    def _judge_round(self, before: Document | None, after: Document, present: set[str]) -> None:
+        names = [m.agent for m in after.members]
+        if after.round in self.formed:
+            raise Violation(f"round {after.round} was formed twice")
+        self.formed[after.round] = after.members
+        if len(names) != after.sizes.largest(len(names)) or len(set(names)) != len(names):
+            raise Violation(f"a round of {names} with sizes {after.sizes}")
+        for name in names:
+            agent = self.agents[name]
+            if agent.wish.after >= after.round or agent.barred:
+                raise Violation(f"{name} did not ask for round {after.round}")
+            if agent.round is not None and agent.round.number >= after.round - 1 and agent.alive:
+                raise Violation(f"{name} holds round {agent.round.number} and is in {after.round} unasked")
+        for pair in self.severed:
+            if pair <= set(names):
+                raise Violation(f"{sorted(pair)} do not reach each other")
+        for member in after.members:
+            asked = self.agents[member.agent].wish.member
+            rivals = [a.wish.member for a in self.agents.values() if a.wish.member.index == asked.index >= 0]
+            joined = [r.incarnation for r in rivals if any(self._was_here(r.agent, d) for _, d in self.history)]
+            if asked.index >= 0 and joined and asked.incarnation < max(joined):
+                raise Violation(f"{member.agent} was replaced by a newer incarnation")
+        if before is not None:
+            self._judge_against(before, after, present)
+
+    @staticmethod
+    def _was_here(name: str, document: Document | None) -> bool:
+        return document is not None and any(m.agent == name for m in (*document.members, *document.joining))
+
+    @staticmethod
+    def _judge_against(before: Document, after: Document, present: set[str]) -> None:
+        old = [m.agent for m in before.members]
+        kept = [m.agent for m in after.members if m.agent in old]
+        if kept != [name for name in old if name in kept]:
+            raise Violation(f"survivors changed their order: {old} {kept}")
+        new = [m.agent for m in after.members]
+        for rank, name in enumerate(old):
+            # Room for everyone behind it: then there is no reason to move.
+            behind = sum(other in new for other in old[rank + 1 :])
+            if name in new and rank < len(new) - behind and new[rank] != name:
+                raise Violation(f"{name} lost rank {rank} for nothing: {old} {new}")
+        # Not by itself over: nobody was lost before or in this swap, and none of its members asked for another.
+        waiting = {m.agent for m in before.joining}
+        holders = {seat.agent for seat in after.seats}
+        whole = (
+            not before.gone
+            and before.broken is None
+            and all(m.agent in present and m.agent in holders for m in before.members)
+        )
+        if before.members and whole and not any(m.agent in waiting or m.agent in new for m in before.members):
+            raise Violation(f"round {before.round} was ended by who waited: {old} {new}")
+
+    # --- and then no more faults
+
+    def settle(self) -> None:
+        """Everyone alive does what it should, in turn; the world must come to rest. Raises Violation."""
+        for agent in self.agents.values():
+            if not agent.alive or agent.left or agent.barred:
+                self.lapse(agent)
+            else:
+                self.announce(agent)
+        for turn in range(TURNS):
+            changed = len(self.history)
+            for agent in list(self.agents.values()):
+                if agent.alive and not agent.left and not agent.barred:
+                    self._turn(agent, Waited(min(turn // 8, 2)) if turn % 8 == 7 else Waited.NOTHING)
+            if len(self.history) == changed and turn % 8 == 7 and turn > 24:
+                break
+        else:
+            raise Violation("the world does not come to rest")
+        self._judge_rest()
+
+    def _turn(self, agent: Agent, waited: Waited) -> None:
+        self.look(agent, 0)
+        if agent.round is not None:
+            document = self.document
+            now = participant.standing(document, agent.round.number, agent.name)
+            if isinstance(now, participant.Closed):
+                return
+            if isinstance(now, participant.Whole):
+                assert document is not None
+                after, reasons = participant.without_lapsed(document, agent.name, self.presence)
+                if reasons:
+                    self._swap(self.history[-1][0], after, f"{agent.name}: {reasons}")
+                return
+            self.again(agent)
+            self.announce(agent)
+        self.read_presence(agent)
+        self.join(agent, waited, False)
+        self.look(agent, 0)
+
+    def _judge_rest(self) -> None:
+        document = self.document
+        able = [a for a in self.agents.values() if a.alive and not a.left and not a.barred]
+        if document is None or document.closed is not None or not able:
+            return
+        inside = [a for a in able if a.round is not None]
+        size = document.sizes.largest(len(able))
+        if size and not self.severed and len(inside) != size:
+            raise Violation(f"{len(able)} agents are able and {len(inside)} of {size} train")
+        for agent in inside:
+            assert agent.round is not None
+            if agent.round.number != document.round:
+                raise Violation(f"{agent.name} stayed in round {agent.round.number} of {document.round}")
+        names = {m.agent for m in document.members}
+        if inside and names != {a.name for a in inside}:
+            raise Violation(f"round {document.round} has members {names}, and {inside} believe to be in it")
+
+
+def events(world: World, agent: Agent, target: Agent, number: int) -> Iterator[Event]:
+    """What an agent may do that believes to be in round `number`."""
+    yield Evict(agent.name, number, target.name, "test")
+    yield Reach(agent.name, number, target.name, False)
+    yield Reach(agent.name, number, target.name, True)
+    yield Close(agent.name, number, Waited.REJOIN)
+    yield SetBoundary(agent.name, number, 7)
+
+
+def step(world: World, random: Random) -> None:
+    """One thing that may happen."""
+    if not world.agents or random.random() < 0.08:
+        index = random.choice([-1, 0, 1, 2])
+        world.start(index, random.randrange(3) if index >= 0 else 0)
+        return
+    agent, target = (random.choice(list(world.agents.values())) for _ in range(2))
+    number = 0 if agent.seen[1] is None else agent.seen[1].round
+    if agent.round is not None:
+        number = agent.round.number
+    if random.random() < 0.25:
+        for event in events(world, agent, target, number):
+            world.stray(agent, event, number)
+    if not agent.alive and random.random() < 0.9:  # else it only seemed dead
+        return
+    choice = random.random()
+    if choice < 0.15:
+        world.announce(agent)
+    elif choice < 0.45:
+        world.look(agent, random.choice([0, 0, 0, 0, 1, 2, 5]))
+    elif choice < 0.55:
+        world.read_presence(agent)
+    elif choice < 0.80:
+        world.join(agent, Waited(random.choice([0, 0, 0, 1, 2])), random.random() < 0.2)
+    elif choice < 0.85:
+        world.again(agent)
+    elif choice < 0.93:
+        world.act(agent, random.choice(list(events(world, agent, target, number))))
+    elif choice < 0.96:
+        world.crash(agent)
+    elif choice < 0.98:
+        world.lapse(agent)
+    elif choice < 0.99:
+        world.act(agent, Leave(agent.name))
+    elif random.random() < 0.1:
+        world.act(agent, CloseJob(agent.name, "done"))
+
+
+SIZES = (Sizes(1, 3), Sizes(2, 3), Sizes(2, 2), Sizes(2, 6, (2, 4, 6)))
+
+
+def walk(seed: int, steps: int = 120) -> World:
+    """A random life of a job, then peace. Raises Violation with the seed and what was written."""
+    random = Random(seed)
+    world = World(random.choice(SIZES))
+    try:
+        for _ in range(steps):
+            step(world, random)
+        world.settle()
+    except Violation as e:
+        raise Violation(f"walk({seed}, {steps}): {e}\n" + "\n".join(world.log[-25:])) from None
+    return world

@@ -1,0 +1,310 @@
+"""The document that a job's agents agree on, and its bytes.
+
+Pure. Knows neither who reads it nor how it changes (`rounds`). Invariants: what `encode` writes, `decode` reads back
+equal; every text, list and the whole have a bound; there is no time in it, because agents' clocks differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from everstep.rendezvous.errors import DocumentInvalid
+
+VERSION = 1
+MAX_MEMBERS = 4096
+MAX_BYTES = 1024 * 1024  # etcd takes requests of 1.5 MiB
+MAX_AGENT = 64
+MAX_ADDRESS = 255
+MAX_REASON = 200
+MAX_REPORTS = 1024
+PAST_AGENTS = 8  # remembered a seat: more lives of one pod than that, and a very old one could come back
+MAX_INDEX = 2**16
+MAX_NUMBER = 2**53  # what every JSON reader keeps exact
+
+T = TypeVar("T")
+_AGENT = re.compile(r"[A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """One agent that asks to train: `agent` is unique to this life of its process.
+
+    `index` is the worker's (-1: give me a free one), `incarnation` how often that worker was recreated. `store_port` is
+    where this agent's process-group store listens, `link_port` where it answers its peers (0: nowhere).
+    """
+
+    index: int
+    agent: str
+    incarnation: int = 0
+    local_world_size: int = 1
+    address: str = ""
+    store_port: int = 0
+    link_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The world sizes, in agents, that a round may have: `allowed`, or all from `minimum` to `maximum`."""
+
+    minimum: int
+    maximum: int
+    allowed: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.maximum <= MAX_MEMBERS:
+            raise DocumentInvalid(
+                f"sizes {self.minimum}:{self.maximum}: 1 <= minimum <= maximum <= {MAX_MEMBERS} is expected"
+            )
+        if any(not self.minimum <= size <= self.maximum for size in self.allowed) or (
+            list(self.allowed) != sorted(set(self.allowed))
+        ):
+            raise DocumentInvalid(
+                f"allowed sizes {self.allowed}: increasing numbers from {self.minimum} to {self.maximum} are expected"
+            )
+
+    def largest(self, available: int) -> int:
+        """The largest size that `available` agents can make; 0 if none."""
+        if self.allowed:
+            return max((size for size in self.allowed if size <= available), default=0)
+        size = min(available, self.maximum)
+        return size if size >= self.minimum else 0
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.allowed)) or f"{self.minimum}:{self.maximum}"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The newest holder of a worker index, and the agents that it replaced: these never come back."""
+
+    index: int
+    agent: str
+    incarnation: int
+    past: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A member of the present round that is no longer in it."""
+
+    agent: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Two agents, one of which did not reach the other. `active` until it does; `times`: how often that began."""
+
+    low: str
+    high: str
+    active: bool
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What is agreed. `members` are in rank order; `joining` wait for the round after `round`."""
+
+    sizes: Sizes
+    round: int = 0
+    members: tuple[Member, ...] = ()
+    gone: tuple[Loss, ...] = ()
+    joining: tuple[Member, ...] = ()
+    seats: tuple[Seat, ...] = ()
+    reports: tuple[Report, ...] = ()
+    broken: str | None = None  # why the present round is over, though its members may all live
+    boundary: int | None = None  # the step after which the members let joiners in
+    closed: str | None = None
+
+    def remaining(self) -> tuple[Member, ...]:
+        """The members of the present round that are not gone from it, in rank order."""
+        gone = {loss.agent for loss in self.gone}
+        return tuple(member for member in self.members if member.agent not in gone)
+
+
+def encode(document: Document) -> bytes:
+    """Compact JSON. Raises DocumentInvalid if it is larger than a store takes."""
+    sizes = document.sizes
+    body: dict[str, Any] = {
+        "version": VERSION,
+        "sizes": [sizes.minimum, sizes.maximum, list(sizes.allowed)],
+        "round": document.round,
+        "members": [member_row(member) for member in document.members],
+        "gone": [[loss.agent, loss.why] for loss in document.gone],
+        "joining": [member_row(member) for member in document.joining],
+        "seats": [[seat.index, seat.agent, seat.incarnation, list(seat.past)] for seat in document.seats],
+        "reports": [[r.low, r.high, r.active, r.times] for r in document.reports],
+        "broken": document.broken,
+        "boundary": document.boundary,
+        "closed": document.closed,
+    }
+    data = json.dumps(body, separators=(",", ":")).encode()
+    if len(data) > MAX_BYTES:
+        raise DocumentInvalid(f"the document would have {len(data)} bytes, at most {MAX_BYTES} fit into a store")
+    return data
+
+
+def decode(data: bytes) -> Document:
+    """Read a document. Raises DocumentInvalid, naming the first field that is wrong."""
+    body = parse_object(data, MAX_BYTES)
+    if body.get("version") != VERSION:
+        raise DocumentInvalid(
+            f"version: {body.get('version')!r} is not {VERSION}: agents of different releases share one job; use one"
+        )
+    sizes = body.get("sizes")
+    if not isinstance(sizes, list) or len(sizes) != 3:
+        raise DocumentInvalid(f"sizes: {_short(sizes)} is not [minimum, maximum, allowed]")
+    broken, boundary, closed = body.get("broken"), body.get("boundary"), body.get("closed")
+    document = Document(
+        sizes=Sizes(
+            number(sizes[0], "sizes.minimum"),
+            number(sizes[1], "sizes.maximum"),
+            tuple(_each(sizes[2], "sizes.allowed", MAX_MEMBERS, number)),
+        ),
+        round=number(body.get("round"), "round"),
+        members=tuple(_each(body.get("members"), "members", MAX_MEMBERS, read_member)),
+        gone=tuple(_each(body.get("gone"), "gone", MAX_MEMBERS, _loss)),
+        joining=tuple(_each(body.get("joining"), "joining", MAX_MEMBERS, read_member)),
+        seats=tuple(_each(body.get("seats"), "seats", MAX_MEMBERS, _seat)),
+        reports=tuple(_each(body.get("reports"), "reports", MAX_REPORTS, _report)),
+        broken=None if broken is None else text(broken, "broken", MAX_REASON),
+        boundary=None if boundary is None else number(boundary, "boundary"),
+        closed=None if closed is None else text(closed, "closed", MAX_REASON),
+    )
+    _check_unique("members", [m.agent for m in document.members])
+    _check_unique("joining", [m.agent for m in document.joining])
+    _check_unique("seats", [str(s.index) for s in document.seats])
+    return document
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an agent's presence says: who it is, and that it wants a round newer than `after`."""
+
+    member: Member
+    after: int
+    sizes: Sizes = field(default=Sizes(1, MAX_MEMBERS))
+
+    def encode(self) -> bytes:
+        sizes = self.sizes
+        body = [member_row(self.member), self.after, [sizes.minimum, sizes.maximum, list(sizes.allowed)]]
+        return json.dumps({"version": VERSION, "wish": body}, separators=(",", ":")).encode()
+
+
+def decode_wish(data: bytes) -> Wish:
+    """Read a presence's value. Raises DocumentInvalid."""
+    body = parse_object(data, 64 * 1024)
+    wish = body.get("wish")
+    if body.get("version") != VERSION or not isinstance(wish, list) or len(wish) != 3:
+        raise DocumentInvalid(f"presence: {_short(body)} is not a wish of version {VERSION}")
+    sizes = wish[2]
+    if not isinstance(sizes, list) or len(sizes) != 3:
+        raise DocumentInvalid(f"presence.sizes: {_short(sizes)} is not [minimum, maximum, allowed]")
+    return Wish(
+        member=read_member(wish[0], "presence.member"),
+        after=number(wish[1], "presence.after"),
+        sizes=Sizes(
+            number(sizes[0], "presence.minimum"),
+            number(sizes[1], "presence.maximum"),
+            tuple(_each(sizes[2], "presence.allowed", MAX_MEMBERS, number)),
+        ),
+    )
+
+
+def parse_object(data: bytes, limit: int) -> Mapping[str, Any]:
+    """A JSON object of at most `limit` bytes. Raises DocumentInvalid."""
+    if len(data) > limit:
+        raise DocumentInvalid(f"{len(data)} bytes, at most {limit} are expected")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise DocumentInvalid(f"not JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise DocumentInvalid("not a JSON object")
+    return body
+
+
+def member_row(member: Member) -> list[Any]:
+    """A member as a list: a third of the bytes of an object with names, and a document holds thousands."""
+    return [
+        member.index, member.agent, member.incarnation, member.local_world_size, member.address, member.store_port,
+        member.link_port,
+    ]  # fmt: skip
+
+
+def read_member(row: object, name: str) -> Member:
+    if not isinstance(row, list) or len(row) != 7:
+        raise DocumentInvalid(f"{name}: {_short(row)} is not a member")
+    index = row[0]
+    return Member(
+        index=-1 if index == -1 and type(index) is int else number(index, f"{name}.index", MAX_INDEX),
+        agent=agent_name(row[1], f"{name}.agent"),
+        incarnation=number(row[2], f"{name}.incarnation"),
+        local_world_size=number(row[3], f"{name}.local_world_size", MAX_INDEX, low=1),
+        address=text(row[4], f"{name}.address", MAX_ADDRESS),
+        store_port=number(row[5], f"{name}.store_port", 2**16),
+        link_port=number(row[6], f"{name}.link_port", 2**16),
+    )
+
+
+def number(value: object, name: str, below: int = MAX_NUMBER, low: int = 0) -> int:
+    if type(value) is not int or not low <= value < below:
+        raise DocumentInvalid(f"{name}: {_short(value)} is not an integer from {low} to {below - 1}")
+    return value
+
+
+def text(value: object, name: str, limit: int) -> str:
+    if not isinstance(value, str) or len(value) > limit:
+        raise DocumentInvalid(f"{name}: {_short(value)} is not a text of at most {limit} characters")
+    return value
+
+
+def agent_name(value: object, name: str) -> str:
+    """An agent's id goes into keys and URLs, so it is letters, digits, dot, dash and underscore."""
+    if not isinstance(value, str) or len(value) > MAX_AGENT or _AGENT.fullmatch(value) is None:
+        raise DocumentInvalid(f"{name}: {_short(value)} is not 1 to {MAX_AGENT} of letters, digits, '.', '-', '_'")
+    return value
+
+
+def _each(rows: object, name: str, limit: int, read: Callable[[object, str], T]) -> list[T]:
+    if not isinstance(rows, list) or len(rows) > limit:
+        raise DocumentInvalid(f"{name}: a list of at most {limit} is expected")
+    return [read(row, name) for row in rows]
+
+
+def _loss(row: object, name: str) -> Loss:
+    if not isinstance(row, list) or len(row) != 2:
+        raise DocumentInvalid(f"{name}: {_short(row)} is not [agent, why]")
+    return Loss(agent_name(row[0], f"{name}.agent"), text(row[1], f"{name}.why", MAX_REASON))
+
+
+def _seat(row: object, name: str) -> Seat:
+    if not isinstance(row, list) or len(row) != 4:
+        raise DocumentInvalid(f"{name}: {_short(row)} is not [index, agent, incarnation, past]")
+    past = _each(row[3], f"{name}.past", PAST_AGENTS, agent_name)
+    return Seat(
+        number(row[0], f"{name}.index", MAX_INDEX),
+        agent_name(row[1], f"{name}.agent"),
+        number(row[2], f"{name}.incarnation"),
+        tuple(past),
+    )
+
+
+def _report(row: object, name: str) -> Report:
+    if not isinstance(row, list) or len(row) != 4 or not isinstance(row[2], bool):
+        raise DocumentInvalid(f"{name}: {_short(row)} is not [agent, agent, active, times]")
+    return Report(agent_name(row[0], name), agent_name(row[1], name), row[2], number(row[3], f"{name}.times"))
+
+
+def _check_unique(name: str, keys: list[str]) -> None:
+    if len(set(keys)) != len(keys):
+        raise DocumentInvalid(f"{name}: the same agent or index twice")
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,0 +1,31 @@
+"""What can go wrong in a rendezvous. Retryable and final errors are different types."""
+
+from __future__ import annotations
+
+
+class RendezvousFailed(Exception):
+    """Base of all errors of this package."""
+
+
+class DocumentInvalid(RendezvousFailed):
+    """Bytes or values that are no rendezvous document; the text names the field."""
+
+
+class StoreUnavailable(RendezvousFailed):
+    """The store did not answer, or lost its quorum: the same call may succeed later. A write may have happened."""
+
+
+class StoreRefused(RendezvousFailed):
+    """The store answered that it will not do this: wrong password, wrong certificate, wrong version. Final."""
+
+
+class RendezvousClosed(RendezvousFailed):
+    """The job is closed: no round follows."""
+
+
+class JoinRefused(RendezvousFailed):
+    """The document says why this agent may not join; repeating it cannot help."""
+
+
+class JoinTimedOut(RendezvousFailed):
+    """No round with this agent in it was formed in time; the text says what was waited for."""

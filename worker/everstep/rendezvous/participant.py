@@ -1,0 +1,233 @@
+"""What one agent, seeing this, would write next; and what it tells its caller. Pure.
+
+Knows no store and no clock: how long a document has stood unchanged is an argument. Every answer is a function of what
+is seen, so an agent that died before or after a write, or never learnt whether its write was taken, just asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+from everstep.rendezvous.document import Document, Member, Wish
+from everstep.rendezvous.rounds import (
+    Close,
+    Evict,
+    Join,
+    Refused,
+    Waited,
+    apply,
+    growth,
+    is_member,
+    is_waiting,
+    join_all,
+)
+
+MAX_STAGGER = 2.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds for which the document must stand unchanged before a round is formed without those who miss."""
+
+    last_call: float = 5.0
+    rejoin: float = 45.0  # torchrun gives its processes 30 s to end
+
+    def waited(self, unchanged: float) -> Waited:
+        if unchanged >= self.rejoin:
+            return Waited.REJOIN
+        return Waited.LAST_CALL if unchanged >= self.last_call else Waited.NOTHING
+
+    def next_after(self, unchanged: float) -> float:
+        """Seconds until the answer of `waited` changes."""
+        if unchanged < self.last_call:
+            return self.last_call - unchanged
+        return max(0.0, self.rejoin - unchanged) or self.rejoin
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One agreed membership, as one of its members sees it. `members` are in rank order."""
+
+    number: int
+    rank: int
+    members: tuple[Member, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Members; each may have several processes."""
+        return len(self.members)
+
+    @property
+    def processes(self) -> int:
+        return sum(member.local_world_size for member in self.members)
+
+    @property
+    def first_process(self) -> int:
+        """The rank of this member's first process."""
+        return sum(member.local_world_size for member in self.members[: self.rank])
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Write this, if nothing was written since."""
+
+    document: Document
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Barred:
+    """This agent cannot join, now or later."""
+
+    why: str
+
+
+def outcome(document: Document | None, wish: Wish) -> Formed | Closed | None:
+    """Whether the wish is settled."""
+    if document is None:
+        return None
+    if document.closed is not None:
+        return Closed(document.closed)
+    agent = wish.member.agent
+    if document.round > wish.after:
+        for rank, member in enumerate(document.members):
+            if member.agent == agent and member.store_port == wish.member.store_port:
+                return Formed(Round(document.round, rank, document.members))
+    return None
+
+
+def propose_join(
+    document: Document | None, wish: Wish, present: Mapping[str, Wish], waited: Waited
+) -> Proposal | Wait | Barred:
+    """The wish written, with all other wishes and losses that presence shows, and the round formed if that may be.
+
+    `present` was read after `document`: an agent in the document that is not in it has lapsed. `waited` is for how long
+    the document stood still. Everything goes into one swap, so that no crash comes between.
+    """
+    before = document
+    now = Document(wish.sizes) if document is None else document
+    agent = wish.member.agent
+    reasons: list[str] = []
+    joined = apply(now, Join(wish.member, wish.sizes))
+    if isinstance(joined, Refused):
+        return Barred(joined.reason) if joined.final else Wait(joined.reason)
+    if joined != now:
+        reasons.append(f"{agent} joins")
+    now = joined
+    now, evicted = without_lapsed(now, agent, present)
+    now, folded = _fold(now, agent, present)
+    reasons += evicted + folded
+    # Whoever changed something has not waited for anything since.
+    formed = apply(now, Close(agent, now.round, Waited.NOTHING if now != before else waited))
+    if not isinstance(formed, Refused):
+        return Proposal(formed, (*reasons, f"round {formed.round} of {len(formed.members)}"))
+    return Proposal(now, tuple(reasons)) if now != before else Wait(formed.reason)
+
+
+def without_lapsed(document: Document, by: str, present: Mapping[str, Wish]) -> tuple[Document, list[str]]:
+    """The document without the agents that have no presence, and who they were. `by` must be here."""
+    reasons = []
+    for member in (*document.remaining(), *document.joining):
+        agent = member.agent
+        if agent == by or agent in present:
+            continue
+        after = apply(document, Evict(by, document.round, agent, "its lease lapsed"))
+        if not isinstance(after, Refused):
+            document = after
+            reasons.append(f"{agent} lapsed")
+    return document, reasons
+
+
+def _fold(document: Document, me: str, present: Mapping[str, Wish]) -> tuple[Document, list[str]]:
+    waiting = {member.agent for member in document.joining}
+    # A wish for a round that was formed meanwhile is settled, or its owner makes a new one.
+    wishes = [
+        wish
+        for agent, wish in sorted(present.items(), key=lambda item: item[0])
+        if agent != me and agent not in waiting and wish.after >= document.round and wish.member.agent == agent
+    ]
+    document, let_in = join_all(document, (Join(wish.member, wish.sizes) for wish in wishes))
+    return document, [f"{agent} joins" for agent in let_in]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The round stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The round is over for this agent: it must join the next."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """The round stands, and `count` more agents would make it larger. `boundary`: the step agreed to take them in."""
+
+    count: int
+    boundary: int | None
+
+
+Standing = Whole | Broken | Growing | Closed
+
+
+def standing(document: Document | None, number: int, agent: str) -> Standing:
+    """What the document says to a member of round `number`."""
+    if document is None or document.round < number:
+        return Broken(f"the store has no round {number} any more: it lost what it held")
+    if document.closed is not None:
+        return Closed(document.closed)
+    if document.round > number:
+        return Broken(f"round {document.round} was formed")
+    for loss in document.gone:
+        return Broken(f"{loss.agent} is gone: {loss.why}")
+    if document.broken is not None:
+        return Broken(document.broken)
+    if not is_member(document, agent):
+        return Broken(f"this agent is not in round {number}")
+    for member in document.members:
+        if is_waiting(document, member.agent):
+            return Broken(f"{member.agent} asks for the next round")
+    count = growth(document)
+    return Growing(count, document.boundary) if count else Whole()
+
+
+def describe(state: Standing) -> str:
+    """One line for a log."""
+    match state:
+        case Whole():
+            return "whole"
+        case Broken(why):
+            return why
+        case Growing(count, boundary):
+            return f"{count} more would join" + ("" if boundary is None else f" after step {boundary}")
+        case Closed(why):
+            return f"closed: {why}"
+        case _:
+            assert_never(state)
+
+
+def stagger(document: Document, agent: str) -> float:
+    """Seconds by which this agent lets others go first: what many may do, one should do."""
+    everyone = document.joining or document.remaining()
+    position = next((i for i, member in enumerate(everyone) if member.agent == agent), len(everyone))
+    return min(MAX_STAGGER, 0.05 * position)
