@@ -1,0 +1,69 @@
+"""Agents for tests: drivers in threads, over any store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from everstep.rendezvous.document import Member, Sizes
+from everstep.rendezvous.driver import Driver
+from everstep.rendezvous.joining import Settings
+from everstep.rendezvous.links import Links
+from everstep.rendezvous.participant import Patience, Round
+from everstep.rendezvous.store import RoundStore
+
+T = TypeVar("T")
+LIMIT = 30.0  # seconds that any wait may take
+QUICK = Settings(patience=Patience(last_call=0.5, rejoin=5.0), ttl=2.0)
+
+
+class Crew:
+    """Agents of one job. `store()` gives each its own client."""
+
+    def __init__(self, store: Callable[[], RoundStore], sizes: Sizes, settings: Settings = QUICK) -> None:
+        self._store, self._sizes, self._settings = store, sizes, settings
+        self.drivers: dict[str, Driver] = {}
+        self._pool = ThreadPoolExecutor(16)
+
+    def add(self, name: str, *, linked: bool = False, index: int = -1) -> Driver:
+        links = Links(name) if linked else None
+        member = Member(index, name, address="127.0.0.1", link_port=links.port if links else 0)
+        self.drivers[name] = Driver(self._store(), member, self._sizes, self._settings, links=links)
+        return self.drivers[name]
+
+    def joining(self, names: Iterable[str], timeout: float = LIMIT) -> dict[str, Future[Round]]:
+        return {name: self._pool.submit(self.drivers[name].join, timeout) for name in names}
+
+    def join(self, names: Iterable[str]) -> dict[str, Round]:
+        return {name: future.result(LIMIT) for name, future in self.joining(names).items()}
+
+    def start(self, names: str, *, linked: bool = False) -> dict[str, Round]:
+        for name in names:
+            self.add(name, linked=linked)
+        return self.join(names)
+
+    def stop(self) -> None:
+        for driver in self.drivers.values():
+            driver.stop()
+        self._pool.shutdown()
+
+
+@contextmanager
+def crew(store: Callable[[], RoundStore], sizes: Sizes, settings: Settings = QUICK) -> Iterator[Crew]:
+    made = Crew(store, sizes, settings)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def until(found: Callable[[], T], limit: float = LIMIT) -> T:
+    """Wait until `found()` is true, and give it. Fails after `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while not (value := found()):
+        assert time.monotonic() < deadline, f"not in {limit} s"
+        time.sleep(0.01)
+    return value

@@ -1,0 +1,288 @@
+"""Agents that join, lose each other, come back and leave: threads over the memory store, and over real etcd.
+
+The same tests over both stores are what makes the memory store's semantics etcd's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+from agents import LIMIT, QUICK, crew, until
+from etcd_server import EtcdCluster
+
+from everstep.rendezvous.document import Member, Sizes, decode
+from everstep.rendezvous.driver import Driver
+from everstep.rendezvous.errors import JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
+from everstep.rendezvous.etcd import EtcdStore
+from everstep.rendezvous.etcd_http import Gateway
+from everstep.rendezvous.links import Links
+from everstep.rendezvous.memory import MemoryStore
+from everstep.rendezvous.participant import Broken, Closed, Growing, Round, Whole
+from everstep.rendezvous.rounds import Refused
+from everstep.rendezvous.store import Backoff, RoundStore, View
+
+MakeStore = Callable[[], RoundStore]
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def store(request: pytest.FixtureRequest) -> Iterator[MakeStore]:
+    """Makes one more client of one job's store."""
+    if request.param == "memory":
+        shared = MemoryStore()
+        yield lambda: shared
+        return
+    cluster: EtcdCluster = request.getfixturevalue("etcd")
+    job = f"job/{uuid.uuid4().hex}"
+    made: list[EtcdStore] = []
+
+    def make() -> EtcdStore:
+        made.append(EtcdStore(Gateway(cluster.urls), job))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def ranks(rounds: dict[str, Round]) -> str:
+    """The names in rank order; all must hold the same round."""
+    assert len({(r.number, r.members) for r in rounds.values()}) == 1
+    found = next(iter(rounds.values()))
+    assert all(found.members[r.rank].agent == name for name, r in rounds.items())
+    return "".join(m.agent for m in found.members)
+
+
+def test_agents_that_start_together_form_one_round(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 3)) as job:
+        rounds = job.start("abc")
+        assert sorted(ranks(rounds)) == ["a", "b", "c"]
+        assert {r.number for r in rounds.values()} == {1}
+        assert all(isinstance(d.standing(), Whole) for d in job.drivers.values())
+
+
+def test_an_agent_that_leaves_is_missed_at_once_and_the_others_go_on(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 3)) as job:
+        before = ranks(job.start("abc"))
+        job.drivers[before[1]].leave()
+        began = time.monotonic()
+        rest = before.replace(before[1], "")
+        for name in rest:
+            assert isinstance(job.drivers[name].wait(LIMIT), Broken)
+        assert ranks(job.join(rest)) == rest
+        assert time.monotonic() - began < QUICK.ttl
+
+
+def test_an_agent_that_falls_silent_is_taken_out_when_its_lease_lapses(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 3)) as job:
+        before = ranks(job.start("abc"))
+        job.drivers[before[0]].stop()  # without a word, as a crash
+        rest = before[1:]
+        for name in rest:
+            assert "lapsed" in getattr(job.drivers[name].wait(LIMIT), "why", "")
+        assert ranks(job.join(rest)) == rest
+
+
+def test_a_newcomer_is_announced_and_taken_in_when_the_members_come_back(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 3)) as job:
+        before = ranks(job.start("ab"))
+        job.add("c")
+        waiting = job.joining("c")["c"]
+        assert job.drivers["a"].wait(LIMIT) == Growing(1, None)
+        assert isinstance(job.drivers["b"].wait(LIMIT), Growing)
+        assert not waiting.done()
+        rounds = job.join("ab")
+        assert ranks({**rounds, "c": waiting.result(LIMIT)}) == before + "c"
+
+
+def test_a_step_to_let_joiners_in_is_agreed_once(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 3)) as job:
+        job.start("ab")
+        job.add("c")
+        job.joining("c")
+        job.drivers["a"].wait(LIMIT)
+        assert not isinstance(job.drivers["a"].set_boundary(40), Refused)
+        assert isinstance(job.drivers["b"].set_boundary(41), Refused)
+        until(lambda: job.drivers["b"].standing() == Growing(1, 40))
+
+
+def test_a_member_that_was_taken_out_while_it_lived_learns_it_and_can_come_back(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 3)) as job:
+        job.start("abc")
+        job.drivers["a"].evict("c", "a test says so")
+        until(lambda: isinstance(job.drivers["c"].standing(), Broken))
+        assert isinstance(job.drivers["c"].evict("a", "revenge"), Refused)
+        assert sorted(ranks(job.join("abc"))) == ["a", "b", "c"]
+
+
+def test_a_closed_job_takes_nobody(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 3)) as job:
+        job.start("ab")
+        job.drivers["a"].close_job("done")
+        until(lambda: job.drivers["b"].standing() == Closed("done"))
+        job.add("c")
+        with pytest.raises(RendezvousClosed, match="done"):
+            job.join("c")
+
+
+def test_a_join_that_cannot_succeed_says_what_it_waited_for(store: MakeStore) -> None:
+    with crew(store, Sizes(3, 3)) as job:
+        for name in "ab":
+            job.add(name)
+        for future in job.joining("ab", timeout=1.5).values():
+            with pytest.raises(JoinTimedOut, match=r"agents wait|has not answered"):
+                future.result(LIMIT)
+
+
+def test_agents_with_different_sizes_are_told_both(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 3)) as job:
+        job.start("ab")
+        stranger = Driver(store(), Member(-1, "s"), Sizes(4, 4), QUICK)
+        with pytest.raises(JoinRefused, match=r"4:4.*2:3"):
+            stranger.join(LIMIT)
+        stranger.stop()
+
+
+def test_a_job_whose_agents_all_died_is_taken_up_by_new_ones(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 2)) as job:
+        job.start("ab")
+        for name in "ab":
+            job.drivers[name].stop()
+        assert {r.number for r in job.start("cd").values()} == {2}
+
+
+# --- links
+
+
+def test_an_agent_that_dies_is_known_by_its_connection_before_its_lease_lapses(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 4), replace(QUICK, ttl=20.0)) as job:
+        before = ranks(job.start("abcd", linked=True))
+        began = time.monotonic()
+        job.drivers[before[0]].stop()
+        for name in before[1:]:
+            assert isinstance(job.drivers[name].wait(LIMIT), Broken)
+        assert time.monotonic() - began < 5  # a quarter of the lease, on a machine that does much else
+        assert ranks(job.join(before[1:])) == before[1:]
+
+
+def test_a_connection_that_breaks_between_living_agents_breaks_no_round() -> None:
+    shared = MemoryStore()
+    with crew(lambda: shared, Sizes(2, 2)) as job:
+        job.start("ab", linked=True)
+        for driver in job.drivers.values():
+            links = driver._links
+            assert isinstance(links, Links)
+            for follower in links._followed.values():
+                sock = until(lambda follower=follower: follower._sock)  # type: ignore[misc]
+                sock.shutdown(2)
+        assert job.drivers["a"].wait(0.5) == Whole()
+
+
+# --- a store that fails
+
+
+class Away:
+    """A store that can be away, and whose answers to writes can get lost."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        self._inner = inner
+        self.away = threading.Event()
+        self.lose = 0
+
+    def __getattr__(self, name: str) -> object:
+        method = getattr(self._inner, name)
+
+        def call(*arguments: object) -> object:
+            if self.away.is_set() and name != "close":
+                self.away.wait(0.01)
+                raise StoreUnavailable("away, by a test")
+            result = method(*arguments)
+            if name == "compare_and_swap" and self.lose > 0:
+                self.lose -= 1
+                raise StoreUnavailable("the answer is lost, by a test")
+            return result
+
+        return call
+
+
+def test_a_store_that_is_away_changes_nothing_for_a_formed_round() -> None:
+    inner = MemoryStore()
+    away = Away(inner)
+    with crew(lambda: away, Sizes(2, 2), replace(QUICK, ttl=30.0)) as job:  # type: ignore[arg-type, return-value]
+        job.start("ab")
+        away.away.set()
+        assert job.drivers["a"].wait(1.0) == Whole()
+        futures = job.joining("ab")
+        away.away.clear()
+        assert {f.result(LIMIT).number for f in futures.values()} == {2}
+
+
+def test_lost_answers_form_the_round_once() -> None:
+    inner = MemoryStore()
+    stores = []
+
+    def make() -> Away:
+        stores.append(Away(inner))
+        stores[-1].lose = 2
+        return stores[-1]
+
+    with crew(make, Sizes(3, 3)) as job:  # type: ignore[arg-type]
+        assert {r.number for r in job.start("abc").values()} == {1}
+
+
+def test_a_document_that_is_garbage_is_an_error_and_not_a_guess() -> None:
+    shared = MemoryStore()
+    shared.compare_and_swap(0, b"garbage")
+    with crew(lambda: shared, Sizes(1, 1)) as job:
+        job.add("a")
+        with pytest.raises(Exception, match="not JSON"):
+            job.join("a")
+
+
+# --- many (failure 67)
+
+
+def test_two_hundred_agents_at_once_form_one_round_with_few_writes() -> None:
+    shared = MemoryStore()
+    count = 200
+    drivers = [Driver(shared, Member(-1, f"a{i:03}"), Sizes(count, count), random=Random(i)) for i in range(count)]
+    found: list[Round] = []
+    threads = [threading.Thread(target=lambda d=d: found.append(d.join(60))) for d in drivers]  # type: ignore[misc]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    took = time.monotonic() - began
+    for driver in drivers:
+        driver.stop()
+    assert {(r.number, r.world_size) for r in found} == {(1, count)}
+    assert sorted(r.rank for r in found) == list(range(count))
+    view = shared.read()
+    assert view.document is not None
+    assert len(decode(view.document).members) == count
+    assert view.version < count / 2
+    assert took < 20
+
+
+def test_backoff_is_jittered_and_bounded() -> None:
+    random, backoff = Random(1), Backoff()
+    waits = [backoff.seconds(attempt, random) for attempt in range(1, 200)]
+    assert len(set(waits)) == len(waits)
+    assert max(waits) <= backoff.most
+    assert min(waits[10:]) >= backoff.most / 4
+
+
+def test_memory_watch_returns_when_the_document_changes() -> None:
+    shared = MemoryStore()
+    seen: list[View] = []
+    thread = threading.Thread(target=lambda: seen.append(shared.watch(View(None, 0), LIMIT)))
+    thread.start()
+    shared.compare_and_swap(0, b"x")
+    thread.join(LIMIT)
+    assert seen == [View(b"x", 1)]

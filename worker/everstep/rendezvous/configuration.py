@@ -1,0 +1,110 @@
+"""The keys of `--rdzv-conf`: read, checked, unknown ones refused by name.
+
+Knows no torch. torchrun gives values as texts, and always adds `timeout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from everstep.rendezvous.document import MAX_MEMBERS
+from everstep.rendezvous.errors import RendezvousFailed
+from everstep.rendezvous.etcd import PREFIX
+from everstep.rendezvous.etcd_http import Access, Gateway, endpoints
+from everstep.rendezvous.joining import Settings
+from everstep.rendezvous.participant import Patience
+
+
+class ConfigurationInvalid(RendezvousFailed, ValueError):
+    """A key or value of `--rdzv-conf`, or the endpoint; the text names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """Every field but `urls` is a key of `--rdzv-conf`."""
+
+    urls: tuple[str, ...]
+    timeout: float = 600.0  # seconds that one rendezvous may take
+    last_call: float = 5.0  # seconds without a newcomer after which a round smaller than the maximum is formed
+    rejoin: float = 45.0  # seconds for which living members are waited for that do not come back
+    ttl: float = 3.0  # seconds after which a silent agent counts as gone
+    allowed: tuple[int, ...] = ()  # the world sizes to choose from, as 2:4:8
+    prefix: str = PREFIX
+    user: str = ""
+    password_file: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(patience=Patience(self.last_call, self.rejoin), ttl=self.ttl)
+
+
+_SECONDS = {"timeout": (1.0, 86400.0), "last_call": (0.0, 3600.0), "rejoin": (1.0, 3600.0), "ttl": (2.0, 300.0)}
+KEYS = tuple(f.name for f in fields(Configuration) if f.name != "urls")
+
+
+def read(config: Mapping[str, Any], endpoint: str) -> Configuration:
+    """The configuration. Raises ConfigurationInvalid."""
+    unknown = sorted(set(config) - set(KEYS))
+    if unknown:
+        raise ConfigurationInvalid(f"--rdzv-conf: {', '.join(unknown)}: no such key. There are {', '.join(KEYS)}")
+    if not endpoint:
+        raise ConfigurationInvalid("--rdzv-endpoint is missing: give etcd's members, as host:2379,host:2379")
+    try:
+        urls = endpoints(endpoint, tls="ca_file" in config)
+    except ValueError as e:
+        raise ConfigurationInvalid(f"--rdzv-endpoint: {e}") from e
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _SECONDS:
+            values[key] = _seconds(key, value)
+        elif key == "allowed":
+            values[key] = _sizes(value)
+        else:
+            values[key] = str(value)
+    settings = Configuration(urls, **values)
+    if bool(settings.user) != bool(settings.password_file):
+        raise ConfigurationInvalid("--rdzv-conf: user and password_file go together")
+    if settings.cert_file and not settings.ca_file.strip() and not any(u.startswith("https:") for u in urls):
+        raise ConfigurationInvalid("--rdzv-conf: cert_file needs TLS: give ca_file, or endpoints with https://")
+    return settings
+
+
+def etcd_gateway(settings: Configuration) -> Gateway:
+    """The client that the configuration describes. Raises ConfigurationInvalid, StoreRefused."""
+    password = ""
+    if settings.password_file:
+        try:
+            password = Path(settings.password_file).read_text().rstrip("\n")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigurationInvalid(f"--rdzv-conf: password_file: {e}") from e
+    access = Access(settings.user, password, settings.ca_file, settings.cert_file, settings.key_file)
+    return Gateway(settings.urls, access)
+
+
+def _seconds(key: str, value: object) -> float:
+    low, high = _SECONDS[key]
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        seconds = float("nan")
+    if not low <= seconds <= high:
+        raise ConfigurationInvalid(
+            f"--rdzv-conf: {key}={value}: a number of seconds from {low:g} to {high:g} is expected"
+        )
+    return seconds
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    try:
+        sizes = tuple(sorted({int(part) for part in str(value).split(":")}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1 or sizes[-1] > MAX_MEMBERS:
+        raise ConfigurationInvalid(f"--rdzv-conf: allowed={value}: numbers of agents with colons between, as 2:4:8")
+    return sizes

@@ -1,0 +1,259 @@
+"""One agent's life in the rendezvous: it joins, stays present, watches, and is told at once when its round is over.
+
+Decides nothing: `participant` and `rounds` do. What it adds is time (its own monotonic clock), repetition when the
+store does not answer or another was faster, and a thread. Invariant: a store that is away changes nothing for a formed
+round; it only delays the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+from everstep.rendezvous import participant
+from everstep.rendezvous.document import Document, Member, Sizes, Wish, encode
+from everstep.rendezvous.errors import RendezvousFailed
+from everstep.rendezvous.joining import Joining, Settings, decoded, read_wishes
+from everstep.rendezvous.links import Links
+from everstep.rendezvous.participant import Broken, Round, Standing
+from everstep.rendezvous.rounds import CloseJob, Event, Evict, Leave, Reach, Refused, SetBoundary, apply
+from everstep.rendezvous.store import RoundStore, View
+
+log = logging.getLogger(__name__)
+
+LOOK = 0.5  # seconds after which the thread looks whether it is to stop
+TRIES = 20  # of a change that meets others' changes
+
+
+class Driver:
+    """One agent of one job. Thread-safe, except that one thread at a time may `join`."""
+
+    def __init__(
+        self,
+        store: RoundStore,
+        member: Member,
+        sizes: Sizes,
+        settings: Settings | None = None,
+        *,
+        random: Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        links: Links | None = None,
+    ) -> None:
+        self._store, self._member, self._sizes = store, member, sizes
+        self._settings = settings or Settings()
+        self._random = random or Random()  # noqa: S311 - jitter
+        self._clock = clock
+        self._links = links
+        self._changed = threading.Condition()
+        self._wish: Wish | None = None  # announced
+        self._round: Round | None = None
+        self._after = 0
+        self._view = View(None, 0)
+        self._lapses = 0  # those that were looked into
+        self._standing: Standing = Broken("not joined yet")
+        self._joining = False
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._away = False
+
+    # --- joining
+
+    def join(self, timeout: float, *, store_port: int | None = None, after: int | None = None) -> Round:
+        """Be in a round newer than the last one (or than `after`); blocks for at most `timeout` seconds.
+
+        Raises JoinTimedOut, JoinRefused, RendezvousClosed, or what the store raises for good.
+        """
+        member = self._member if store_port is None else replace(self._member, store_port=store_port)
+        deadline = self._clock() + timeout
+        with self._changed:
+            self._joining, self._round = True, None
+            wish = Wish(member, self._after if after is None else after, self._sizes)
+            self._standing = Broken("joining")
+        try:
+            joining = Joining(
+                self._store, wish, self._settings, self._random, self._clock, self._announce, self._stopping
+            )
+            view, formed = joining.run(deadline)
+        finally:
+            with self._changed:
+                self._joining = False
+                self._changed.notify_all()
+        with self._changed:
+            self._round, self._after, self._view, self._lapses = formed, formed.number, view, view.lapses
+            self._standing = self._read_standing(view)
+            self._changed.notify_all()
+        if self._links is not None:
+            self._links.follow(formed, self)
+        log.info("round %d: rank %d of %d agents", formed.number, formed.rank, formed.world_size)
+        return formed
+
+    def _announce(self, wish: Wish) -> None:
+        self._store.announce(wish.member.agent, wish.encode(), self._settings.ttl)
+        with self._changed:
+            self._wish = wish
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep, name="everstep-rendezvous", daemon=True)
+                self._thread.start()
+
+    def _sleep(self, seconds: float, deadline: float) -> None:
+        with self._changed:
+            self._changed.wait(max(0.0, min(seconds, deadline - self._clock())))
+
+    # --- in a round
+
+    def standing(self) -> Standing:
+        """What is known now of the round that `join` gave; asks nobody."""
+        with self._changed:
+            return self._standing
+
+    def wait(self, timeout: float) -> Standing:
+        """Wait until the round is not whole any more, at most `timeout` seconds."""
+        deadline = self._clock() + timeout
+        with self._changed:
+            while isinstance(self._standing, participant.Whole) and (left := deadline - self._clock()) > 0:
+                self._changed.wait(left)
+            return self._standing
+
+    def evict(self, agent: str, why: str) -> Document | Refused:
+        """Take out an agent that is known to be gone."""
+        return self._change(lambda document: Evict(self._member.agent, document.round, agent, why))
+
+    def report(self, agent: str, reaches: bool) -> Document | Refused:
+        """Say that this agent does not reach another, or that it does again."""
+        return self._change(lambda document: Reach(self._member.agent, document.round, agent, reaches))
+
+    def set_boundary(self, step: int) -> Document | Refused:
+        """Agree on the step after which joiners are taken in; whoever is first decides."""
+        return self._change(lambda document: SetBoundary(self._member.agent, document.round, step))
+
+    def close_job(self, why: str) -> Document | Refused:
+        """No further rounds, for anyone."""
+        return self._change(lambda _: CloseJob(self._member.agent, why))
+
+    def leave(self) -> None:
+        """Go, and say so: the others need not wait for the lease. Best effort."""
+        try:
+            self._change(lambda _: Leave(self._member.agent))
+            self._store.withdraw(self._member.agent)
+        except RendezvousFailed as e:
+            log.warning("left without saying so: %s", e)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the thread and the store's connections, saying nothing to anyone: as a crash would."""
+        with self._changed:
+            self._stopping.set()
+            self._changed.notify_all()
+        if self._links is not None:
+            self._links.close()
+        self._store.close()
+        if self._thread is not None:
+            self._thread.join(self._settings.ttl)
+
+    def _change(self, make: Callable[[Document], Event]) -> Document | Refused:
+        refused = Refused("others changed the document all the time")
+        for attempt in range(1, TRIES + 1):
+            view = self._store.read()
+            document = decoded(view)
+            if document is None:
+                return Refused("there is no round")
+            after = apply(document, make(document))
+            if isinstance(after, Refused):
+                return after
+            data = encode(after)
+            version = self._store.compare_and_swap(view.version, data)
+            if version is not None:
+                self._see(View(data, version, view.lapses))
+                return after
+            self._sleep(self._settings.backoff.seconds(attempt, self._random), float("inf"))
+        return refused
+
+    def lost(self, agent: str, why: str) -> None:
+        """From the links: the agent's process is gone."""
+        self._quietly(lambda: self.evict(agent, why))
+
+    def reached(self, agent: str, reaches: bool) -> None:
+        """From the links: this agent and another do not reach each other, or do again."""
+        self._quietly(lambda: self.report(agent, reaches))
+
+    def _quietly(self, change: Callable[[], Document | Refused]) -> None:
+        try:
+            change()
+        except RendezvousFailed as e:
+            log.warning("could not tell the others: %s", e)
+
+    # --- the thread
+
+    def _keep(self) -> None:
+        renew_at = self._clock() + self._settings.ttl / 3
+        attempt = 0
+        while not self._stopping.is_set():
+            try:
+                if self._clock() >= renew_at:
+                    renew_at = self._clock() + self._settings.ttl / 3
+                    self._renew()
+                self._watch_until(renew_at)
+                if self._away:
+                    log.info("the round store answers again")
+                self._away, attempt = False, 0
+            except RendezvousFailed as e:
+                # Away, or not to be used any more: either way the round that is formed needs no store.
+                if not self._away and not self._stopping.is_set():
+                    log.warning("the round store cannot be used; the present round goes on: %s", e)
+                self._away, attempt, renew_at = True, attempt + 1, self._clock()
+                self._sleep(self._settings.backoff.seconds(attempt, self._random), float("inf"))
+
+    def _renew(self) -> None:
+        wish = self._wish
+        if wish is not None and not self._store.renew(wish.member.agent):
+            log.warning("this agent's lease had lapsed: the others may have gone on without it")
+            self._store.announce(wish.member.agent, wish.encode(), self._settings.ttl)
+
+    def _watch_until(self, when: float) -> None:
+        with self._changed:
+            seen = replace(self._view, lapses=self._lapses)
+            if self._joining or self._round is None:
+                self._changed.wait(max(0.0, when - self._clock()))
+                return
+        fresh = self._store.watch(seen, min(LOOK, max(0.0, when - self._clock())))
+        self._see(fresh)
+        if fresh.lapses != seen.lapses:
+            self._evict_lapsed()
+            self._lapses = fresh.lapses
+
+    def _see(self, view: View) -> None:
+        with self._changed:
+            # What another thread saw before this round was formed says nothing about it. (0: the document was deleted.)
+            if self._joining or self._round is None or 0 < view.version < self._view.version:
+                return
+            self._view = view
+            before, self._standing = self._standing, self._read_standing(view)
+            if before != self._standing:
+                log.info("round %d: %s", self._round.number, participant.describe(self._standing))
+                self._changed.notify_all()
+
+    def _read_standing(self, view: View) -> Standing:
+        if self._round is None:
+            return Broken("not joined yet")
+        return participant.standing(decoded(view), self._round.number, self._member.agent)
+
+    def _evict_lapsed(self) -> None:
+        """Take out who lapsed, in turn: if another did it first, there is nothing left to do."""
+        view = self._store.read()
+        document = decoded(view)
+        if document is None:
+            return
+        self._sleep(participant.stagger(document, self._member.agent), float("inf"))
+        for _ in range(TRIES):
+            view = self._store.read()
+            document = decoded(view)
+            if document is None:
+                return
+            after, reasons = participant.without_lapsed(document, self._member.agent, read_wishes(self._store))
+            if not reasons or self._store.compare_and_swap(view.version, encode(after)) is not None:
+                self._see(self._store.read())
+                return

@@ -1,0 +1,33 @@
+"""Objects with locks and connections, made fit for use in a forked child.
+
+A lock that another thread held at the fork stays held in the child for ever, and a socket would be spoken on by two
+processes. So each such object starts anew in the child. Objects are held weakly: registering keeps none alive.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+
+class Forkable(Protocol):
+    def forked(self) -> None:
+        """In the child: new locks, no connections, no thread."""
+        ...
+
+
+_all: weakref.WeakSet[Forkable] = weakref.WeakSet()
+
+
+def after_fork(one: Forkable) -> None:
+    """Have `one.forked()` called in every child that is forked from now on."""
+    _all.add(one)
+
+
+def _in_child() -> None:
+    for one in list(_all):
+        one.forked()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,175 @@
+"""One attempt to be in a round: look, write what `participant` says, wait, again.
+
+Invariant: whatever is lost on the way (an answer, a race, the store for a while), the next look starts from what the
+store holds. An agent that is in the document only waits: who writes is the one who changes something, or, when nothing
+changes for the last call, the first in line.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from random import Random
+from typing import assert_never
+
+from everstep.rendezvous import participant
+from everstep.rendezvous.document import Document, Wish, decode, decode_wish, encode
+from everstep.rendezvous.errors import DocumentInvalid, JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
+from everstep.rendezvous.participant import Barred, Closed, Formed, Patience, Proposal, Round, Wait
+from everstep.rendezvous.rounds import is_waiting
+from everstep.rendezvous.store import Backoff, RoundStore, View
+
+log = logging.getLogger(__name__)
+
+LONGEST_WAIT = 5.0  # seconds after which a joiner looks at everything again, whatever it was told
+PER_AGENT = 1e-4  # seconds for each agent that waits: the more write and read, the less often each does
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How patient an agent is. Seconds."""
+
+    patience: Patience = field(default_factory=Patience)
+    ttl: float = 3.0  # of its presence; it is renewed three times in that
+    spread: float = 0.02  # in which agents that start together make their first write
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+class Joining:
+    """`announce` makes the wish present; `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        store: RoundStore,
+        wish: Wish,
+        settings: Settings,
+        random: Random,
+        clock: Callable[[], float],
+        announce: Callable[[Wish], None],
+        stopped: threading.Event,
+    ) -> None:
+        self._store, self._wish, self._settings = store, wish, settings
+        self._random, self._clock, self._announce, self._stopped = random, clock, announce, stopped
+        self._agent = wish.member.agent
+        self._view = View(None, 0)
+        self._since = self._act_at = clock()
+        self._attempt = 0  # writes in a row that came too late
+        self._reason = "the store has not answered"
+
+    def run(self, deadline: float) -> tuple[View, Round]:
+        """The round, and the view in which it was found. Raises JoinTimedOut, JoinRefused, RendezvousClosed."""
+        started, failures = False, 0
+        while (now := self._clock()) < deadline and not self._stopped.is_set():
+            try:
+                if not started:
+                    self._start()
+                    started = True
+                settled = participant.outcome(decoded(self._view), self._wish)
+                if isinstance(settled, Formed):
+                    return self._view, settled.round
+                if isinstance(settled, Closed):
+                    raise RendezvousClosed(f"{self._agent} cannot join, the job is closed: {settled.why}")
+                if now < self._act_at:
+                    self._wait(min(self._act_at, deadline) - now)
+                else:
+                    self._act(now)
+                failures = 0
+            except StoreUnavailable as e:
+                failures, self._reason = failures + 1, str(e)
+                pause = self._settings.backoff.seconds(failures, self._random)
+                self._stopped.wait(max(0.0, min(pause, deadline - self._clock())))
+        why = "it was stopped" if self._stopped.is_set() else self._reason
+        raise JoinTimedOut(f"{self._agent} was not taken into a round newer than {self._wish.after} in time: {why}")
+
+    def _start(self) -> None:
+        self._announce(self._wish)
+        self._seen(self._store.read())
+        # Agents that were started together do not all write first: one of them writes for all.
+        spread = self._settings.spread + self._crowd() * PER_AGENT
+        self._act_at = self._clock() + self._random.uniform(0, spread)
+
+    def _seen(self, view: View) -> None:
+        """A document that is new to this agent, so that it has stood still for no time."""
+        self._view, self._since = view, self._clock()
+        document = decoded(view)
+        if document is None or not is_waiting(document, self._agent):
+            pause = self._random.uniform(0, self._crowd() * PER_AGENT)
+            self._act_at = self._since + self._settings.backoff.seconds(self._attempt, self._random) + pause
+        else:
+            pause = min(LONGEST_WAIT, self._settings.patience.last_call)
+            self._act_at = self._since + pause + participant.stagger(document, self._agent)
+
+    def _wait(self, seconds: float) -> None:
+        document = decoded(self._view)
+        if document is not None and is_waiting(document, self._agent):
+            # While others come in, the document changes all the time, and nothing in it is news to this agent.
+            self._stopped.wait(min(seconds, self._crowd() * PER_AGENT))
+        fresh = self._store.watch(self._view, seconds)
+        if fresh.version != self._view.version:
+            self._attempt = 0
+            self._seen(fresh)
+        elif fresh.lapses != self._view.lapses:
+            self._view = fresh
+            self._act_at = min(self._act_at, self._clock() + self._stagger())
+
+    def _act(self, now: float) -> None:
+        waited = self._settings.patience.waited(now - self._since)
+        present = read_wishes(self._store)
+        step = participant.propose_join(decoded(self._view), self._wish, present, waited)
+        match step:
+            case Proposal(document, reasons):
+                data = encode(document)
+                version = self._store.compare_and_swap(self._view.version, data)
+                if version is None:
+                    self._attempt += 1
+                    self._seen(self._store.read())
+                else:
+                    self._attempt = 0
+                    log.debug("version %d: %s", version, "; ".join(reasons[:10]))
+                    self._seen(View(data, version, self._view.lapses))
+            case Wait(reason):
+                self._reason = reason
+                pause = self._settings.patience.next_after(now - self._since)
+                self._act_at = now + min(LONGEST_WAIT, pause) + self._stagger()
+            case Barred(why):
+                raise JoinRefused(why)
+            case _:
+                assert_never(step)
+
+    def _crowd(self) -> int:
+        document = decoded(self._view)
+        return 0 if document is None else len(document.joining)
+
+    def _stagger(self) -> float:
+        document = decoded(self._view)
+        return 0.0 if document is None else participant.stagger(document, self._agent)
+
+
+def decoded(view: View) -> Document | None:
+    """The view's document. Raises DocumentInvalid."""
+    return None if view.document is None else _decode(view.document)
+
+
+def read_wishes(store: RoundStore) -> dict[str, Wish]:
+    """Who is present and what each wants; a presence that is no wish is left out, and so counts as lapsed."""
+    found = {}
+    for agent, value in store.present().items():
+        try:
+            found[agent] = _decode_wish(value)
+        except DocumentInvalid as e:
+            log.warning("the presence of %s is ignored: %s", agent, e)
+    return found
+
+
+# Threads of one process that watch one job (tests, simulations) read each document once.
+@lru_cache(maxsize=4)
+def _decode(data: bytes) -> Document:
+    return decode(data)
+
+
+@lru_cache(maxsize=8192)
+def _decode_wish(value: bytes) -> Wish:
+    return decode_wish(value)
