@@ -1,0 +1,114 @@
+"""Stock torchrun with `--rdzv-backend=etcd-v3`: real agents and processes, over gloo (failures 43, 44, 66)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from etcd_server import EtcdCluster
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torchrun_job import TorchrunJob, children
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def job(etcd: EtcdCluster, tmp_path: Path) -> Iterator[Callable[..., TorchrunJob]]:
+    made: list[TorchrunJob] = []
+
+    def make(*flags: str, nodes: str = "2:3") -> TorchrunJob:
+        endpoint = etcd.urls[0].removeprefix("http://")
+        made.append(TorchrunJob(tmp_path, endpoint, uuid.uuid4().hex, *flags, nodes=nodes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.clean_up()
+
+
+def test_the_handler_is_registered_where_torchrun_looks() -> None:
+    found = {point.name: point.value for point in entry_points(group="torchrun.handlers")}
+    assert found.get("etcd-v3") == "everstep.rendezvous.handlers:etcd_v3", "run `make setup`: pyproject.toml is newer"
+
+
+def test_agents_that_are_killed_are_left_behind_and_replaced_and_the_job_ends_well(
+    job: Callable[..., TorchrunJob],
+) -> None:
+    run = job()
+    run.start(3)
+    first = run.world(3)
+    assert {line.total for line in first} == {3}
+
+    killed = run.kill(first[1].agent)
+    two = run.world(2, killed)
+    print(f"agent of rank 1 killed: all-reduce of the survivors after {max(x.at for x in two) - killed:.1f} s")
+    assert [line.agent for line in two] == [first[0].agent, first[2].agent]
+
+    run.start()
+    began = time.time()
+    three = run.world(3, killed)
+    print(f"regrown {max(x.at for x in three) - began:.1f} s after the start of a new agent")
+    assert [line.agent for line in three[:2]] == [line.agent for line in two]
+
+    killed = run.kill(three[0].agent)  # it hosts the round's process-group store
+    left = run.world(2, killed)
+    print(f"agent of rank 0 killed: all-reduce of the survivors after {max(x.at for x in left) - killed:.1f} s")
+    assert {line.agent for line in left} == {line.agent for line in three[1:]}
+
+    codes = run.finish()
+    assert sorted(codes) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
+
+
+@pytest.mark.long
+def test_a_training_process_that_fails_is_restarted_with_all_others(job: Callable[..., TorchrunJob]) -> None:
+    run = job(nodes="2")
+    run.start(2)
+    first = run.world(2)
+    (run.folder / "fail").write_text("1")
+    again = run.world(2, max(line.at for line in first))
+    assert [line.agent for line in again] == [line.agent for line in first]
+    assert run.finish() == [0, 0]
+
+
+@pytest.mark.long
+def test_an_agent_that_is_asked_to_end_is_missed_before_its_lease_lapses(job: Callable[..., TorchrunJob]) -> None:
+    run = job()
+    run.start(3, conf="last_call=3,ttl=200")
+    first = run.world(3)
+    agent = next(a for a in run.agents if a.pid == first[2].agent)
+    asked = time.time()
+    agent.send_signal(signal.SIGTERM)
+    assert [line.agent for line in run.world(2, asked)] == [line.agent for line in first[:2]]
+    assert run.finish().count(0) == 2
+
+
+@pytest.mark.long
+def test_an_agent_that_is_stopped_is_left_behind_and_comes_back_when_it_wakes(job: Callable[..., TorchrunJob]) -> None:
+    run = job()
+    run.start(3)
+    first = run.world(3)
+    stopped = [first[2].agent, *children(first[2].agent)]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    at = time.time()
+    two = run.world(2, at)
+    print(f"agent stopped: all-reduce of the survivors after {max(x.at for x in two) - at:.1f} s")
+    assert [line.agent for line in two] == [line.agent for line in first[:2]]
+    for pid in reversed(stopped):
+        os.kill(pid, signal.SIGCONT)
+    three = run.world(3, max(x.at for x in two))
+    assert [line.agent for line in three] == [line.agent for line in first]
+    assert run.finish() == [0, 0, 0]
+
+
+def test_a_key_that_does_not_exist_is_named_by_torchs_own_registry() -> None:
+    parameters = RendezvousParameters("etcd-v3", "127.0.0.1:1", "run", 1, 2, last_call_timeout="3", timeout=900)
+    with pytest.raises(ValueError, match="last_call_timeout: no such key"):
+        get_rendezvous_handler(parameters)

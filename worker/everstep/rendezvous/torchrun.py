@@ -1,0 +1,223 @@
+"""A rendezvous handler for stock torchrun, over any round store. The one module of this package that imports torch.
+
+Each round has a process-group store of its own, in the agent of rank 0, bound before that agent asks to join: so its
+port is known when the round is, no port is guessed, and its death ends that round and nothing else. The agents' keys in
+it are prefixed with the round: a latecomer of an old round reads nothing of this one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from everstep.contract import env
+from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
+from everstep.rendezvous.document import MAX_AGENT, Member, Sizes
+from everstep.rendezvous.driver import Driver
+from everstep.rendezvous.errors import (
+    DocumentInvalid,
+    JoinRefused,
+    JoinTimedOut,
+    RendezvousClosed,
+    RendezvousFailed,
+    StoreRefused,
+    StoreUnavailable,
+)
+from everstep.rendezvous.links import Links
+from everstep.rendezvous.participant import Broken, Closed, Growing, Round, Whole
+from everstep.rendezvous.rounds import Refused
+from everstep.rendezvous.store import RoundStore
+
+log = logging.getLogger(__name__)
+
+CONNECT = 2.0  # seconds for one attempt at rank 0's store; then the round is looked at again
+STORE_TIMEOUT = timedelta(seconds=300)  # of a call on it, as torch has by default
+LOOK = 0.01  # seconds between looks at who has arrived
+
+
+class RoundHandler(RendezvousHandler):
+    """torchrun's view of a `Driver`."""
+
+    def __init__(
+        self, backend: str, parameters: RendezvousParameters, store: RoundStore, settings: Configuration
+    ) -> None:
+        self._backend, self._run_id, self._timeout = backend, parameters.run_id, settings.timeout
+        try:
+            sizes = Sizes(parameters.min_nodes, parameters.max_nodes, settings.allowed)
+        except DocumentInvalid as e:
+            raise ConfigurationInvalid(f"--nnodes and --rdzv-conf allowed: {e}") from e
+        self._address = parameters.local_addr or _own_address(settings.urls)
+        agent = _agent_id()
+        self._links = Links(agent, "::" if ":" in self._address else "")
+        member = Member(
+            index=int(os.environ.get(env.WORKER_INDEX, "-1")),
+            agent=agent,
+            incarnation=int(os.environ.get(env.INCARNATION, "0")),
+            address=self._address,
+            link_port=self._links.port,
+        )
+        self._driver = Driver(store, member, sizes, settings.settings, links=self._links)
+        self._server: TCPStore | None = None
+        self._left = False
+        # torchrun does not shut a handler down when a signal ends it, and the others should not wait for the lease.
+        atexit.register(self._leave)
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Be in the next round, whose members have all reached its store."""
+        deadline = time.monotonic() + self._timeout
+        # The old server lives until the new one is bound, so that the new port is another.
+        server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+        self._server = server
+        while True:
+            formed = self._join(deadline - time.monotonic(), server.port)
+            store = self._meet(formed, server, deadline)
+            if store is not None:
+                break
+        first = formed.members[0]
+        if formed.rank != 0:
+            self._server = None
+        return RendezvousInfo(
+            PrefixStore(f"everstep/round/{formed.number}", store),
+            formed.rank,
+            formed.world_size,
+            RendezvousStoreInfo(first.address, first.store_port),
+        )
+
+    def _join(self, timeout: float, port: int) -> Round:
+        try:
+            return self._driver.join(max(0.0, timeout), store_port=port)
+        except RendezvousClosed as e:
+            raise RendezvousClosedError(str(e)) from e
+        except JoinTimedOut as e:
+            raise RendezvousTimeoutError(str(e)) from e
+        except (StoreRefused, StoreUnavailable) as e:
+            raise RendezvousConnectionError(str(e)) from e
+        except (JoinRefused, DocumentInvalid) as e:
+            raise RendezvousStateError(str(e)) from e
+
+    def _meet(self, formed: Round, server: TCPStore, deadline: float) -> Store | None:
+        """The round's store, once all members are there; None if the round broke before.
+
+        torchrun gives up for good when a peer dies while ranks are handed out: so nobody starts that before all came.
+        """
+        store = server if formed.rank == 0 else self._connect(formed, deadline)
+        if store is None:
+            return None
+        key = f"everstep/here/{formed.number}"
+        try:
+            here = store.add(key, 1)
+            while here < formed.world_size:
+                if not self._intact() or time.monotonic() > deadline:
+                    return None
+                time.sleep(LOOK)
+                here = store.add(key, 0)
+        except DistError as e:
+            log.warning("the store of round %d is gone: %s", formed.number, e)
+            self._await_break(deadline)
+            return None
+        return store
+
+    def _connect(self, formed: Round, deadline: float) -> Store | None:
+        first = formed.members[0]
+        while self._intact() and time.monotonic() < deadline:
+            try:
+                store = TCPStore(first.address, first.store_port, is_master=False, timeout=timedelta(seconds=CONNECT))
+            except DistError as e:
+                log.warning("rank 0's store at %s:%d: %s", first.address, first.store_port, e)
+                continue
+            store.set_timeout(STORE_TIMEOUT)
+            return store
+        return None
+
+    def _intact(self) -> bool:
+        return isinstance(self._driver.standing(), Whole | Growing)
+
+    def _await_break(self, deadline: float) -> None:
+        """Rank 0's store is gone, so its link or its lease will tell: nobody else has to be asked."""
+        while self._intact() and time.monotonic() < deadline:
+            self._driver.wait(min(1.0, CONNECT))
+
+    def num_nodes_waiting(self) -> int:
+        """More than 0 makes torchrun restart its processes in a new round: a member is gone, or one more would fit."""
+        match self._driver.standing():
+            case Growing(count, _):
+                return count
+            case Broken():
+                return 1
+            case Closed() | Whole():
+                return 0
+
+    def is_closed(self) -> bool:
+        return isinstance(self._driver.standing(), Closed)
+
+    def set_closed(self) -> None:
+        self._close("an agent closed the rendezvous")
+
+    def shutdown(self) -> bool:
+        """torchrun calls this when its processes have succeeded, or failed for good: there is no next round."""
+        closed = self._close("an agent finished")
+        self._leave()
+        return closed
+
+    def _close(self, why: str) -> bool:
+        try:
+            done = self._driver.close_job(why)
+        except RendezvousFailed as e:
+            log.warning("the job could not be closed: %s", e)
+            return False
+        return not isinstance(done, Refused) or done.final
+
+    def _leave(self) -> None:
+        if not self._left:
+            self._left = True
+            atexit.unregister(self._leave)
+            self._driver.leave()
+
+
+def _agent_id() -> str:
+    """Unique to this life of this process, and readable in a log."""
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[: MAX_AGENT - 30]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _own_address(urls: tuple[str, ...]) -> str:
+    """The address of this machine on the way to the store: the name that a machine gives itself need not be known."""
+    for url in urls:
+        split = urlsplit(url)
+        try:
+            found = socket.getaddrinfo(split.hostname, split.port, type=socket.SOCK_DGRAM)
+            with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+                probe.connect(found[0][4])  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return socket.getfqdn()
