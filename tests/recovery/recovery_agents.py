@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import TCPStore
 
 LIMIT = 60.0
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "recovery_script"])
+# Optimizers and DDP import torch._dynamo when first used, which takes longer than torch itself.
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "recovery_script"])
 
 
 @dataclass(eq=False)
@@ -34,11 +35,20 @@ class Process:
     pid: int = 0
     connection: socket.socket | None = None
     heard: list[dict[str, Any]] = field(default_factory=list)
+    _told: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
 
     def events(self, folder: Path) -> list[dict[str, Any]]:
+        """What it has written by now."""
         path = folder / f"{self.pid}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read)
+                whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                self._read += len(whole) + 1
+                self._told += [json.loads(line) for line in whole.splitlines()]
+        return self._told
 
 
 class Agents:
@@ -127,9 +137,13 @@ class Agents:
     def steps(self, p: Process) -> list[dict[str, Any]]:
         return [e for e in p.events(self.folder) if e["kind"] == "step"]
 
+    def last(self, p: Process, count: int) -> list[dict[str, Any]]:
+        """Its newest steps, at most so many."""
+        return [e for e in p.events(self.folder)[-count:] if e["kind"] == "step"]
+
     def trained(self, members: Iterable[Process], since: float, count: int = 1) -> bool:
         """Whether each of these has made `count` steps after that moment."""
-        return all(sum(e["at"] > since for e in self.steps(p)[-50:]) >= count for p in members)
+        return all(sum(e["at"] > since for e in self.last(p, 50)) >= count for p in members)
 
     def joined(self) -> bool:
         """Whether all members are in the newest round."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from recovery_agents import Agents, Process
-from recovery_script import SAMPLES, Points, Wanted
+from recovery_script import Points, Wanted
 
 from everstep.data import ElasticLoader
 
-KILLS = int(os.environ.get("EVERSTEP_KILLS", "8"))
+KILLS = int(os.environ.get("EVERSTEP_KILLS", "6"))
 pytestmark = pytest.mark.timeout(120 + 10 * KILLS)
 
 Play = Callable[..., Agents]
@@ -42,7 +42,8 @@ def resources(p: Process) -> tuple[int, int]:
 
 @pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True, "static_graph": True}], ids=["plain", "static"])
 def test_survivors_of_kills_at_random_moments_go_on_with_equal_parameters(play: Play, ddp: dict[str, Any]) -> None:
-    agents = play(Wanted(ddp=ddp, scaler=bool(ddp)), seed=len(ddp))
+    # torch's static_graph cannot begin with a micro-batch in no_sync.
+    agents = play(Wanted(ddp=ddp, scaler=bool(ddp), micro_batch=None if ddp else 4), seed=len(ddp))
     agents.begin(3)
     settled(agents)
     first = agents.members[0]
@@ -80,7 +81,7 @@ def test_killed_in_every_phase_of_a_recovery(play: Play) -> None:
     agents = play(Wanted(workers=0), seed=6)
     agents.begin(3)
     settled(agents)
-    for milliseconds in (0, 2, 5, 10, 20, 40):
+    for milliseconds in (0, 3, 10, 30):
         for victim in (0, -1):
             agents.announce([*agents.members, newcomer(agents)])
             time.sleep(milliseconds / 1000)
@@ -98,29 +99,25 @@ def test_samples_of_each_step_are_those_of_an_undisturbed_run(play: Play) -> Non
         settled(agents, 5)
         agents.announce([*agents.members, newcomer(agents)], whole=True)
         settled(agents, 5)
+    told = {p: agents.steps(p) for p in agents.all}
+    # The parameters that training went on with after each step.
+    kept = {e["step"]: e["digest"] for p in agents.all for e in told[p]}
+    kept |= {e["step"]: e["digest"] for p in agents.members for e in told[p]}
+    seen: dict[int, list[int]] = {step: [] for step in kept}
+    for events in told.values():
+        for e in events:
+            if e["digest"] == kept[e["step"]]:
+                seen[e["step"]] += e["seen"]
     reference = ElasticLoader(Points(), global_batch=24, rank=0, world_size=1)
     expected: list[list[int]] = []
-    steps = {e["step"] for p in agents.members for e in agents.steps(p)}
-    while len(expected) < max(steps):
-        expected += [sorted(batch.indices.tolist()) for batch in reference]
-    whole = 0
-    for step in sorted(steps):
-        told = [e for p in agents.all for e in agents.steps(p) if e["step"] == step]
-        # Those that hold the parameters that training went on with.
-        kept = [e for e in told if e["digest"] == _digest(agents, step)]
-        seen = sorted(i for e in kept for i in e["seen"])
-        assert len(set(seen)) == len(seen), f"step {step}: a sample came twice"
-        assert set(seen) <= set(expected[step - 1]), f"step {step}: a sample of another step"
-        whole += seen == expected[step - 1]
-    # A member that a step was given to, or that died in its last lines, says nothing of it.
-    assert whole >= len(steps) - 3 * 2
-    assert len({i for step in expected[: SAMPLES // 24] for i in step}) == SAMPLES // 24 * 24
-
-
-def _digest(agents: Agents, step: int) -> str:
-    found = [e["digest"] for p in agents.members for e in agents.steps(p) if e["step"] == step]
-    told = [e["digest"] for p in agents.all for e in agents.steps(p) if e["step"] == step]
-    return str((found or told)[0])
+    while len(expected) < max(kept):
+        expected += [batch.indices.tolist() for batch in reference]
+    for step, samples in seen.items():
+        assert len(set(samples)) == len(samples), f"step {step}: a sample came twice"
+        assert set(samples) <= set(expected[step - 1]), f"step {step}: a sample of another step"
+    # A member that a step was given to, or that died in its last lines, says nothing of that step.
+    whole = sum(set(samples) == set(expected[step - 1]) for step, samples in seen.items())
+    assert whole >= len(seen) - 3 * 2
 
 
 def test_run_with_deaths_ends_where_an_undisturbed_one_does(play: Play) -> None:

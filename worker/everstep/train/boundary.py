@@ -120,6 +120,8 @@ class Boundary:
                 self._preempt()
             if keeper is not None and (keeper.due_at(self.step) or agreed.save):
                 keeper.save(self.step, self._state)
+        if agreed.move:
+            self._intent.settle()  # or those that leave first break it for the others
         return agreed.move
 
     def save(self, step: int) -> None:

@@ -99,6 +99,6 @@ def _put_back(state: Mapping[str, Any], key: str, target: Any, saved: Any) -> No
         target[:] = copy.deepcopy(saved)
     else:
         target.load_state_dict(saved)
-        if isinstance(target, torch.amp.GradScaler):
+        if isinstance(target, torch.amp.GradScaler) and target.is_enabled():
             # Else it holds that the optimizer's gradients, which are gone, were unscaled. Only `update` says otherwise.
             target._per_optimizer_states.clear()
