@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-COST = 0.01  # of a step's time that agreeing may take
+COST = 0.005  # of a step's time that agreeing may take: half of what the session may
 MAX_STRIDE = 64  # boundaries from one agreement to the next
 MAX_SECONDS = 1.0  # from one agreement to the next, unless a single step takes longer
 SMOOTHING = 0.2  # weight of the newest measurement
