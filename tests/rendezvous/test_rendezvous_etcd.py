@@ -158,12 +158,13 @@ def test_the_death_of_an_etcd_member_disturbs_no_round_and_delays_the_next_a_lit
             assert {r.number for r in again.values()} == {2}
 
             cluster.members[leader].start()
+            cluster.post("/v3/kv/put", RANGE, cluster.urls[leader])  # it is back: one fault at a time
             cluster.members[cluster.leader()].kill()  # in the middle of a join, this time
             began = time.monotonic()
             assert {r.number for r in job.join("ab").values()} == {3}
             took = time.monotonic() - began
         print(f"next round {quiet:.2f} s with a member down, {took:.2f} s with the leader killed under way")
-        assert took < 15  # the goal is 3 s; this machine does much else
+        assert took < 8  # the goal is 3 s; this machine does much else
     finally:
         cluster.stop()
 

@@ -136,6 +136,7 @@ class Driver:
 
     def leave(self) -> None:
         """Go, and say so: the others need not wait for the lease. Best effort."""
+        self._stopping.set()  # first, so that the thread does not announce again who has left
         try:
             self._change(lambda _: Leave(self._member.agent))
             self._store.withdraw(self._member.agent)
@@ -210,6 +211,8 @@ class Driver:
     def _renew(self) -> None:
         wish = self._wish
         if wish is not None and not self._store.renew(wish.member.agent):
+            if self._stopping.is_set():
+                return
             log.warning("this agent's lease had lapsed: the others may have gone on without it")
             self._store.announce(wish.member.agent, wish.encode(), self._settings.ttl)
 

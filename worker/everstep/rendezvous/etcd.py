@@ -42,7 +42,7 @@ class EtcdStore:
         self._known = 0  # the revision at which the view was true
         self._next = 0  # the revision that the watch has not seen
         self._lapses = 0
-        self._leases: dict[str, tuple[str, float, bytes]] = {}
+        self._leases: dict[str, tuple[str, float]] = {}
         self._closed = False
         self._watching = False
         after_fork(self)
@@ -61,7 +61,9 @@ class EtcdStore:
         answer = self._gateway.call("/v3/kv/txn", {"compare": [compare], "success": [put]})
         if not answer.get("succeeded"):
             return None
-        return int(answer["header"]["revision"])
+        version = int(answer["header"]["revision"])
+        self._merge(View(document, version), version)
+        return version
 
     def watch(self, seen: View, timeout: float) -> View:
         self._start_watching()
@@ -77,13 +79,13 @@ class EtcdStore:
                 self._changed.wait(left)
 
     def announce(self, agent: str, value: bytes, ttl: float) -> None:
-        lease = self._leases.get(agent, ("", 0.0, b""))[0]
-        if not lease or self._leases[agent][1] != ttl or not self._put(agent, value, lease):
+        lease, held_ttl = self._leases.get(agent, ("", 0.0))
+        if held_ttl != ttl or not self._put(agent, value, lease):
             whole = max(MIN_TTL, math.ceil(ttl))
             lease = str(self._gateway.call("/v3/lease/grant", {"TTL": str(whole)})["ID"])
             if not self._put(agent, value, lease):
                 raise StoreUnavailable(f"a lease of {whole} s lapsed before it was used")
-        self._leases[agent] = (lease, ttl, value)
+        self._leases[agent] = (lease, ttl)
 
     def renew(self, agent: str) -> bool:
         held = self._leases.get(agent)
@@ -92,7 +94,7 @@ class EtcdStore:
         answer = self._gateway.call("/v3/lease/keepalive", {"ID": held[0]})
         if int(answer.get("result", {}).get("TTL", 0)) > 0:
             return True
-        del self._leases[agent]
+        self._leases.pop(agent, None)
         return False
 
     def withdraw(self, agent: str) -> None:

@@ -38,7 +38,7 @@ class Limits:
     """Seconds, and how often the endpoints are gone through."""
 
     connect: float = 1.0
-    reply: float = 1.5  # longer than a write takes, shorter than an election: another member is asked then
+    reply: float = 1.0  # longer than a write takes; another member is asked then, as after an election
     rounds: int = 2
 
 

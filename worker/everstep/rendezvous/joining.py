@@ -62,7 +62,7 @@ class Joining:
     def run(self, deadline: float) -> tuple[View, Round]:
         """The round, and the view in which it was found. Raises JoinTimedOut, JoinRefused, RendezvousClosed."""
         started, failures = False, 0
-        while (now := self._clock()) < deadline and not self._stopped.is_set():
+        while self._clock() < deadline and not self._stopped.is_set():
             try:
                 if not started:
                     self._start()
@@ -72,6 +72,7 @@ class Joining:
                     return self._view, settled.round
                 if isinstance(settled, Closed):
                     raise RendezvousClosed(f"{self._agent} cannot join, the job is closed: {settled.why}")
+                now = self._clock()  # not before: a store in trouble takes seconds to answer
                 if now < self._act_at:
                     self._wait(min(self._act_at, deadline) - now)
                 else:
