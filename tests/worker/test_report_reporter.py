@@ -165,6 +165,20 @@ def test_first_step_after_a_second_restore_is_told_at_once(operator: Operator) -
     assert operator.phases == ["start", "train", "restore", "train"]
 
 
+def test_process_that_goes_on_in_another_round_speaks_as_its_new_rank(operator: Operator) -> None:
+    reporter = Reporter(operator.url, rank=1, world_size=3, round=4)
+    reporter.step(5)
+    reporter.step(6)
+    reporter.moved(0, 2, 5)
+    reporter.step(7)
+    reporter.committed(7)
+    reporter.flush()
+    told = [(r.phase.value, r.step, r.rank, r.world_size, r.round) for r in operator.reports]
+    assert told == [
+        ("start", None, 1, 3, 4), ("train", 5, 1, 3, 4), ("train", 7, 0, 2, 5), ("save", 7, 0, 2, 5),
+    ]  # fmt: skip
+
+
 def test_checkpointer_events_become_reports(operator: Operator) -> None:
     reporter = Reporter(operator.url)
     reporter.on_event("restored", step=3, seconds=0.5)

@@ -102,6 +102,13 @@ class Reporter:
         """State was read from the commit of `step` in `seconds`; None: there was no commit."""
         self._offer(Phase.RESTORE, mark=step or 0, restored_step=step, restore_seconds=seconds, step=step)
 
+    def moved(self, rank: int, world_size: int, round: int) -> None:
+        """The process goes on in another round. Its next step is told at once, whichever rank it is by now."""
+        with self._wake:
+            self._identity = (rank, world_size, round)
+            self._known = replace(self._known, rank=rank, world_size=world_size, round=round)
+            self._stepped, self._mark = False, None
+
     def step(
         self,
         step: int,

@@ -132,8 +132,9 @@ class Recovering:
 
     def _moved(self) -> None:
         """The round has formed; its members are not at one state yet."""
-        members = self._recovery.members
-        self._boundary.move(members)
+        members, round_ = self._recovery.members, self._recovery.round
+        assert round_ is not None
+        self._boundary.move(members, round_.number)
         if self._loader is not None:
             self._loader.reshard(members.rank, members.world_size)
 

@@ -21,8 +21,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo,
 from everstep.train.recovery import links
 from everstep.train.recovery.rounds import Round
 
-# Of gloo's own, which end nothing that we wait for: a thread that gloo has lost a transfer of lives so long.
-LOST_SECONDS = 120.0
+# torch's default, and how long a rank may lag behind the others. It ends nothing that we wait for, but a thread that
+# gloo lost a transfer of lives so long.
+LOST_SECONDS = 1800.0
 CLOSE_SECONDS = 1.0
 COMPUTE_SECONDS = 0.1  # the longest that a reduction of what has arrived takes
 POLL_SECONDS = 0.0005

@@ -31,7 +31,9 @@ from everstep.train.recovery.rounds import Round, Rounds
 
 log = logging.getLogger("everstep.train")
 
-FORM_SECONDS = 60.0
+# A round that takes newcomers in forms when its members come to the end of their step. A newer round ends it sooner.
+FORM_SECONDS = 600.0
+JOIN_SECONDS = 24 * 3600.0  # a new process may have to wait until there is room for it; its agent's end ends it sooner
 WAIT_SECONDS = 120.0  # for a newer round after a collective failed
 ATTEMPTS = 100
 
@@ -101,7 +103,7 @@ class Recovery:
         `RoundsOver` if no round comes, `NoState` if the state was lost.
         """
         for _ in range(ATTEMPTS):
-            round_ = self._rounds.wait_newer(self._number, WAIT_SECONDS)
+            round_ = self._rounds.wait_newer(self._number, WAIT_SECONDS if quality else JOIN_SECONDS)
             began = time.monotonic()
             self._leave("a newer round began")
             self._number = round_.number

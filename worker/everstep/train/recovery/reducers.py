@@ -19,7 +19,7 @@ class Reducers:
     """The DDP objects of this process, found once: after the script has built them."""
 
     def __init__(self) -> None:
-        self._found = [weakref.ref(o) for o in gc.get_objects() if type(o) is DistributedDataParallel]
+        self._found = [weakref.ref(o) for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
 
     def __len__(self) -> int:
         return sum(reference() is not None for reference in self._found)
