@@ -55,9 +55,9 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Recover
             group.attach(made[r], r, 2)
         return groups
 
-    make.shut = lambda: links.shut(addresses, 10)  # type: ignore[attr-defined]
+    make.shut = lambda: links.shut(addresses, lambda: False, 10)  # type: ignore[attr-defined]
     yield make
-    assert links.shut(addresses, 10)
+    assert links.shut(addresses, lambda: False, 10)
     held.clear()
 
 

@@ -19,11 +19,15 @@ def connected() -> tuple[socket.socket, socket.socket, links.Address]:
     return near, far, address
 
 
+def never() -> bool:
+    return False
+
+
 def test_connections_of_the_addresses_are_shut_and_others_go_on() -> None:
     (near, far, address), (other, other_far, _) = connected(), connected()
     closer = threading.Thread(target=lambda: (near.recv(1), near.close(), far.close()))
     closer.start()
-    assert links.shut({address}, 10.0)
+    assert links.shut({address}, never, 10.0)
     closer.join(10)
     other.sendall(b"x")
     assert other_far.recv(1) == b"x"
@@ -33,7 +37,8 @@ def test_connections_of_the_addresses_are_shut_and_others_go_on() -> None:
 
 def test_connection_that_its_owner_keeps_is_told() -> None:
     near, far, address = connected()
-    assert links.shut({address}, 0.05) is False
+    assert links.shut({address}, never, 0.05) is False
+    assert links.shut({address}, lambda: True, 60.0) is True
     assert near.recv(1) == b""
     for s in (near, far):
         s.close()
@@ -41,7 +46,7 @@ def test_connection_that_its_owner_keeps_is_told() -> None:
 
 def test_listener_at_one_of_the_addresses_goes_on_listening() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    assert links.shut({listener.getsockname()}, 1.0)
+    assert links.shut({listener.getsockname()}, never, 1.0)
     near = socket.create_connection(listener.getsockname())
     listener.accept()[0].close()
     for s in (near, listener):
@@ -53,7 +58,7 @@ def test_ipv4_in_ipv6_is_the_same_address() -> None:
     port = listener.getsockname()[1]
     near = socket.create_connection(("127.0.0.1", port))
     far, _ = listener.accept()
-    links.shut({("127.0.0.1", port)}, 0.01)
+    links.shut({("127.0.0.1", port)}, never, 0.01)
     assert far.recv(1) == b""
     for s in (near, far, listener):
         s.close()

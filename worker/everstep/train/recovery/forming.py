@@ -79,12 +79,17 @@ def form(round_: Round, newer: Callable[[], bool], seconds: float) -> Formed:
 
 def dismiss(formed: Formed, works: list[Any]) -> None:
     """Close the connections of an abandoned round, whose unfinished `works` are then over or never will be. Raises
-    `Unformed` if gloo keeps them open: what it may still write makes a repeated step unsafe."""
-    if not links.shut(formed.addresses, CLOSE_SECONDS):
+    `Unformed` if gloo keeps both: what it may still write makes a repeated step unsafe."""
+
+    def over() -> bool:
+        # gloo lets go of the tensors with the work. It may leave a connection open whose receiver is gone.
+        return all(work.is_completed() for work in works)
+
+    if not links.shut(formed.addresses, over, CLOSE_SECONDS):
         raise Unformed(f"round {formed.round.number}: gloo did not close its connections in {CLOSE_SECONDS:g} s")
     # A thread of gloo's may be adding up what had arrived. One that lost a transfer never ends, and writes nothing.
     until = time.monotonic() + COMPUTE_SECONDS
-    while not all(work.is_completed() for work in works) and time.monotonic() < until:
+    while not over() and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
     # Destroying a group waits for its threads, and those that lost a transfer end with gloo's own timeout.
     threading.Thread(target=_drop, args=(formed,), name="everstep-drop", daemon=True).start()

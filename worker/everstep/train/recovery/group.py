@@ -94,6 +94,12 @@ class _Flight:
         """Under the lock."""
         self._pending.add(answer)
 
+    def begun(self, answer: Answer) -> None:
+        """gloo has the collective. It may have been given up in between."""
+        with self.lock:
+            if answer not in self._pending:
+                self.left.append(answer.work)
+
     def give_up(self, reason: str) -> None:
         """End every collective under way."""
         with self.lock:
@@ -189,6 +195,7 @@ class RecoverableGroup(dist.ProcessGroup):
         except RuntimeError as e:
             flight.failed(answer, e)
             return answer
+        flight.begun(answer)
         try:
             future = answer.work.get_future()
         except RuntimeError:  # some of gloo's works have none

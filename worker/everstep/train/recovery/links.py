@@ -40,9 +40,9 @@ def listening(make: Callable[[], Any], attempts: int = 3) -> tuple[Any, Address]
     raise LinksUnknown("another thread opens listening sockets, so gloo's cannot be told from them")
 
 
-def shut(addresses: Collection[Address], seconds: float) -> bool:
-    """Shut down this process's connections that begin or end at one of the addresses; whether their owner closed them
-    all within `seconds`."""
+def shut(addresses: Collection[Address], enough: Callable[[], bool], seconds: float) -> bool:
+    """Shut down this process's connections that begin or end at one of the addresses; whether within `seconds` their
+    owner closed them all, or `enough` held."""
     held: list[tuple[int, int]] = []
     for descriptor, inode, copy in _connections():
         with copy:
@@ -54,7 +54,7 @@ def shut(addresses: Collection[Address], seconds: float) -> bool:
             except OSError:
                 continue  # not connected (any more)
     until = time.monotonic() + seconds
-    while any(_inode(descriptor) == inode for descriptor, inode in held):
+    while any(_inode(descriptor) == inode for descriptor, inode in held) and not enough():
         if time.monotonic() > until:
             return False
         time.sleep(POLL_SECONDS)
