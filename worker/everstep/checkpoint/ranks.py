@@ -59,7 +59,28 @@ class Alone:
         raise AssertionError("a world of one has nobody to broadcast to")
 
 
-class Group:
+class Broadcasting:
+    """Bytes to all ranks, over whatever `broadcast` a world has."""
+
+    rank: int
+
+    def broadcast(self, data: torch.Tensor, source: int) -> Any:
+        raise NotImplementedError
+
+    def from_first(self, data: bytes) -> bytes:
+        return self.from_rank(0, data)
+
+    def from_rank(self, source: int, data: bytes) -> bytes:
+        """That rank's bytes, on every rank."""
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        self.broadcast(length, source).wait()
+        buffer = bytearray(data) if self.rank == source else bytearray(int(length.item()))
+        if buffer:
+            self.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), source).wait()
+        return bytes(buffer)
+
+
+class Group(Broadcasting):
     """A world over a process group that moves CPU tensors. None is the default group."""
 
     def __init__(self, group: Any) -> None:
@@ -67,15 +88,6 @@ class Group:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._first = dist.get_global_rank(group, 0) if group is not None else 0
-
-    def from_first(self, data: bytes) -> bytes:
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        dist.broadcast(length, self._first, group=self._group)
-        buffer = bytearray(data) if self.rank == 0 else bytearray(int(length.item()))
-        if buffer:
-            dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), self._first, group=self._group)
-        return bytes(buffer)
 
     def maximum(self, value: int) -> int:
         tensor = torch.tensor([value], dtype=torch.int64)

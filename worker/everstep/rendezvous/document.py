@@ -128,10 +128,9 @@ class Document:
 
 def encode(document: Document) -> bytes:
     """Compact JSON. Raises DocumentInvalid if it is larger than a store takes."""
-    sizes = document.sizes
     body: dict[str, Any] = {
         "version": VERSION,
-        "sizes": [sizes.minimum, sizes.maximum, list(sizes.allowed)],
+        "sizes": _sizes_row(document.sizes),
         "round": document.round,
         "members": [member_row(member) for member in document.members],
         "gone": [[loss.agent, loss.why] for loss in document.gone],
@@ -155,16 +154,9 @@ def decode(data: bytes) -> Document:
         raise DocumentInvalid(
             f"version: {body.get('version')!r} is not {VERSION}: agents of different releases share one job; use one"
         )
-    sizes = body.get("sizes")
-    if not isinstance(sizes, list) or len(sizes) != 3:
-        raise DocumentInvalid(f"sizes: {_short(sizes)} is not [minimum, maximum, allowed]")
     broken, boundary, closed = body.get("broken"), body.get("boundary"), body.get("closed")
     document = Document(
-        sizes=Sizes(
-            number(sizes[0], "sizes.minimum"),
-            number(sizes[1], "sizes.maximum"),
-            tuple(_each(sizes[2], "sizes.allowed", MAX_MEMBERS, number)),
-        ),
+        sizes=_read_sizes(body.get("sizes"), "sizes", "sizes"),
         round=number(body.get("round"), "round"),
         members=tuple(_each(body.get("members"), "members", MAX_MEMBERS, read_member)),
         gone=tuple(_each(body.get("gone"), "gone", MAX_MEMBERS, _loss)),
@@ -190,8 +182,7 @@ class Wish:
     sizes: Sizes = field(default=Sizes(1, MAX_MEMBERS))
 
     def encode(self) -> bytes:
-        sizes = self.sizes
-        body = [member_row(self.member), self.after, [sizes.minimum, sizes.maximum, list(sizes.allowed)]]
+        body = [member_row(self.member), self.after, _sizes_row(self.sizes)]
         return json.dumps({"version": VERSION, "wish": body}, separators=(",", ":")).encode()
 
 
@@ -201,17 +192,11 @@ def decode_wish(data: bytes) -> Wish:
     wish = body.get("wish")
     if body.get("version") != VERSION or not isinstance(wish, list) or len(wish) != 3:
         raise DocumentInvalid(f"presence: {_short(body)} is not a wish of version {VERSION}")
-    sizes = wish[2]
-    if not isinstance(sizes, list) or len(sizes) != 3:
-        raise DocumentInvalid(f"presence.sizes: {_short(sizes)} is not [minimum, maximum, allowed]")
+    sizes = _read_sizes(wish[2], "presence.sizes", "presence")
     return Wish(
         member=read_member(wish[0], "presence.member"),
         after=number(wish[1], "presence.after"),
-        sizes=Sizes(
-            number(sizes[0], "presence.minimum"),
-            number(sizes[1], "presence.maximum"),
-            tuple(_each(sizes[2], "presence.allowed", MAX_MEMBERS, number)),
-        ),
+        sizes=sizes,
     )
 
 
@@ -248,6 +233,21 @@ def read_member(row: object, name: str) -> Member:
         address=text(row[4], f"{name}.address", MAX_ADDRESS),
         store_port=number(row[5], f"{name}.store_port", 2**16),
         link_port=number(row[6], f"{name}.link_port", 2**16),
+    )
+
+
+def _sizes_row(sizes: Sizes) -> list[Any]:
+    return [sizes.minimum, sizes.maximum, list(sizes.allowed)]
+
+
+def _read_sizes(row: object, name: str, within: str) -> Sizes:
+    """`within` is what its fields are named after in an error."""
+    if not isinstance(row, list) or len(row) != 3:
+        raise DocumentInvalid(f"{name}: {_short(row)} is not [minimum, maximum, allowed]")
+    return Sizes(
+        number(row[0], f"{within}.minimum"),
+        number(row[1], f"{within}.maximum"),
+        tuple(_each(row[2], f"{within}.allowed", MAX_MEMBERS, number)),
     )
 
 

@@ -21,6 +21,7 @@ the same step; a step that raised is not counted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -127,9 +128,10 @@ class Run:
         if loader is not None:
             self._state["data"] = loader
         boundary = self._boundary
+        count = partial(self._count, loader, total)
         world: World = Steady(boundary, self._state)
         if self._recovery is not None:
-            world = Recovering(self._recovery, boundary, self._state, loader, lambda: self._count(loader, total))
+            world = Recovering(self._recovery, boundary, self._state, loader, count)
         world.begin()
         source = _Source(loader)
         boundary.watch()
@@ -137,9 +139,7 @@ class Run:
             while True:
                 while self.step < total:
                     world.step_begins()
-                    step = Step(
-                        self.step, source.batches(), source.whole, lambda: self._count(loader, total), world.lost
-                    )
+                    step = Step(self.step, source.batches(), source.whole, count, world.lost)
                     yield step
                     if step.phase is Phase.LOST:
                         world.go_on(in_step=True)

@@ -110,7 +110,7 @@ class Recovering:
         try:
             if self._boundary.agree(move=self._recovery.boundary_wanted):
                 self._enter(Quality.WHOLE)
-        except (PeerLost, RuntimeError) as e:
+        except RuntimeError as e:
             if not self.lost(e):
                 raise
             self.go_on(in_step=False)
@@ -119,7 +119,7 @@ class Recovering:
         before = self._boundary.step
         try:
             self._boundary.finish(before)
-        except (PeerLost, RuntimeError) as e:
+        except RuntimeError as e:
             if not self.lost(e):
                 raise
             self.go_on(in_step=False)

@@ -26,7 +26,6 @@ from everstep.train.recovery.rounds import Round
 LOST_SECONDS = 1800.0
 CLOSE_SECONDS = 1.0
 COMPUTE_SECONDS = 0.1  # the longest that a reduction of what has arrived takes
-POLL_SECONDS = 0.0005
 
 
 class Unformed(RuntimeError):
@@ -90,7 +89,7 @@ def dismiss(formed: Formed, works: list[Any]) -> None:
     # A thread of gloo's may be adding up what had arrived. One that lost a transfer never ends, and writes nothing.
     until = time.monotonic() + COMPUTE_SECONDS
     while not over() and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
+        time.sleep(links.POLL_SECONDS)
     # Destroying a group waits for its threads, and those that lost a transfer end with gloo's own timeout.
     threading.Thread(target=_drop, args=(formed,), name="everstep-drop", daemon=True).start()
 

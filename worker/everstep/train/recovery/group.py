@@ -1,7 +1,7 @@
 """A process group whose waits can be given up, and whose members change while the program keeps its handle.
 
 gloo loses a transfer that is under way when its connection breaks: whoever waits for it is not told, and waits for the
-group's timeout (measured on torch 2.13: 5 of 120 waits, whether the peer died or the socket was shut). So nobody waits
+group's timeout (measured on torch 2.13 with sockets shut at a random moment: 5 of 120 waits). So nobody waits
 for gloo here. Each collective gets an answer of our own, which gloo's completes, or `abandon` does, within a
 millisecond. The program holds one group for its life; `attach` puts the group of another round behind it.
 

@@ -14,7 +14,6 @@ import ipaddress
 import os
 import socket
 import stat
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -100,7 +99,3 @@ def _plain(address: Any) -> Address:
     ip = ipaddress.ip_address(host)
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     return str(mapped or ip), port
-
-
-def supported() -> bool:
-    return sys.platform == "linux"

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from everstep.checkpoint.ranks import Broadcasting
+from everstep.train.intent import reduce_into
 from everstep.train.recovery.group import RecoverableGroup
 
 
-class Members:
+class Members(Broadcasting):
     """A `checkpoint.Ranks` over a `RecoverableGroup` that c10d does not know of. Raises `PeerLost` where a member is
     gone."""
 
@@ -19,28 +21,16 @@ class Members:
         self.group = group
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # type: ignore[override]  # it changes with the round
         return self.group.rank()
 
     @property
     def world_size(self) -> int:
         return self.group.size()
 
-    def from_first(self, data: bytes) -> bytes:
-        return self.from_rank(0, data)
-
-    def from_rank(self, source: int, data: bytes) -> bytes:
-        """That rank's bytes, on every rank."""
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        self.broadcast(length, source).wait()
-        buffer = bytearray(data) if self.rank == source else bytearray(int(length.item()))
-        if buffer:
-            self.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), source).wait()
-        return bytes(buffer)
-
     def maximum(self, value: int) -> int:
         tensor = torch.tensor([value], dtype=torch.int64)
-        self.group.allreduce([tensor], _maximum()).wait()
+        reduce_into(tensor, dist.ReduceOp.MAX, self.group).wait()
         return int(tensor.item())
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
@@ -54,9 +44,3 @@ class Members:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         return self.group.broadcast([data], options)
-
-
-def _maximum() -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    return options

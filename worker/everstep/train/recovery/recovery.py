@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from everstep.train.recovery import forming, links, transfer
+from everstep.train.recovery import forming, transfer
 from everstep.train.recovery.agreement import Agreement, Quality, Standing, agree
 from everstep.train.recovery.group import BACKEND, PeerLost, RecoverableGroup
 from everstep.train.recovery.members import Members
@@ -48,7 +48,6 @@ class Recovery:
         self._leaving = threading.Lock()
         self._formed: forming.Formed | None = None
         self._number = -1
-        self._entered = 0.0
         self.main = RecoverableGroup(self._failed)
         self.control = RecoverableGroup(self._failed)
         self.members = Members(self.control)
@@ -197,8 +196,3 @@ class Recovery:
             self.main.abandon(reason)  # the world of one
         else:
             forming.dismiss(formed, works)
-
-
-def supported() -> bool:
-    """Whether this machine has what recovery in process needs."""
-    return links.supported()

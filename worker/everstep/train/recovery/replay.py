@@ -25,7 +25,6 @@ class Replay:
     """
 
     def __init__(self, state: Mapping[str, Any], refuse: Callable[[], None]) -> None:
-        self._state = state
         self._modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
         self._optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
         self._small = {k: t for k, t in state.items() if _is_small(t)}
@@ -54,7 +53,7 @@ class Replay:
                 for live, saved in zip(self._live_buffers(), self._buffers, strict=True):
                     live.copy_(saved)
             for key, saved in self._saved.items():
-                _put_back(self._state, key, self._small[key], saved)
+                _put_back(self._small[key], saved)
             self._rng.load_state_dict(self._generators)
             return Quality.WHOLE
         if len(self._stepped) < len(self._optimizers):
@@ -65,10 +64,6 @@ class Replay:
             ):
                 target.step()
         return Quality.TAIL_LOST
-
-    def stepped(self) -> bool:
-        """Whether any optimizer has made the present step."""
-        return bool(self._stepped)
 
     def end(self) -> None:
         """The run is over."""
@@ -91,7 +86,7 @@ def _content(target: Any) -> Any:
     return target if isinstance(target, dict | list) else target.state_dict()
 
 
-def _put_back(state: Mapping[str, Any], key: str, target: Any, saved: Any) -> None:
+def _put_back(target: Any, saved: Any) -> None:
     if isinstance(target, dict):
         target.clear()
         target.update(copy.deepcopy(saved))

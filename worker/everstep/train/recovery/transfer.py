@@ -8,7 +8,7 @@ an error says that it is not.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,28 +35,32 @@ def digest(state: Mapping[str, Any]) -> int:
     found = xxhash.xxh3_64()
     captured = capture(state, 0)
     for name in sorted(captured.parameters)[:DIGEST_TENSORS]:
-        found.update(_bytes(captured.tensors[name])[:DIGEST_BYTES])
+        tensor = captured.tensors[name]
+        # Cut before it is copied from a device.
+        found.update(_bytes(tensor.detach().reshape(-1)[: DIGEST_BYTES // tensor.element_size()]))
     return found.intdigest() >> 1
 
 
-def send(state: Mapping[str, Any], holder: int, receivers: tuple[int, ...], members: Members) -> int:
-    """Bring the holder's state to the receivers; its bytes. Collective: every member takes part, because a broadcast
-    is what reaches several fastest."""
+def send(state: Mapping[str, Any], holder: int, receivers: tuple[int, ...], members: Members) -> None:
+    """Bring the holder's state to the receivers. Collective: every member takes part, because a broadcast is what
+    reaches several fastest."""
     mine = members.rank == holder
     tensors: dict[str, torch.Tensor] = {}
+    buffers: list[Any] = []
     head = b""
     if mine:
         captured = capture(state, members.rank)
         tensors = {name: t.detach() for name, t in captured.tensors.items()}
         if sharded := [name for name, t in tensors.items() if is_sharded(t)]:
             raise TransferFailed(f"{sharded[0]} is sharded: only replicated state can be sent from member to member")
-        head = _header(captured.values, tensors)
+        buffers = [_bytes(t) for t in tensors.values()]
+        head = _header(captured.values, tensors, buffers)
     described = json.loads(members.from_rank(holder, head))
     if not mine:
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, kind)) for name, kind, shape, _ in described["tensors"]
         }
-    buffers = [_bytes(t) for t in tensors.values()]
+        buffers = [_bytes(t) for t in tensors.values()]
     tasks = [Task(0, i, (Segment(0, len(b), i, 0),)) for i, b in enumerate(buffers) if len(b)]
     divided: list[list[Task]] = [tasks if rank == holder else [] for rank in range(members.world_size)]
     exchange(divided, buffers, members)
@@ -65,13 +69,12 @@ def send(state: Mapping[str, Any], holder: int, receivers: tuple[int, ...], memb
             if xxhash.xxh3_64_hexdigest(data) != said:
                 raise TransferFailed(f"{name}: what arrived from rank {holder} fails its checksum")
         apply(state, {"state": described["values"]}, tensors, members.rank)
-    return sum(len(b) for b in buffers)
 
 
-def _header(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _header(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], buffers: Sequence[Any]) -> bytes:
     listed = [
-        (name, str(t.dtype).removeprefix("torch."), list(t.shape), xxhash.xxh3_64_hexdigest(_bytes(t)))
-        for name, t in tensors.items()
+        (name, str(t.dtype).removeprefix("torch."), list(t.shape), xxhash.xxh3_64_hexdigest(data))
+        for (name, t), data in zip(tensors.items(), buffers, strict=True)
     ]
     return json.dumps({"values": values, "tensors": listed}).encode()
 
