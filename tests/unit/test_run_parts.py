@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from everstep.storage import open_store
+from everstep_cli.running import last_words
 from everstep_operator.local.run import control
 from everstep_operator.local.run.faults import Fault, FaultError, changes_world, due, parse, target
 from everstep_operator.local.run.job_file import Asked, JobFileError, Prepared, load, place_checkpoints, read_secret
@@ -230,3 +231,19 @@ def test_folder_that_others_may_open_is_refused(runtime: Path) -> None:
     folder.chmod(0o755)
     with pytest.raises(control.ControlError, match="not a folder that only you can open"):
         control.folder()
+
+
+# What the end of a run shows.
+
+
+def test_farewell_of_a_torchrun_whose_store_is_gone_does_not_hide_the_last_words_of_the_program() -> None:
+    said = ["step=300 loss=0.03 world=4", "samples=28800", "final step=300 loss=0.09"]
+    farewell = [
+        "[W1122 00:52:42.212000000 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=3)",
+        "Exception raised from recvBytes at torch/csrc/distributed/c10d/Utils.hpp:784 (most recent call first):",
+        "frame #30: _start + 0x21 (0x5611c3839081 in python)",
+        "",
+        "W1122 00:52:42.212000 13488 torch/rendezvous.py:1298] The node has failed to shutdown the rendezvous",
+    ]
+    assert last_words(said + farewell) == said
+    assert last_words(farewell) == []
