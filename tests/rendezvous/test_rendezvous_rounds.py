@@ -17,6 +17,7 @@ from everstep.rendezvous.document import (
     Member,
     Report,
     Seat,
+    Setback,
     Sizes,
     Wish,
     decode,
@@ -28,15 +29,21 @@ from everstep.rendezvous.participant import Broken, Growing, Whole, standing
 from everstep.rendezvous.ranks import assign
 from everstep.rendezvous.reachability import EXACT, largest_set
 from everstep.rendezvous.rounds import (
+    FINISHED,
     MAX_FLAPS,
+    Break,
+    Charge,
     Close,
     CloseJob,
+    Done,
     Evict,
     Join,
+    KeepProcesses,
     Leave,
     Reach,
     Refused,
     SetBoundary,
+    StepOut,
     Waited,
     apply,
     growth,
@@ -271,6 +278,57 @@ def test_many_bad_pairs_leave_a_set_without_one() -> None:
     assert not any(r.low in here and r.high in here for r in reports)
 
 
+# --- what processes did
+
+
+def test_an_agent_that_lost_its_processes_steps_out_and_is_taken_in_again_when_it_asks() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), StepOut("b", 1, "SIGKILL"))
+    assert standing(document, 1, "a") == Broken("b is gone: SIGKILL")
+    document = regrouped(document, "ac")
+    assert names(document) == ["a", "c"]
+    assert document.history == (Setback(1, "b", "SIGKILL", False),)
+    assert standing(after(document, Join(agent("b"), TWO_OR_THREE)), 2, "a") == Growing(1, None)
+
+
+def test_a_failure_of_the_program_is_charged_once_a_round_even_when_the_next_is_formed() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), StepOut("b", 1, "ValueError"), StepOut("c", 1, "peer lost"))
+    document = after(document, *(Join(agent(name), TWO_OR_THREE) for name in "abc"), Close("a", 1, Waited.NOTHING))
+    document = after(document, Charge("b", 1, "ValueError: x"))
+    assert document.restarts == 1
+    assert "charged already" in refused(document, Charge("c", 1, "peer lost")).reason
+    assert "no round 3" in refused(document, Charge("c", 3, "x")).reason
+    assert {(s.agent, s.charged) for s in document.history} == {("b", True), ("c", False)}
+
+
+def test_members_that_do_not_work_together_any_more_meet_again() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Break("a", 1, "a connection broke"))
+    assert standing(document, 1, "b") == Broken("a connection broke")
+    assert "over already" in refused(document, Break("b", 1, "again")).reason
+    assert names(regrouped(document, "abc")) == ["a", "b", "c"]
+
+
+def test_the_job_is_finished_when_every_member_has_said_so() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Done("a", 1), Done("b", 1))
+    assert standing(document, 1, "a") == Whole()
+    assert "already" in refused(document, Done("a", 1)).reason
+    assert after(document, Done("c", 1)).closed == FINISHED
+
+
+def test_who_has_finished_may_go_and_must_repeat_when_another_has_not() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Done("a", 1), Leave("a"))
+    assert standing(document, 1, "b") == Whole()
+    assert document.history == ()
+    document = after(document, Done("b", 1), Evict("b", 1, "c", "gone"))
+    assert isinstance(standing(document, 1, "b"), Broken)
+    document = after(document, *(Join(agent(name), TWO_OR_THREE) for name in "bc"), Close("b", 1, Waited.NOTHING))
+    assert (document.round, document.done) == (2, ())
+
+
+def test_that_processes_keep_their_memory_is_known_in_later_rounds() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), KeepProcesses("a", 1), Evict("a", 1, "c", "gone"))
+    assert regrouped(document, "ab").in_process
+
+
 # --- ranks
 
 
@@ -345,6 +403,10 @@ rosters = st.lists(members, max_size=4, unique_by=lambda m: m.agent).map(tuple)
         ),
         broken=st.none() | text,
         boundary=st.none() | st.integers(0, 2**40),
+        done=st.lists(agent_ids, max_size=3).map(tuple),
+        in_process=st.booleans(),
+        restarts=st.integers(0, 99),
+        history=st.lists(st.builds(Setback, st.integers(0, 9), agent_ids, text, st.booleans()), max_size=3).map(tuple),
         closed=st.none() | text,
     )
 )

@@ -205,6 +205,10 @@ def _old_wishes_count(fold: Any) -> Any:
     return wrong
 
 
+def _finished_by_one(_done: Any) -> Any:
+    return lambda document, agent: replace(document, done=(*document.done, agent), closed=rounds.FINISHED)
+
+
 MISTAKES: dict[str, Patch] = {
     "no fence": _patched(rounds, "_fence", lambda _: lambda document, by, number: None),
     "fence forgets the round's number": _patched(
@@ -219,6 +223,7 @@ MISTAKES: dict[str, Patch] = {
     "ranks without regard to the last round": _patched(rounds, "assign", _ranks_by_name),
     "everyone moves up": _patched(rounds, "assign", _ranks_packed),
     "an older incarnation comes back": _patched(Table, "_replace_older", _seat_for_anyone),
+    "finished when one member is": _patched(rounds, "_done", _finished_by_one),
     "unreachable pairs together": _patched(rounds, "largest_set", _everyone_reaches_everyone),
     "a dead agent is never taken out": _patched(participant, "without_lapsed", _nobody_is_evicted),
     "a settled wish is taken up again": _patched(participant, "_fold", _old_wishes_count),

@@ -14,7 +14,23 @@ from random import Random
 from everstep.rendezvous import participant, rounds
 from everstep.rendezvous.document import Document, Member, Sizes, Wish, decode, encode
 from everstep.rendezvous.participant import Formed, Proposal, Round
-from everstep.rendezvous.rounds import Close, CloseJob, Event, Evict, Leave, Reach, Refused, SetBoundary, Waited
+from everstep.rendezvous.rounds import (
+    FINISHED,
+    Break,
+    Charge,
+    Close,
+    CloseJob,
+    Done,
+    Event,
+    Evict,
+    KeepProcesses,
+    Leave,
+    Reach,
+    Refused,
+    SetBoundary,
+    StepOut,
+    Waited,
+)
 
 MOST_AGENTS = 8
 TURNS = 60  # in which a world without faults must come to rest
@@ -117,6 +133,9 @@ class World:
             case Evict(agent=target):
                 self.evicted.setdefault(document.round, set()).add(target)
                 self._assert_out(target)
+            case StepOut(by=target):
+                self.evicted.setdefault(document.round, set()).add(target)
+                self._assert_out(target)
             case Leave(agent=target):
                 self.agents[target].left = True
                 self.evicted.setdefault(document.round, set()).add(target)
@@ -170,6 +189,10 @@ class World:
         here = [*after.joining, *(m for m in after.remaining() if m.agent not in {j.agent for j in after.joining})]
         if len({m.index for m in here}) != len(here):
             raise Violation(f"two agents are the same worker: {here}")
+        if after.closed == FINISHED and {m.agent for m in after.members} != set(after.done):
+            raise Violation(f"finished, and only {after.done} are done")
+        if sum(s.charged for s in after.history) > after.restarts:
+            raise Violation(f"{after.restarts} restarts were counted, and charged were {after.history}")
         number = 0 if before is None else before.round
         if after.round not in (number, number + 1):
             raise Violation(f"round {number} was followed by {after.round}")
@@ -283,7 +306,7 @@ class World:
             assert agent.round is not None
             if agent.round.number != document.round:
                 raise Violation(f"{agent.name} stayed in round {agent.round.number} of {document.round}")
-        names = {m.agent for m in document.members}
+        names = {m.agent for m in document.members if m in document.remaining() or m.agent not in document.done}
         if inside and names != {a.name for a in inside}:
             raise Violation(f"round {document.round} has members {names}, and {inside} believe to be in it")
 
@@ -295,6 +318,10 @@ def events(world: World, agent: Agent, target: Agent, number: int) -> Iterator[E
     yield Reach(agent.name, number, target.name, True)
     yield Close(agent.name, number, Waited.REJOIN)
     yield SetBoundary(agent.name, number, 7)
+    yield StepOut(agent.name, number, "test")
+    yield Break(agent.name, number, "test")
+    yield KeepProcesses(agent.name, number)
+    yield Done(agent.name, number)
 
 
 def step(world: World, random: Random) -> None:
@@ -330,7 +357,7 @@ def step(world: World, random: Random) -> None:
     elif choice < 0.98:
         world.lapse(agent)
     elif choice < 0.99:
-        world.act(agent, Leave(agent.name))
+        world.act(agent, random.choice((Leave(agent.name), Charge(agent.name, number, "test"))))
     elif random.random() < 0.1:
         world.act(agent, CloseJob(agent.name, "done"))
 

@@ -21,6 +21,7 @@ MAX_AGENT = 64
 MAX_ADDRESS = 255
 MAX_REASON = 200
 MAX_REPORTS = 1024
+MAX_HISTORY = 16
 PAST_AGENTS = 8  # remembered a seat: more lives of one pod than that, and a very old one could come back
 MAX_INDEX = 2**16
 MAX_NUMBER = 2**53  # what every JSON reader keeps exact
@@ -96,6 +97,16 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class Setback:
+    """What ended a round, and whether the job's restart budget was charged for it."""
+
+    round: int
+    agent: str
+    why: str
+    charged: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Two agents, one of which did not reach the other. `active` until it does; `times`: how often that began."""
 
@@ -118,6 +129,10 @@ class Document:
     reports: tuple[Report, ...] = ()
     broken: str | None = None  # why the present round is over, though its members may all live
     boundary: int | None = None  # the step after which the members let joiners in
+    done: tuple[str, ...] = ()  # members whose processes have all succeeded
+    in_process: bool = False  # the job's processes keep their memory from round to round
+    restarts: int = 0  # charged, of the whole job
+    history: tuple[Setback, ...] = ()  # the newest setbacks, oldest first
     closed: str | None = None
 
     def remaining(self) -> tuple[Member, ...]:
@@ -139,6 +154,10 @@ def encode(document: Document) -> bytes:
         "reports": [[r.low, r.high, r.active, r.times] for r in document.reports],
         "broken": document.broken,
         "boundary": document.boundary,
+        "done": list(document.done),
+        "in_process": document.in_process,
+        "restarts": document.restarts,
+        "history": [[s.round, s.agent, s.why, s.charged] for s in document.history],
         "closed": document.closed,
     }
     data = json.dumps(body, separators=(",", ":")).encode()
@@ -165,6 +184,10 @@ def decode(data: bytes) -> Document:
         reports=tuple(_each(body.get("reports"), "reports", MAX_REPORTS, _report)),
         broken=None if broken is None else text(broken, "broken", MAX_REASON),
         boundary=None if boundary is None else number(boundary, "boundary"),
+        done=tuple(_each(body.get("done"), "done", MAX_MEMBERS, agent_name)),
+        in_process=flag(body.get("in_process"), "in_process"),
+        restarts=number(body.get("restarts"), "restarts"),
+        history=tuple(_each(body.get("history"), "history", MAX_HISTORY, _setback)),
         closed=None if closed is None else text(closed, "closed", MAX_REASON),
     )
     _check_unique("members", [m.agent for m in document.members])
@@ -257,6 +280,12 @@ def number(value: object, name: str, below: int = MAX_NUMBER, low: int = 0) -> i
     return value
 
 
+def flag(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise DocumentInvalid(f"{name}: {_short(value)} is neither true nor false")
+    return value
+
+
 def text(value: object, name: str, limit: int) -> str:
     if not isinstance(value, str) or len(value) > limit:
         raise DocumentInvalid(f"{name}: {_short(value)} is not a text of at most {limit} characters")
@@ -280,6 +309,17 @@ def _loss(row: object, name: str) -> Loss:
     if not isinstance(row, list) or len(row) != 2:
         raise DocumentInvalid(f"{name}: {_short(row)} is not [agent, why]")
     return Loss(agent_name(row[0], f"{name}.agent"), text(row[1], f"{name}.why", MAX_REASON))
+
+
+def _setback(row: object, name: str) -> Setback:
+    if not isinstance(row, list) or len(row) != 4:
+        raise DocumentInvalid(f"{name}: {_short(row)} is not [round, agent, why, charged]")
+    return Setback(
+        number(row[0], f"{name}.round"),
+        agent_name(row[1], f"{name}.agent"),
+        text(row[2], f"{name}.why", MAX_REASON),
+        flag(row[3], f"{name}.charged"),
+    )
 
 
 def _seat(row: object, name: str) -> Seat:

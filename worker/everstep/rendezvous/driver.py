@@ -20,12 +20,27 @@ from everstep.rendezvous.errors import RendezvousFailed
 from everstep.rendezvous.joining import Joining, Settings, decoded, read_wishes
 from everstep.rendezvous.links import Links
 from everstep.rendezvous.participant import Broken, Round, Standing
-from everstep.rendezvous.rounds import CloseJob, Event, Evict, Leave, Reach, Refused, SetBoundary, apply
+from everstep.rendezvous.rounds import (
+    Break,
+    Charge,
+    CloseJob,
+    Done,
+    Event,
+    Evict,
+    KeepProcesses,
+    Leave,
+    Reach,
+    Refused,
+    SetBoundary,
+    StepOut,
+    apply,
+)
 from everstep.rendezvous.store import RoundStore, View
 
 log = logging.getLogger(__name__)
 
 LOOK = 0.5  # seconds after which the thread looks whether it is to stop
+WHOLE = participant.Whole()
 TRIES = 20  # of a change that meets others' changes
 
 
@@ -110,13 +125,37 @@ class Driver:
         with self._changed:
             return self._standing
 
-    def wait(self, timeout: float) -> Standing:
-        """Wait until the round is not whole any more, at most `timeout` seconds."""
+    def wait(self, timeout: float, seen: Standing = WHOLE) -> Standing:
+        """Wait until the standing is another than `seen`, at most `timeout` seconds."""
         deadline = self._clock() + timeout
         with self._changed:
-            while isinstance(self._standing, participant.Whole) and (left := deadline - self._clock()) > 0:
+            while self._standing == seen and (left := deadline - self._clock()) > 0:
                 self._changed.wait(left)
             return self._standing
+
+    def document(self) -> Document | None:
+        """What the store holds now. Asks it."""
+        return decoded(self._store.read())
+
+    def step_out(self, number: int, why: str) -> Document | Refused:
+        """Leave round `number`, whose other members go on; this agent stays present, and joins when it can."""
+        return self._change(lambda _: StepOut(self._member.agent, number, why))
+
+    def charge(self, number: int, why: str) -> Document | Refused:
+        """What ended round `number` here was the program's own fault; the document has the job's count of those."""
+        return self._change(lambda _: Charge(self._member.agent, number, why))
+
+    def break_round(self, number: int, why: str) -> Document | Refused:
+        """End round `number`, whose members do not work together any more; all of them may be in the next."""
+        return self._change(lambda _: Break(self._member.agent, number, why))
+
+    def done(self, number: int) -> Document | Refused:
+        """This agent's processes have succeeded; when all members' have, the job is closed."""
+        return self._change(lambda _: Done(self._member.agent, number))
+
+    def keep_processes(self, number: int) -> Document | Refused:
+        """The processes of this job keep their memory from round to round."""
+        return self._change(lambda _: KeepProcesses(self._member.agent, number))
 
     def evict(self, agent: str, why: str) -> Document | Refused:
         """Take out an agent that is known to be gone."""

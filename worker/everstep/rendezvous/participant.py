@@ -199,7 +199,8 @@ def standing(document: Document | None, number: int, agent: str) -> Standing:
     if document.round > number:
         return Broken(f"round {document.round} was formed")
     for loss in document.gone:
-        return Broken(f"{loss.agent} is gone: {loss.why}")
+        if loss.agent not in document.done:  # nobody misses who had finished
+            return Broken(f"{loss.agent} is gone: {loss.why}")
     if document.broken is not None:
         return Broken(document.broken)
     if not is_member(document, agent):

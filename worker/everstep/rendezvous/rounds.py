@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import assert_never
 
 from everstep.rendezvous.document import (
+    MAX_HISTORY,
     MAX_MEMBERS,
     MAX_NUMBER,
     MAX_REASON,
@@ -25,12 +26,14 @@ from everstep.rendezvous.document import (
     Loss,
     Member,
     Report,
+    Setback,
     Sizes,
 )
 from everstep.rendezvous.ranks import assign
 from everstep.rendezvous.reachability import largest_set
 from everstep.rendezvous.seats import Table
 
+FINISHED = "finished: all members' processes have succeeded"
 MAX_FLAPS = 3  # times that two agents may lose each other; then they are not put together again
 
 
@@ -53,6 +56,49 @@ class Join:
 @dataclass(frozen=True, slots=True)
 class Leave:
     agent: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOut:
+    """`by` lost processes: it is out of the round, and asks to join again when it has new ones."""
+
+    by: str
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What ended round `round`, at the agent, was the fault of the program."""
+
+    agent: str
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """The members live, but they do not work together any more: they meet again in the next round."""
+
+    by: str
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All processes of `by` have succeeded. The last member to say so finishes the job."""
+
+    by: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepProcesses:
+    """The job's processes keep their memory from round to round: who comes new gets them ready before it joins."""
+
+    by: str
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +145,9 @@ class CloseJob:
     why: str
 
 
-Event = Join | Leave | Evict | Reach | Close | SetBoundary | CloseJob
+# Decided in a round, by somebody in it or waiting for the next: another round's are refused.
+InRound = StepOut | Break | Done | KeepProcesses | Evict | Reach | Close | SetBoundary
+Event = InRound | Join | Leave | Charge | CloseJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +167,36 @@ def apply(document: Document, event: Event) -> Document | Refused:
             return _join(document, event)
         case Leave():
             return _lose(document, event.agent, "left") or Refused(f"{event.agent} is not here")
-        case Evict():
-            if event.by == event.agent:
-                return Refused(f"{event.by} may leave, it cannot evict itself")
-            return _fence(document, event.by, event.round) or (
-                _lose(document, event.agent, event.why) or Refused(f"{event.agent} is not here")
-            )
-        case Reach():
-            return _fence(document, event.by, event.round) or _reach(document, event)
-        case Close():
-            return _fence(document, event.by, event.round) or _close(document, event)
-        case SetBoundary():
-            return _fence(document, event.by, event.round) or _set_boundary(document, event)
+        case Charge():
+            return _charge(document, event)
         case CloseJob():
             if not is_here(document, event.by):
                 return Refused(f"{event.by} is neither in round {document.round} nor waiting: it may not close the job")
             return replace(document, closed=event.why[:MAX_REASON])
+        case _:
+            return _fence(document, event.by, event.round) or _in_round(document, event)
+
+
+def _in_round(document: Document, event: InRound) -> Document | Refused:
+    match event:
+        case StepOut():
+            return _lose(document, event.by, event.why) or Refused(f"{event.by} is not here")
+        case Break():
+            return _break(document, event.by, event.why)
+        case Done():
+            return _done(document, event.by)
+        case KeepProcesses():
+            return replace(document, in_process=True)
+        case Evict():
+            if event.by == event.agent:
+                return Refused(f"{event.by} may leave or step out, it cannot evict itself")
+            return _lose(document, event.agent, event.why) or Refused(f"{event.agent} is not here")
+        case Reach():
+            return _reach(document, event)
+        case Close():
+            return _close(document, event)
+        case SetBoundary():
+            return _set_boundary(document, event)
         case _:
             assert_never(event)
 
@@ -176,11 +238,48 @@ def _lose(document: Document, agent: str, why: str) -> Document | None:
     """Without the agent; None if it was not here."""
     waiting = tuple(member for member in document.joining if member.agent != agent)
     gone = document.gone
+    history = document.history
     if is_member(document, agent):
         gone = (*gone, Loss(agent, why[:MAX_REASON]))
+        if agent not in document.done:
+            history = _remember(document, Setback(document.round, agent, why[:MAX_REASON], False))
     if gone is document.gone and len(waiting) == len(document.joining):
         return None
-    return replace(document, joining=waiting, gone=gone)
+    return replace(document, joining=waiting, gone=gone, history=history)
+
+
+def _remember(document: Document, setback: Setback) -> tuple[Setback, ...]:
+    return (*document.history, setback)[-MAX_HISTORY:]
+
+
+def _charge(document: Document, event: Charge) -> Document | Refused:
+    """Once a round: what follows from the first failure is not charged again."""
+    if any(s.charged and s.round == event.round for s in document.history):
+        return Refused(f"a failure in round {event.round} was charged already", final=True)
+    if event.round > document.round:
+        return Refused(f"there is no round {event.round} yet", final=True)
+    charged = Setback(event.round, event.agent, event.why[:MAX_REASON], True)
+    same = [s for s in document.history if (s.round, s.agent) != (event.round, event.agent)]
+    return replace(document, restarts=document.restarts + 1, history=(*same, charged)[-MAX_HISTORY:])
+
+
+def _break(document: Document, by: str, why: str) -> Document | Refused:
+    if not is_member(document, by):
+        return Refused(f"{by} is not in round {document.round}")
+    if document.gone or document.broken is not None:
+        return Refused(f"round {document.round} is over already")
+    history = _remember(document, Setback(document.round, by, why[:MAX_REASON], False))
+    return replace(document, broken=why[:MAX_REASON], history=history)
+
+
+def _done(document: Document, agent: str) -> Document | Refused:
+    if not is_member(document, agent):
+        return Refused(f"{agent} is not in round {document.round}")
+    if agent in document.done:
+        return Refused(f"{agent} has said so already")
+    done = (*document.done, agent)
+    finished = all(member.agent in done for member in document.members)
+    return replace(document, done=done, closed=FINISHED if finished else None)
 
 
 def join_all(document: Document, joins: Iterable[Join]) -> tuple[Document, list[str]]:
@@ -255,6 +354,7 @@ def _close(document: Document, event: Close) -> Document | Refused:
         joining=left,
         reports=tuple(r for r in document.reports if r.low in seated and r.high in seated),
         boundary=None,
+        done=(),
     )
 
 
