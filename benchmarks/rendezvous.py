@@ -18,7 +18,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).parent))
 from figures import Better, Figure, finish, parser, quantile
 
-from everstep.rendezvous.document import Member, Sizes
+from everstep.contract.document import Member, Sizes
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.joining import Settings
 from everstep.rendezvous.memory import MemoryStore

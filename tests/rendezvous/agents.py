@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from everstep.rendezvous.document import Member, Sizes
+from everstep.contract.document import Member, Sizes
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.joining import Settings
 from everstep.rendezvous.links import Links

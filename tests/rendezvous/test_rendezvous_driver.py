@@ -16,7 +16,7 @@ import pytest
 from agents import LIMIT, QUICK, crew, until
 from etcd_server import EtcdCluster
 
-from everstep.rendezvous.document import Member, Sizes, decode
+from everstep.contract.document import Member, Sizes, decode
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.errors import JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.rendezvous.etcd import EtcdStore

@@ -17,8 +17,8 @@ import pytest
 from agents import LIMIT, QUICK, crew, until
 from etcd_server import EtcdCluster
 
+from everstep.contract.document import Sizes
 from everstep.rendezvous.configuration import ConfigurationInvalid, etcd_gateway, read
-from everstep.rendezvous.document import Sizes
 from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
 from everstep.rendezvous.etcd import EtcdStore
 from everstep.rendezvous.etcd_http import Access, Gateway, Limits, endpoints

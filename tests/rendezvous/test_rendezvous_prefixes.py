@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from agents import LIMIT, until
 
-from everstep.rendezvous.document import Document, Member, Sizes, decode
+from everstep.contract.document import Document, Member, Sizes, decode
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.errors import JoinTimedOut, StoreUnavailable
 from everstep.rendezvous.joining import Settings

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.rendezvous.document import (
+from everstep.contract.document import (
     MAX_BYTES,
     MAX_MEMBERS,
     Document,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from world import SIZES, Agent, Violation, World, events, walk
 
+from everstep.contract.document import Document, Member, Sizes
 from everstep.rendezvous import participant, rounds
-from everstep.rendezvous.document import Document, Member, Sizes
 from everstep.rendezvous.rounds import Waited
 from everstep.rendezvous.seats import Table
 

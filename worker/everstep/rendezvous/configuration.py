@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from everstep.rendezvous.document import MAX_MEMBERS
+from everstep.contract.document import MAX_MEMBERS
 from everstep.rendezvous.errors import RendezvousFailed
 from everstep.rendezvous.etcd import PREFIX
 from everstep.rendezvous.etcd_http import Access, Gateway, endpoints

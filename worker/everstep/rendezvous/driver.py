@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+from everstep.contract.document import Document, Member, Sizes, Wish, encode
 from everstep.rendezvous import participant
-from everstep.rendezvous.document import Document, Member, Sizes, Wish, encode
 from everstep.rendezvous.errors import RendezvousFailed
 from everstep.rendezvous.joining import Joining, Settings, decoded, read_wishes
 from everstep.rendezvous.links import Links

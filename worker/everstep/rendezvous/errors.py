@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from everstep.contract.document import DocumentInvalid, RendezvousFailed
 
-class RendezvousFailed(Exception):
-    """Base of all errors of this package."""
-
-
-class DocumentInvalid(RendezvousFailed):
-    """Bytes or values that are no rendezvous document; the text names the field."""
+__all__ = [
+    "DocumentInvalid",
+    "JoinRefused",
+    "JoinTimedOut",
+    "RendezvousClosed",
+    "RendezvousFailed",
+    "StoreRefused",
+    "StoreUnavailable",
+]
 
 
 class StoreUnavailable(RendezvousFailed):

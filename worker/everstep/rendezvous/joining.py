@@ -15,8 +15,8 @@ from functools import lru_cache
 from random import Random
 from typing import assert_never
 
+from everstep.contract.document import Document, Wish, decode, decode_wish, encode
 from everstep.rendezvous import participant
-from everstep.rendezvous.document import Document, Wish, decode, decode_wish, encode
 from everstep.rendezvous.errors import DocumentInvalid, JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.rendezvous.participant import Barred, Closed, Formed, Patience, Proposal, Round, Wait
 from everstep.rendezvous.rounds import is_waiting

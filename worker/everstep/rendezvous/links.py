@@ -18,7 +18,7 @@ import threading
 from enum import Enum, auto
 from typing import Protocol
 
-from everstep.rendezvous.document import MAX_AGENT, Member
+from everstep.contract.document import MAX_AGENT, Member
 from everstep.rendezvous.participant import Round
 
 log = logging.getLogger(__name__)

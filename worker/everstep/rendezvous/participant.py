@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
-from everstep.rendezvous.document import Document, Member, Wish
+from everstep.contract.document import Document, Member, Wish
 from everstep.rendezvous.rounds import (
     Close,
     Evict,

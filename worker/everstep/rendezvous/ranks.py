@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from everstep.rendezvous.document import Member
+from everstep.contract.document import Member
 
 
 def assign(previous: Sequence[Member], chosen: Iterable[Member]) -> tuple[Member, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
-from everstep.rendezvous.document import Member, Report
+from everstep.contract.document import Member, Report
 
 EXACT = 12
 

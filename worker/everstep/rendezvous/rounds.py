@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import assert_never
 
-from everstep.rendezvous.document import (
+from everstep.contract.document import (
     MAX_HISTORY,
     MAX_MEMBERS,
     MAX_NUMBER,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from everstep.rendezvous.document import MAX_INDEX, MAX_MEMBERS, PAST_AGENTS, Document, Loss, Member, Seat, Sizes
+from everstep.contract.document import MAX_INDEX, MAX_MEMBERS, PAST_AGENTS, Document, Loss, Member, Seat, Sizes
 
 
 class Table:

@@ -30,8 +30,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from everstep.contract import env
+from everstep.contract.document import MAX_AGENT, Member, Sizes
 from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
-from everstep.rendezvous.document import MAX_AGENT, Member, Sizes
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.errors import (
     DocumentInvalid,

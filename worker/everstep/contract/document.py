@@ -1,7 +1,8 @@
-"""The document that a job's agents agree on, and its bytes.
+"""The document that a job's agents agree on, and its bytes: what workers write and the operator keeps and reads.
 
-Pure. Knows neither who reads it nor how it changes (`rounds`). Invariants: what `encode` writes, `decode` reads back
-equal; every text, list and the whole have a bound; there is no time in it, because agents' clocks differ.
+Pure. Knows neither who reads it nor how it changes (`everstep.rendezvous.rounds`). Invariants: what `encode` writes,
+`decode` reads back equal; every text, list and the whole have a bound; there is no time in it, because agents' clocks
+differ.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-from everstep.rendezvous.errors import DocumentInvalid
 
 VERSION = 1
 MAX_MEMBERS = 4096
@@ -28,6 +27,14 @@ MAX_NUMBER = 2**53  # what every JSON reader keeps exact
 
 T = TypeVar("T")
 _AGENT = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class RendezvousFailed(Exception):
+    """Base of all errors of a rendezvous."""
+
+
+class DocumentInvalid(RendezvousFailed):
+    """Bytes or values that are no rendezvous document; the text names the field."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
