@@ -94,6 +94,18 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundView:
+    """The round store's document, as far as a plan depends on it. Who is in `gone` may have a healthy pod all the same:
+    an agent steps out of a round that lost its processes, and joins the next."""
+
+    round: int  # the last that was formed; 0: none yet
+    members: tuple[tuple[int, int], ...] = ()  # (index, incarnation) of each, in rank order
+    gone: tuple[int, ...] = ()  # indices of members that are no longer in it
+    joining: tuple[int, ...] = ()  # indices that wait for the next
+    closed: str | None = None  # why there will be no further round
+
+
+@dataclass(frozen=True, slots=True)
 class JobView:
     namespace: str
     name: str
@@ -131,3 +143,4 @@ class Snapshot:
     name_collisions: tuple[str, ...] = ()  # pods with our names that another owner holds
     create_refused: str | None = None  # the API server's last refusal of a pod create (quota, admission)
     settings: Settings = Settings()
+    world: RoundView | None = None  # None: agents agree on rounds where this operator cannot see it, or not at all

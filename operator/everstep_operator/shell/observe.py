@@ -6,6 +6,7 @@ is not part of the snapshot.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 from everstep.contract import labels
@@ -13,7 +14,16 @@ from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
 from everstep_operator.kube.wire import Condition, Node, Pod, Unstructured
-from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, WorkerPod
+from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, RoundView, WorkerPod
+
+# What the round store holds of the job with this UID, if it is this operator's and this replica knows it.
+RoundViews = Callable[[str], RoundView | None]
+
+
+def no_rounds(_: str) -> RoundView | None:
+    """For an operator without a round store."""
+    return None
+
 
 # Reasons for which a container stays waiting until somebody changes something.
 _STUCK = frozenset(

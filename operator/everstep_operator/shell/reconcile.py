@@ -75,6 +75,7 @@ class Reconciler:
         settings: Settings,
         metrics: Metrics,
         jobs: Resource[Unstructured],
+        rounds: observe.RoundViews = observe.no_rounds,
     ) -> None:
         self._caches = caches
         self._applier = applier
@@ -84,6 +85,7 @@ class Reconciler:
         self._settings = settings
         self._metrics = metrics
         self._jobs = jobs
+        self._rounds = rounds
         self._memory: dict[Key, _Memory] = {}
 
     def forget_all(self) -> None:
@@ -198,6 +200,7 @@ class Reconciler:
             service_uid=_own_uid(service, job),
             nodes=self._nodes_of(pods),
             progress=memory.progress.snapshot(),
+            world=self._rounds(job.uid),
             name_collisions=memory.applied.collisions,
             create_refused=memory.applied.create_refused,
             settings=self._settings,
