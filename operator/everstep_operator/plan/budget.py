@@ -14,6 +14,7 @@ from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
 from everstep_operator.api.types import Recovery, RuleAction
 from everstep_operator.plan.failure import Charge, Loss
+from everstep_operator.plan.snapshot import Snapshot
 
 # Losing the machine under a process says nothing about whether its program can take a step.
 _SAYS_NOTHING_ABOUT_PROGRESS = frozenset({Cause.NODE_LOST, Cause.POD_DELETED, Cause.EVICTED, Cause.DISRUPTION_TARGET})
@@ -33,6 +34,15 @@ class Restart:
     """The job goes on in a new round with these counters."""
 
     restarts: Restarts
+
+
+def judge(snapshot: Snapshot, loss: Loss) -> Fail | Restart:
+    """Judge a loss by what is known of the job."""
+    job, seen = snapshot.job, snapshot.progress
+    before = job.status.progress
+    step = seen.step if seen.step is not None else before.step
+    reporting = seen.updated_at is not None or before.updated_at is not None
+    return decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting)
 
 
 def decide(

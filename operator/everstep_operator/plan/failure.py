@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -80,18 +81,31 @@ class Loss:
     def charge(self) -> Charge:
         return CHARGES[self.cause]
 
+    @property
+    def sentence(self) -> str:
+        where = f" on {self.node}" if self.node else ""
+        return f"worker {self.index}{where} lost ({self.cause}): {self.detail}"
 
-def losses(snapshot: Snapshot, current: dict[int, WorkerPod], size: int, formed: bool) -> tuple[Loss, ...]:
-    """Every lost worker of the current round, root cause first.
+
+def losses(snapshot: Snapshot, current: Mapping[int, WorkerPod], size: int, formed: bool) -> tuple[Loss, ...]:
+    """Every lost worker of a round of `size`, root cause first.
 
     `current` maps an index to its pod of this round. An index without a pod is lost only if the world had formed:
     before that it was simply not created yet.
     """
+    return losses_among(snapshot, current, dict.fromkeys(range(size), formed))
+
+
+def losses_among(
+    snapshot: Snapshot, current: Mapping[int, WorkerPod], expected: Mapping[int, bool]
+) -> tuple[Loss, ...]:
+    """Every lost worker, root cause first. `expected` tells of each index whether its pod is known to have been there:
+    if not, a missing one was simply not created yet."""
     found = []
-    for index in range(size):
+    for index, was_there in expected.items():
         pod = current.get(index)
         if pod is None:
-            if formed:
+            if was_there:
                 found.append(Loss(index, Cause.POD_DELETED, "its pod is gone"))
         elif (loss := _loss_of(pod, snapshot.nodes, snapshot.now)) is not None:
             found.append(loss)

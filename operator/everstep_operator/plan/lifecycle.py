@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from everstep_operator.api.conditions import ConditionStatus, ConditionType
-from everstep_operator.api.status import Status
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason
+from everstep_operator.api.events import EventReason
+from everstep_operator.api.status import Failure, Status
 from everstep_operator.api.types import PodCleanup
-from everstep_operator.plan import names
-from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService, Plan, Requeue
+from everstep_operator.plan import names, status
+from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService, Event, Plan, Requeue
+from everstep_operator.plan.failure import Loss
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
+from everstep_operator.plan.status import Verdict
 
 # A finished job's process has nothing left to save; the kubelet still gets to stop it in order.
 FINISH_GRACE_SECONDS = 5
 
 
-def is_finished(status: Status) -> bool:
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why a job ends without success; `loss` is the root cause, where a lost worker is."""
+
+    reason: str
+    message: str
+    loss: Loss | None = None
+    event: EventReason = EventReason.JOB_FAILED
+
+
+def is_finished(seen: Status) -> bool:
     return any(
         c.status is ConditionStatus.TRUE and c.type in (ConditionType.COMPLETE, ConditionType.FAILED)
-        for c in status.conditions
+        for c in seen.conditions
     )
 
 
@@ -26,6 +40,57 @@ def deadline(snapshot: Snapshot) -> datetime | None:
     """When `activeDeadlineSeconds` is over, counted from the first pass over the job."""
     seconds, start = snapshot.job.spec.active_deadline_seconds, snapshot.job.status.start_time
     return None if seconds is None or start is None else start + timedelta(seconds=seconds)
+
+
+def overdue(snapshot: Snapshot) -> Failed | None:
+    """The end by `activeDeadlineSeconds`, if it is here."""
+    due = deadline(snapshot)
+    if due is None or snapshot.now < due:
+        return None
+    seconds = snapshot.job.spec.active_deadline_seconds
+    return Failed("DeadlineExceeded", f"spec.activeDeadlineSeconds ({seconds} s) is over")
+
+
+def complete(snapshot: Snapshot, existing: int, size: int) -> Plan:
+    """`existing` pods are there; all `size` workers of the world succeeded."""
+    message = f"all {size} workers succeeded"
+    done = status.build(
+        snapshot,
+        Verdict(ReadyReason.COMPLETE, message),
+        world=snapshot.job.status.world,
+        existing=existing,
+        ready=0,
+        finished_at=snapshot.now,
+    )
+    event = Event(EventReason.JOB_COMPLETED, message)
+    return Plan(done, clean_up(snapshot), (event,), publish=True, reason=message)
+
+
+def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
+    """The job ends here; its status keeps the root cause."""
+    loss = failed.loss
+    failure = Failure(
+        cause=loss.cause if loss is not None else Cause.ERROR,
+        message=f"{failed.reason}: {failed.message}"[: status.MAX_MESSAGE],
+        at=(loss.at if loss is not None else None) or snapshot.now,
+        worker=loss.index if loss is not None else None,
+        pod=loss.pod if loss is not None else None,
+        node=loss.node if loss is not None else None,
+        exit_code=loss.exit_code if loss is not None else None,
+        log_lines=loss.log_lines if loss is not None else (),
+    )
+    ended = status.build(
+        snapshot,
+        Verdict(ReadyReason.FAILED, failure.message),
+        world=snapshot.job.status.world,
+        existing=existing,
+        ready=0,
+        failure=failure,
+        finished_at=snapshot.now,
+    )
+    # An event's reason stands beside its message: said once.
+    event = Event(failed.event, failed.message if failed.reason == failed.event else failure.message, warning=True)
+    return Plan(ended, clean_up(snapshot), (event,), publish=True, reason=failure.message)
 
 
 def clean_up(snapshot: Snapshot) -> tuple[Action, ...]:

@@ -1,0 +1,92 @@
+"""From the pods that should exist to actions: what is over goes, what is missing comes, and what keeps it from coming.
+
+It does not know why a pod should exist. Invariants: what is taken away was named by the caller; what is created is made
+at most so often a pass as the settings allow, and never before the back-off is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from everstep_operator.api.status import Status
+from everstep_operator.plan import budget, lifecycle, names, pods
+from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, Requeue
+from everstep_operator.plan.failure import on_lost_node
+from everstep_operator.plan.snapshot import Snapshot, WorkerPod
+
+# What a worker that is not wanted holds, the commit log or its peers hold too; its accelerators are needed at once.
+SURVIVOR_GRACE_SECONDS = 1
+REFUSED_RETRY = timedelta(seconds=15)
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """`waits` is what is waited for, empty if nothing is."""
+
+    actions: tuple[Action, ...]
+    requeue: Requeue | None = None
+    waits: str = ""
+
+
+def carry(
+    snapshot: Snapshot,
+    wanted: Status,
+    over: Iterable[tuple[WorkerPod, str]],
+    missing: Sequence[int],
+    create: Callable[[int], CreatePod],
+    *,
+    grace_seconds: int = SURVIVOR_GRACE_SECONDS,
+    workers: int,
+) -> Carried:
+    """`over` are pods that must go, each with its reason; `missing` are indices without a pod, of `workers`."""
+    job = snapshot.job
+    actions: list[Action] = [a for p, why in over if (a := _remove(snapshot, p, grace_seconds, why)) is not None]
+    if snapshot.service_uid is None and workers > 0:
+        actions.insert(0, CreateService(names.service_name(job.name), pods.service(job), "workers need host names"))
+    if not missing:
+        return Carried(tuple(actions))
+    start = budget.not_before(job.spec.recovery, wanted.restarts)
+    if start is not None and snapshot.now < start:
+        left = start - snapshot.now
+        return Carried(tuple(actions), Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
+    actions += [create(index) for index in missing[: snapshot.settings.max_pods_per_plan]]
+    # Tried again in every pass, and after a while even if nothing is seen to change: what frees a name sends no event.
+    if snapshot.name_collisions:
+        taken = f"{snapshot.name_collisions[0]} is not ours"
+        return Carried(tuple(actions), Requeue(REFUSED_RETRY, "name taken"), taken)
+    if snapshot.create_refused is not None:
+        return Carried(tuple(actions), Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
+    return Carried(tuple(actions))
+
+
+def or_deadline(snapshot: Snapshot, requeue: Requeue | None) -> Requeue | None:
+    """When to look again if nothing else asks for it."""
+    due = lifecycle.deadline(snapshot)
+    return Requeue(due - snapshot.now, "activeDeadlineSeconds") if requeue is None and due is not None else requeue
+
+
+def _remove(snapshot: Snapshot, pod: WorkerPod, patience: int, why: str) -> DeletePod | None:
+    """Take a pod away. On a lost node nobody would confirm it, so it is taken by force: what may still run there is
+    fenced by the commit log."""
+    lost = on_lost_node(pod, snapshot.nodes, snapshot.now)
+    if pod.deleted_at is not None and not lost:
+        return None
+    grace = 0 if lost or pod.finished else patience
+    return DeletePod(pod.name, pod.uid, grace, f"node {pod.node} is lost" if lost else why)
+
+
+def blocked(snapshot: Snapshot, current: Mapping[int, WorkerPod]) -> str | None:
+    """What keeps the first missing worker from running, if anything says so."""
+    if snapshot.name_collisions:
+        return f"the name {snapshot.name_collisions[0]} is taken by an object that this job does not own; remove it"
+    if snapshot.create_refused is not None:
+        return f"the API server refuses to create a worker: {snapshot.create_refused}"
+    for index in sorted(current):
+        pod = current[index]
+        if pod.waiting is not None:
+            return f"worker {index}: {pod.waiting}"
+        if pod.unschedulable is not None:
+            return f"worker {index} cannot be scheduled: {pod.unschedulable}"
+    return None
