@@ -48,9 +48,9 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self.read += len(buffer) if name.startswith("data/") else 0
-        self._inner.get_into(name, start, buffer)
+    def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
+        self.read += sum(len(buffer) for buffer in buffers) if name.startswith("data/") else 0
+        self._inner.get_into(name, start, *buffers)
 
 
 def network(seed: int) -> torch.nn.Module:

@@ -53,16 +53,26 @@ def test_any_segments_of_a_chunk_are_filled_with_its_bytes(wanted: tuple[int, li
 def test_reads_cover_a_chunk_once_and_in_order(wanted: tuple[int, list[Segment]], read_size: int) -> None:
     size, segments = wanted
     position = 0
-    for read in reads(segments, size, read_size):
-        assert read.begin == position < read.end <= read.begin + read_size
-        position = read.end
+    for runs in reads(segments, size, read_size):
+        assert runs[-1].end - runs[0].begin <= read_size
+        for run in runs:
+            assert run.begin == position < run.end
+            position = run.end
     assert position == size
 
 
 def test_long_segments_are_read_without_a_copy() -> None:
     segments = [Segment(8, 100, 0, 0), Segment(108, 4, 1, 0), Segment(112, 200, 2, 0)]
-    straight = [(r.begin, r.end) for r in reads(segments, 320, 64) if r.place is not None]
-    assert straight == [(8, 72), (72, 108), (112, 176), (176, 240), (240, 304), (304, 312)]
+    runs = [run for read in reads(segments, 320, 64) for run in read]
+    straight = [(r.begin, r.end) for r in runs if r.place is not None]
+    assert straight == [(8, 64), (64, 108), (112, 128), (128, 192), (192, 256), (256, 312)]
+
+
+def test_neighbours_are_read_into_their_places_by_one_request() -> None:
+    large = 2**18
+    segments = [Segment(n * large, large, n, 0) for n in range(4)]
+    (read,) = reads(segments, 4 * large, 2**24)
+    assert [run.place for run in read] == segments
 
 
 @pytest.mark.parametrize("position", [0, 50, 299])

@@ -25,7 +25,8 @@ FAST = RetryPolicy(first=0.01, most=0.05, outage=5.0)
 class ScriptedS3(ThreadingHTTPServer):
     """An S3 look-alike that keeps objects but ignores If-None-Match, and answers as its script says first.
 
-    A script entry is (status, code), or "lose" to store the object and close the connection without an answer.
+    A script entry is (status, code), "lose" to store the object and close the connection without an answer, or "break"
+    to close it in the middle of one.
     """
 
     daemon_threads = True
@@ -35,6 +36,7 @@ class ScriptedS3(ThreadingHTTPServer):
         self.script: list[tuple[int, str] | str] = []
         self.objects: dict[str, bytes] = {}
         self.requests = 0
+        self.connections = 0
         self.retry_after = ""
         self.conditional = False
 
@@ -46,6 +48,10 @@ class ScriptedS3(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: ScriptedS3
     protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections += 1
 
     def do_PUT(self) -> None:
         body = self._body()
@@ -64,15 +70,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.requests += 1
-        if self.server.script:
-            step = self.server.script.pop(0)
-            assert isinstance(step, tuple)
+        step = self.server.script.pop(0) if self.server.script else "serve"
+        if isinstance(step, tuple):
             self._answer(*step)
             return
-        body = self.server.objects[self.path.split("?")[0]]
-        self.send_response(200)
+        body, status = self.server.objects[self.path.split("?")[0]], 200
+        if asked := self.headers.get("Range"):
+            first, last = asked.removeprefix("bytes=").split("-")
+            body, status = body[int(first) : int(last) + 1], 206
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if step == "break":
+            self.close_connection = True
+            body = body[: len(body) // 2]
         self.wfile.write(body)
 
     do_HEAD = do_GET
@@ -254,6 +265,26 @@ def test_404_that_no_s3_server_wrote_is_retryable_and_survived(server: ScriptedS
         plain.size("log/0")
     server.script = [answer] * 3
     assert b"x" in RetryingStore(plain, FAST).get("log/0")
+
+
+def test_answer_that_breaks_off_is_retryable_and_never_a_shorter_object(server: ScriptedS3) -> None:
+    data = bytes(range(256)) * 4096
+    server.objects["/bucket/run/a"] = data
+    plain, buffer = open_store("s3://bucket/run"), bytearray(2**20)
+    server.script = ["break"]
+    with pytest.raises(RetryableError, match="broke off after 524288 of 1048576"):
+        plain.get_into("a", 0, memoryview(buffer))
+    server.script = ["break"]
+    RetryingStore(plain, FAST).get_into("a", 0, memoryview(buffer)[:1000], memoryview(buffer)[1000:])
+    assert buffer == data
+
+
+def test_reads_of_one_object_share_a_connection(server: ScriptedS3) -> None:
+    server.objects["/bucket/run/a"] = bytes(2**21)
+    store, buffer = open_store("s3://bucket/run"), memoryview(bytearray(2**20))
+    for start in range(0, 2**21, 2**20):
+        store.get_into("a", start, buffer)
+    assert (server.requests, server.connections) == (2, 1)
 
 
 def test_object_that_s3_says_does_not_exist_is_missing(server: ScriptedS3) -> None:

@@ -1,15 +1,16 @@
 """Reads a chunk straight to where its bytes belong, and checks it on the same pass.
 
-Long segments are read into their place; what lies between them goes through one small buffer. Each read is hashed while
-the processor's caches still hold it. Invariant: when `fill` returns, all bytes that it placed are covered by a checksum
-that matched; when it raises, what it placed must not be used.
+Segments are read into their places, many with one request; what lies between them, and what is too short for a place of
+its own, goes through one small buffer. Each read is hashed while the processor's caches still hold it. Invariant: when
+`fill` returns, all bytes that it placed are covered by a checksum that matched; when it raises, what it placed must not
+be used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import xxhash
@@ -18,6 +19,8 @@ from everstep.checkpoint.chunks import chunk_size
 from everstep.checkpoint.errors import Damaged
 from everstep.checkpoint.manifest import Shard
 from everstep.storage import NotFound, ObjectStore, Truncated
+
+_SHORT: Final = 64 * 2**10  # below this it takes longer to pass a place on than to copy the bytes there
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Run:
     """Bytes `begin` to `end` of a chunk, read into `place` if there is one, and copied from there to `others`."""
 
     begin: int
@@ -55,15 +58,14 @@ class Filler:
     def fill(self, shard: Shard, chunk: int, segments: Sequence[Segment]) -> None:
         """Read a chunk, check it and place its segments. Raises `Damaged` naming the file, or what the store raises."""
         start, digest = chunk * shard.chunk_bytes, xxhash.xxh3_128()
+        most = min(self._store.capabilities.read_size, shard.chunk_bytes)
         try:
-            for read in reads(segments, chunk_size(shard, chunk), self._store.capabilities.read_size):
-                view = self._view(read, shard.chunk_bytes)
-                self._store.get_into(shard.path, start + read.begin, memoryview(view))
-                digest.update(view)
-                for other in read.others:
-                    begin, end = max(other.begin, read.begin), min(other.end, read.end)
-                    at = other.at + begin - other.begin
-                    self._buffers[other.buffer][at : at + end - begin] = view[begin - read.begin : end - read.begin]
+            for runs in reads(segments, chunk_size(shard, chunk), most):
+                views = [self._view(run, run.begin - runs[0].begin, most) for run in runs]
+                self._store.get_into(shard.path, start + runs[0].begin, *(memoryview(view) for view in views))
+                for run, view in zip(runs, views, strict=True):
+                    digest.update(view)
+                    self._copy(run, view)
         except NotFound as e:
             raise Damaged(f"{shard.path}: is missing") from e
         except Truncated as e:
@@ -71,29 +73,44 @@ class Filler:
         if digest.hexdigest() != shard.xxh3_128[chunk]:
             raise Damaged(f"{shard.path}: chunk {chunk} fails its checksum: the bytes were changed")
 
-    def _view(self, read: Read, most: int) -> Any:
-        size = read.end - read.begin
-        if read.place is not None:
-            at = read.place.at + read.begin - read.place.begin
-            return self._buffers[read.place.buffer][at : at + size]
-        if len(self._spare) < size:  # once, and not larger from read to read: to touch memory costs more than to read
-            self._spare = np.empty(max(size, min(self._store.capabilities.read_size, most)), dtype=np.uint8)
-        return self._spare[:size]
+    def _view(self, run: Run, into: int, most: int) -> Any:
+        """Where a run is read to; without a place, `into` bytes from the beginning of the spare buffer."""
+        size = run.end - run.begin
+        if run.place is not None:
+            at = run.place.at + run.begin - run.place.begin
+            return self._buffers[run.place.buffer][at : at + size]
+        if len(self._spare) < most:  # once, and not larger from read to read: to touch memory costs more than to read
+            self._spare = np.empty(most, dtype=np.uint8)
+        return self._spare[into : into + size]
+
+    def _copy(self, run: Run, view: Any) -> None:
+        for other in run.others:
+            begin, end = max(other.begin, run.begin), min(other.end, run.end)
+            at = other.at + begin - other.begin
+            self._buffers[other.buffer][at : at + end - begin] = view[begin - run.begin : end - run.begin]
 
 
-def reads(segments: Sequence[Segment], size: int, most: int) -> Iterator[Read]:
-    """The reads of a chunk of `size` bytes: all of it once and in order, at most `most` bytes each."""
+def reads(segments: Sequence[Segment], size: int, most: int) -> Iterator[list[Run]]:
+    """The reads of a chunk of `size` bytes: all of it once and in order, at most `most` bytes each, cut into runs."""
+    found: list[Run] = []
+    for begin, end, place in _places(segments, size, min(most, _SHORT)):
+        at = begin
+        while at < end:
+            stop = min(end, at // most * most + most)
+            others = tuple(s for s in segments if s is not place and s.begin < stop and s.end > at)
+            found.append(Run(at, stop, place, others))
+            if stop % most == 0 or stop == size:
+                yield found
+                found = []
+            at = stop
+
+
+def _places(segments: Sequence[Segment], size: int, least: int) -> Iterator[tuple[int, int, Segment | None]]:
+    """The chunk's bytes as begin, end and the segment of `least` bytes or more that they are, if they are one."""
     position = 0
     for s in sorted(segments, key=lambda s: s.begin):
-        # A request costs more than to copy the bytes of a short segment, and it is the store that says what is short.
-        if s.size >= most and s.begin >= position:
-            yield from _cut(position, s.begin, None, segments, most)
-            yield from _cut(s.begin, s.end, s, segments, most)
+        if s.size >= least and s.begin >= position:
+            yield position, s.begin, None
+            yield s.begin, s.end, s
             position = s.end
-    yield from _cut(position, size, None, segments, most)
-
-
-def _cut(begin: int, end: int, place: Segment | None, segments: Sequence[Segment], most: int) -> Iterator[Read]:
-    for at in range(begin, end, most):
-        stop = min(end, at + most)
-        yield Read(at, stop, place, tuple(s for s in segments if s is not place and s.begin < stop and s.end > at))
+    yield position, size, None

@@ -22,7 +22,9 @@ from everstep.storage.base import (
     check_name,
     committed_before,
     part_size_for,
+    scatter,
     truncated,
+    views_of,
 )
 from everstep.storage.errors import AlreadyExists, NotFound, TerminalError
 from everstep.storage.fsspec_store import FsspecStore, bucket_missing
@@ -78,18 +80,18 @@ class AzureStore(FsspecStore):
                 return b""
             raise
 
-    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+    def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
         check_name(name)
-        view = memoryview(buffer).cast("B")
-        if not view:
+        views, wanted = views_of(buffers)
+        if not wanted:
             return
 
         async def read(fs: Any) -> int:
             done = 0
             async with self.blob(fs, name) as blob:
-                answer = await blob.download_blob(offset=start, length=len(view), **_ONCE)
+                answer = await blob.download_blob(offset=start, length=wanted, **_ONCE)
                 async for data in answer.chunks():
-                    view[done : done + len(data)] = data
+                    scatter(memoryview(data), views, done)
                     done += len(data)
             return done
 
@@ -99,8 +101,8 @@ class AzureStore(FsspecStore):
         except TerminalError as e:
             if e.__cause__ is None or server_code(e.__cause__)[1] != 416:
                 raise
-        if got < len(view):
-            raise truncated(self.url, name, start, len(view), got)
+        if got < wanted:
+            raise truncated(self.url, name, start, wanted, got)
 
     def size(self, name: str) -> int | None:
         check_name(name)

@@ -6,6 +6,7 @@ passes each name through it, whoever wrote the name (a manifest read from the st
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -101,14 +102,14 @@ class ObjectStore(Protocol):
 
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes: ...
 
-    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill all of `buffer` with the object's bytes from `start`. Raises `NotFound`, and `Truncated` if the object
-        ends before; what the buffer then holds is undefined."""
-        view = memoryview(buffer).cast("B")
-        data = self.get(name, start, start + len(view))
-        if len(data) != len(view):
-            raise truncated(self.url, name, start, len(view), len(data))
-        view[:] = data
+    def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
+        """Fill all of the buffers, one after the other, with the object's bytes from `start`. Raises `NotFound`, and
+        `Truncated` if the object ends before; what the buffers then hold is undefined."""
+        views, wanted = views_of(buffers)
+        data = self.get(name, start, start + wanted)
+        if len(data) != wanted:
+            raise truncated(self.url, name, start, wanted, len(data))
+        scatter(memoryview(data), views)
 
     def size(self, name: str) -> int | None: ...
 
@@ -135,6 +136,25 @@ class ObjectStore(Protocol):
         Another process may still be writing a younger one. Stores without leftovers return 0.
         """
         return 0
+
+
+def views_of(buffers: Iterable[memoryview]) -> tuple[list[memoryview], int]:
+    """The bytes of the buffers, and how many they are together."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    return views, sum(len(view) for view in views)
+
+
+def scatter(data: memoryview, views: Iterable[memoryview], at: int = 0) -> None:
+    """Put `data` where the views, taken as one run of bytes, have byte `at`."""
+    for view in views:
+        if at < len(view):
+            count = min(len(data), len(view) - at)
+            view[at : at + count] = data[:count]
+            data, at = data[count:], 0
+            if not data:
+                return
+        else:
+            at -= len(view)
 
 
 def part_size_for(part_size: int, size_hint: int | None) -> int:

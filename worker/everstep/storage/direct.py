@@ -8,15 +8,15 @@ Invariant: connections belong to the process that made the `Wire`.
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from everstep.storage.base import Data
 
 CONNECTIONS: Final = 16
-_PIECE: Final = 2**20
 _ERROR_BYTES: Final = 64 * 2**10
 _CODE: Final = re.compile(rb"<Code>([A-Za-z0-9]{1,64})</Code>")
 
@@ -55,17 +55,26 @@ class Wire:
         found: Mapping[str, str] = answer.headers
         return found
 
-    def get(self, url: str, start: int, view: memoryview) -> int:
-        """Fill `view` with the bytes from `start`; how many there were."""
-        answer = self._send("GET", url, {"Range": f"bytes={start}-{start + len(view) - 1}"}, None)
+    def get(self, url: str, start: int, views: Sequence[memoryview]) -> int:
+        """Fill the views, one after the other, with the bytes from `start`; how many there were. Raises as `put`, and
+        `ConnectionError` if the answer breaks off."""
+        wanted = sum(len(view) for view in views)
+        answer = self._send("GET", url, {"Range": f"bytes={start}-{start + wanted - 1}"}, None)
         if answer.status_code != 206 and start:
             answer.raw.close()
             raise WireError(501, {}, b"the server ignores ranges")
-        done = 0
-        while done < len(view) and (data := answer.raw.read(min(_PIECE, len(view) - done))):
-            view[done : done + len(data)] = data
-            done += len(data)
-        answer.raw.close() if answer.status_code != 206 else answer.raw.drain_conn()
+        length = int(answer.headers.get("Content-Length", -1))
+        try:
+            done = _into(answer.raw, views)
+        except (http.client.HTTPException, OSError) as e:
+            answer.raw.close()
+            raise ConnectionError(f"the answer broke off: {e!r}") from e
+        if done == length:
+            answer.raw.release_conn()  # the next request goes over it
+            return done
+        answer.raw.close()
+        if done < min(wanted, length):
+            raise ConnectionError(f"the answer broke off after {done} of {length} bytes")
         return done
 
     def _send(self, method: str, url: str, headers: Mapping[str, str], body: memoryview | None) -> Any:
@@ -75,6 +84,23 @@ class Wire:
         if answer.status_code >= 300:
             raise WireError(answer.status_code, answer.headers, _body(answer))
         return answer
+
+
+def _into(raw: Any, views: Sequence[memoryview]) -> int:
+    """Read a body into the views; how many bytes there were.
+
+    From the response that urllib3 wraps: urllib3's own `readinto` makes bytes and copies them.
+    """
+    source, done = getattr(raw, "_fp", raw), 0
+    for view in views:
+        at = 0
+        while at < len(view):
+            count = source.readinto(view[at:])
+            if not count:
+                return done + at
+            at += count
+        done += at
+    return done
 
 
 def _body(answer: Any) -> bytes:

@@ -85,8 +85,8 @@ class FaultStore(ObjectStore):
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         return self.call("get", name, lambda: self._inner.get(name, start, end))
 
-    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self.call("get_into", name, lambda: self._inner.get_into(name, start, buffer))
+    def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
+        self.call("get_into", name, lambda: self._inner.get_into(name, start, *buffers))
 
     def size(self, name: str) -> int | None:
         return self.call("size", name, lambda: self._inner.size(name))

@@ -27,6 +27,7 @@ from everstep.storage.base import (
     committed_before,
     part_size_for,
     truncated,
+    views_of,
 )
 from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, StorageError, StoreUnusable, TerminalError
 from everstep.storage.uncached import UncachedWriter
@@ -37,6 +38,7 @@ _counter = itertools.count()
 # Small enough that a processor's own cache holds what was read until the reader has checked it, large enough that
 # opening the file (10 us) does not count.
 _READ_SIZE = 2**20
+_VECTORS = 1024  # the kernel's bound on the buffers of one read
 
 _RETRYABLE = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT}
 # What `link` says on a file system without hard links; vfat and some FUSE mounts say EPERM.
@@ -73,15 +75,16 @@ class LocalStore(ObjectStore):
         with self._translated(name), path.open("rb", buffering=0) as file:
             first, last, _ = slice(start, end).indices(os.fstat(file.fileno()).st_size)
             data = bytearray(max(0, last - first))
-            done = _read(file.fileno(), first, memoryview(data))
+            done = _read(file.fileno(), first, [memoryview(data)])
             return bytes(memoryview(data)[:done])
 
-    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        path, view = self._path(name), memoryview(buffer).cast("B")
+    def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
+        path = self._path(name)
+        views, wanted = views_of(buffers)
         with self._translated(name), path.open("rb", buffering=0) as file:
-            done = _read(file.fileno(), start, view)
-        if done < len(view):
-            raise truncated(self.url, name, start, len(view), done)
+            done = _read(file.fileno(), start, views)
+        if done < wanted:
+            raise truncated(self.url, name, start, wanted, done)
 
     def size(self, name: str) -> int | None:
         path = self._path(name)
@@ -251,14 +254,18 @@ def _write(descriptor: int, offset: int, data: Data) -> None:
         view, offset = view[count:], offset + count
 
 
-def _read(descriptor: int, offset: int, view: memoryview) -> int:
-    """Fill the view from the file; how many bytes there were."""
-    done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
+def _read(descriptor: int, offset: int, views: list[memoryview]) -> int:
+    """Fill the views, one after the other, from the file; how many bytes there were."""
+    left, done = [view for view in views if view], 0
+    while left:
+        count = os.preadv(descriptor, left[:_VECTORS], offset + done)
         if not count:
             break
         done += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
     return done
 
 

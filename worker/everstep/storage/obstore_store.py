@@ -14,7 +14,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, Upload, check_name, truncated
+from everstep.storage.base import (
+    Capabilities,
+    Data,
+    ObjectInfo,
+    ObjectStore,
+    Upload,
+    check_name,
+    scatter,
+    truncated,
+    views_of,
+)
 from everstep.storage.errors import AlreadyExists, NotFound, StorageError, TerminalError
 from everstep.storage.fsspec_store import FsspecStore, bucket_missing
 from everstep.storage.locks import ForkLock
@@ -74,16 +84,16 @@ class ObstoreStore(ObjectStore):
             return self._inner.get(name, start, end)
         return bytes(self._get(name, None if start is None and end is None else (first, end)))
 
-    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+    def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
         check_name(name)
-        view = memoryview(buffer).cast("B")
-        if not view or not _usable():
-            self._inner.get_into(name, start, view)
+        views, wanted = views_of(buffers)
+        if not wanted or not _usable():
+            self._inner.get_into(name, start, *views)
             return
-        data = memoryview(self._get(name, (start, start + len(view))))
-        if len(data) < len(view):
-            raise truncated(self.url, name, start, len(view), len(data))
-        view[:] = data
+        data = memoryview(self._get(name, (start, start + wanted)))
+        if len(data) < wanted:
+            raise truncated(self.url, name, start, wanted, len(data))
+        scatter(data, views)
 
     def size(self, name: str) -> int | None:
         return self._inner.size(name)

@@ -89,8 +89,8 @@ class RetryingStore(ObjectStore):
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         return self._read(name, lambda: self._inner.get(name, start, end))
 
-    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
-        self._read(name, lambda: self._inner.get_into(name, start, buffer))
+    def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
+        self._read(name, lambda: self._inner.get_into(name, start, *buffers))
 
     def size(self, name: str) -> int | None:
         return self.repeat(lambda: self._inner.size(name))

@@ -23,7 +23,9 @@ from everstep.storage.base import (
     check_name,
     committed_before,
     part_size_for,
+    scatter,
     truncated,
+    views_of,
 )
 from everstep.storage.direct import Wire
 from everstep.storage.errors import NotFound, TerminalError
@@ -44,6 +46,8 @@ _CONNECT_SECONDS: Final = 5
 _READ_SECONDS: Final = 30
 _DIRECT_BYTES: Final = 256 * 2**10  # from here on, signing a URL costs less than it saves
 _URL_SECONDS: Final = 900
+_URL_KEPT: Final = 300.0  # for how long one signature serves the reads of an object
+_MOST_URLS: Final = 256
 _MOST_PAGES: Final = 100_000
 
 
@@ -56,6 +60,7 @@ class S3Store(FsspecStore):
         super().__init__(url, options, part_size)
         self._wire_lock = ForkLock()
         self._wire: tuple[int, Wire | None] | None = None
+        self._read_urls: dict[str, tuple[float, str]] = {}
 
     @property
     def capabilities(self) -> Capabilities:
@@ -89,23 +94,24 @@ class S3Store(FsspecStore):
                 return b""
             raise
 
-    def get_into(self, name: str, start: int, buffer: memoryview) -> None:
+    def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
         check_name(name)
-        view, got = memoryview(buffer).cast("B"), 0
-        if not view:
+        (views, wanted), got = views_of(buffers), 0
+        if not wanted:
             return
         try:
             with self.translated("reading", name):
-                if len(view) < _DIRECT_BYTES or (wire := self.wire()) is None:
-                    data = self.get(name, start, start + len(view))
-                    view[: len(data)], got = data, len(data)
+                if wanted < _DIRECT_BYTES or (wire := self.wire()) is None:
+                    data = self.get(name, start, start + wanted)
+                    scatter(memoryview(data), views)
+                    got = len(data)
                 else:
-                    got = wire.get(self.presigned("get_object", name), start, view)
+                    got = wire.get(self._read_url(name), start, views)
         except TerminalError as e:
             if e.__cause__ is None or server_code(e.__cause__)[1] != 416:
                 raise
-        if got < len(view):
-            raise truncated(self.url, name, start, len(view), got)
+        if got < wanted:
+            raise truncated(self.url, name, start, wanted, got)
 
     def size(self, name: str) -> int | None:
         """The answer to HEAD has no body, so a 404 to it could be anyone's: then the listing decides."""
@@ -196,6 +202,20 @@ class S3Store(FsspecStore):
         """A URL for one request about a name."""
         fs, _ = self.fs()
         return str(fs.url("/".join(self.at(name)), expires=_URL_SECONDS, client_method=method, **arguments))
+
+    def forget(self) -> None:
+        super().forget()
+        self._read_urls.clear()
+
+    def _read_url(self, name: str) -> str:
+        """A URL for reads of a name, which says nothing of a range: to sign one takes as long as to move 8 MiB."""
+        until, url = self._read_urls.get(name, (0.0, ""))
+        if until < time.monotonic():
+            url = self.presigned("get_object", name)
+            if len(self._read_urls) >= _MOST_URLS:
+                self._read_urls.clear()
+            self._read_urls[name] = time.monotonic() + _URL_KEPT, url
+        return url
 
     def arguments(self) -> dict[str, Any]:
         config = {

@@ -167,6 +167,16 @@ class StoreContract:
         store.get_into("a", 6, memoryview(buffer))
         assert buffer == b"6789"
 
+    @pytest.mark.parametrize("size", [1, 200_000])
+    def test_buffers_are_filled_one_after_the_other(self, store: ObjectStore, size: int) -> None:
+        data = pattern(4 * size)
+        store.put("a", data)
+        first, second, third = bytearray(size), bytearray(), bytearray(2 * size)
+        store.get_into("a", size, memoryview(first), memoryview(second), memoryview(third))
+        assert first + third == data[size:]
+        with pytest.raises(Truncated):
+            store.get_into("a", 2 * size, memoryview(first), memoryview(third))
+
     @pytest.mark.parametrize("start", [8, 10, 50])
     def test_object_that_ends_before_the_buffer_is_full_says_where(self, store: ObjectStore, start: int) -> None:
         store.put("a", b"0123456789")
