@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if path.name != "
 
 
 @pytest.fixture
-def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def checkpoint(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """benchmarks/checkpoint.py as a module; what it and its world leave in this process is undone."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")
@@ -32,7 +31,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
+    return module
 
 
 def run(script: str, *arguments: str) -> str:
