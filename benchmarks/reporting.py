@@ -22,8 +22,9 @@ from figures import Better, Figure, finish, parser, quantile
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.train.report import Reporter
+from everstep_operator.shell.gate import Gate, Leading
 from everstep_operator.shell.identity import IdentityCache, PodIdentity
-from everstep_operator.shell.intake import IntakeSettings, Leading, ReportIntake
+from everstep_operator.shell.intake import IntakeSettings, ReportIntake
 from everstep_operator.telemetry.metrics import Metrics
 
 WORKERS = 200
@@ -54,9 +55,8 @@ async def measure(token: str, calls: int, reports: int) -> list[Figure]:
         return PodIdentity("bench", token, token)
 
     intake = ReportIntake(
-        identities=IdentityCache(authenticate, monotonic=time.monotonic),
+        gate=Gate(IdentityCache(authenticate, monotonic=time.monotonic), Leading),
         accept=lambda _identity, report: came.append(report),
-        leadership=Leading,
         metrics=Metrics(process=False),
         settings=IntakeSettings(host="127.0.0.1", port=0),
     )

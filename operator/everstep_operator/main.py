@@ -26,7 +26,7 @@ from everstep_operator.runtime.informer import Informer
 from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
 from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.settings import OperatorSettings, SettingsError
-from everstep_operator.shell import intake
+from everstep_operator.shell import gate, intake
 from everstep_operator.shell.apply import Applier, Key
 from everstep_operator.shell.identity import IdentityCache, PodIdentity
 from everstep_operator.shell.reconcile import BY_NODE, BY_OWNER, Caches, Reconciler
@@ -116,9 +116,8 @@ class Operator:
             on_report(identity, report)
 
         self.intake = intake.ReportIntake(
-            identities=self._identities,
+            gate=gate.Gate(self._identities, self._leadership),
             accept=accept,
-            leadership=self._leadership,
             metrics=metrics,
             ready={"caches": self._caches_synced},
             settings=intake.IntakeSettings(host=settings.host, port=settings.port),
@@ -144,11 +143,11 @@ class Operator:
             self.reconciler.forget_all()
             self._identities.forget()
 
-    def _leadership(self) -> intake.Leadership:
+    def _leadership(self) -> gate.Leadership:
         if self.elector.is_leader():
-            return intake.Leading()
+            return gate.Leading()
         address = self.elector.holder_address()
-        return intake.Following(f"http://{address}") if address is not None else intake.NoLeader()
+        return gate.Following(f"http://{address}") if address is not None else gate.NoLeader()
 
     def _caches_synced(self) -> str | None:
         waiting = [

@@ -9,16 +9,9 @@ import aiohttp
 import pytest
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, Phase, Report
+from everstep_operator.shell.gate import Following, Gate, Leadership, Leading, NoLeader
 from everstep_operator.shell.identity import IdentityCache, PodIdentity
-from everstep_operator.shell.intake import (
-    Following,
-    IntakeSettings,
-    Leadership,
-    Leading,
-    NoLeader,
-    ReportIntake,
-    ReportRefused,
-)
+from everstep_operator.shell.intake import IntakeSettings, ReportIntake, ReportRefused
 from everstep_operator.telemetry.metrics import Metrics
 
 POD = PodIdentity("team-a", "digits-w0-0", "uid-1")
@@ -62,14 +55,17 @@ class World:
 
 
 @asynccontextmanager
-async def serving(world: World, **settings: float) -> AsyncIterator[aiohttp.ClientSession]:
+async def serving(
+    world: World, body_seconds: float = 5.0, check_seconds: float = 5.0, max_in_flight: int = 512
+) -> AsyncIterator[aiohttp.ClientSession]:
+    identities = IdentityCache(world.authenticate, monotonic=asyncio.get_running_loop().time)
+    gate = Gate(identities, lambda: world.leadership, body_seconds=body_seconds, check_seconds=check_seconds)
     intake = ReportIntake(
-        identities=IdentityCache(world.authenticate, monotonic=asyncio.get_running_loop().time),
+        gate=gate,
         accept=world.accept,
-        leadership=lambda: world.leadership,
         metrics=world.metrics,
         ready={"informers": lambda: world.not_ready},
-        settings=IntakeSettings(host="127.0.0.1", port=0, **settings),  # type: ignore[arg-type]
+        settings=IntakeSettings(host="127.0.0.1", port=0, max_in_flight=max_in_flight),
     )
     timeout = aiohttp.ClientTimeout(total=10)
     async with intake, aiohttp.ClientSession(f"http://127.0.0.1:{intake.port}", timeout=timeout) as session:
@@ -257,8 +253,7 @@ async def test_port_in_use_is_an_error_at_start() -> None:
     async with serving(world):
         settings = IntakeSettings(host="127.0.0.1", port=int(world.url.rsplit(":", 1)[1]))
         identities = IdentityCache(world.authenticate, monotonic=asyncio.get_running_loop().time)
-        other = ReportIntake(
-            identities=identities, accept=world.accept, leadership=Leading, metrics=world.metrics, settings=settings
-        )
+        gate = Gate(identities, Leading)
+        other = ReportIntake(gate=gate, accept=world.accept, metrics=world.metrics, settings=settings)
         with pytest.raises(OSError):
             await other.start()

@@ -1,46 +1,27 @@
-"""The operator's HTTP server: progress reports in; probes and metrics out.
+"""The operator's HTTP server: progress reports in; probes and metrics out; and what others add to it.
 
-Only the leader takes reports, because only it plans with them; a follower sends workers on to it (307) and is Ready
-all the same, so that the Service reaches whoever is there. It does not know what a report means: it proves who sent it
-and hands it on. Invariants: identity comes from the token alone, never from the body; every request is bounded in size,
-time and number; a refusal says why; nothing that a worker sends can stop the server.
+A follower is Ready too, so that the Service reaches whoever is there (`gate` sends workers on to the leader). It does
+not know what a report means: it hands it on with who sent it. Invariants: identity comes from the token alone, never
+from the body; every request is bounded in size, time and number; a refusal says why; nothing that a worker sends can
+stop the server.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias, assert_never
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from aiohttp import web
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, MessageError, Report
-from everstep_operator.shell.identity import IdentityCache, PodIdentity
+from everstep_operator.shell.gate import Answer, Gate, later
+from everstep_operator.shell.identity import PodIdentity
 from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics, ReportResult
 
 log = logging.getLogger("everstep.intake")
 
-
-@dataclass(frozen=True, slots=True)
-class Leading:
-    """This replica holds the Lease."""
-
-
-@dataclass(frozen=True, slots=True)
-class Following:
-    """Another replica holds the Lease and takes reports at `base_url`, such as `http://10.244.1.7:8080`."""
-
-    base_url: str
-
-
-@dataclass(frozen=True, slots=True)
-class NoLeader:
-    """Nobody is known to hold the Lease."""
-
-
-Leadership: TypeAlias = Leading | Following | NoLeader
 
 # A check returns None when all is well, else the reason; it must not block.
 Check: TypeAlias = Callable[[], str | None]
@@ -57,19 +38,9 @@ class IntakeSettings:
     host: str = "0.0.0.0"  # noqa: S104  # pods and the kubelet reach it through the pod's own address
     port: int = 8080  # 0: any free one, see `ReportIntake.port`
     max_in_flight: int = 512  # reports handled at once; more are answered 503
-    body_seconds: float = 5.0
-    check_seconds: float = 5.0  # of the token
     keepalive_seconds: float = 75.0
     stop_seconds: float = 5.0
     backlog: int = 1024
-
-
-@dataclass(slots=True)
-class _Answer:
-    status: int
-    reason: str
-    result: ReportResult
-    headers: dict[str, str] = field(default_factory=dict)
 
 
 class ReportIntake:
@@ -78,26 +49,28 @@ class ReportIntake:
     def __init__(
         self,
         *,
-        identities: IdentityCache,
+        gate: Gate,
         accept: Callable[[PodIdentity, Report], None],
-        leadership: Callable[[], Leadership],
         metrics: Metrics,
+        routes: Callable[[web.UrlDispatcher], None] | None = None,
         ready: Mapping[str, Check] | None = None,
         alive: Mapping[str, Check] | None = None,
         settings: IntakeSettings | None = None,
     ) -> None:
-        self._identities, self._accept, self._leadership, self._metrics = identities, accept, leadership, metrics
+        """`routes` adds what else this server answers."""
+        self._gate, self._accept, self._metrics, self._routes = gate, accept, metrics, routes
         self._ready, self._alive = dict(ready or {}), dict(alive or {})
         self._settings = settings or IntakeSettings()
         self._in_flight = 0
-        self._unchecked: str | None = None  # why tokens cannot be checked at the moment
         self._runner: web.AppRunner | None = None
         self.port = self._settings.port
 
     async def start(self) -> None:
         """Listen; afterwards `port` is the port in use."""
-        app = web.Application(client_max_size=MAX_REPORT_BYTES)
+        app = web.Application()
         app.router.add_post(REPORT_PATH, self._report)
+        if self._routes is not None:
+            self._routes(app.router)
         app.router.add_get("/healthz", self._probe(self._alive))
         app.router.add_get("/readyz", self._probe(self._ready))
         app.router.add_get("/metrics", self._scrape)
@@ -136,7 +109,7 @@ class ReportIntake:
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
         if self._in_flight >= self._settings.max_in_flight:
-            answer = _later("too many reports at once", ReportResult.BUSY)
+            answer = later("too many reports at once", ReportResult.BUSY)
         else:
             self._in_flight += 1
             try:
@@ -144,62 +117,29 @@ class ReportIntake:
             finally:
                 self._in_flight -= 1
         self._metrics.report(answer.result)
-        if answer.status == 204:
-            return web.Response(status=204)
-        if not request.content.at_eof():
-            answer.headers["Connection"] = "close"  # do not read on what was not wanted
-        return web.json_response({"reason": answer.reason}, status=answer.status, headers=answer.headers)
+        return answer.response(request)
 
-    async def _answer(self, request: web.Request) -> _Answer:
-        match self._leadership():
-            case Leading():
-                pass
-            case Following(base_url=url):
-                location = {"Location": url.rstrip("/") + REPORT_PATH}
-                return _Answer(307, "another replica leads", ReportResult.REDIRECTED, location)
-            case NoLeader():
-                return _later("no replica leads at the moment", ReportResult.NO_LEADER)
-            case other:
-                assert_never(other)
-        # Who before what: an unknown sender gets none of its body parsed.
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
-            return _unauthorized("send the pod's token as `Authorization: Bearer …`")
+    async def _answer(self, request: web.Request) -> Answer:
+        identity = await self._gate.admit(request)
+        if isinstance(identity, Answer):
+            return identity
+        body = await self._gate.body(request, MAX_REPORT_BYTES)
+        if isinstance(body, Answer):
+            return body
         try:
-            async with asyncio.timeout(self._settings.check_seconds):
-                identity = await self._identities.identify(token.strip())
-        except Exception as e:
-            reason = f"{type(e).__name__}: {e}"
-            if reason != self._unchecked:  # every worker of every job runs into it: said when it changes
-                self._unchecked = reason
-                log.warning("cannot check the tokens of workers", extra={"reason": reason})
-            return _later("the token cannot be checked at the moment", ReportResult.UNAVAILABLE)
-        self._unchecked = None
-        if identity is None:
-            return _unauthorized("the token is not valid for this operator, or its pod is gone")
-        return await self._take(request, identity)
-
-    async def _take(self, request: web.Request, identity: PodIdentity) -> _Answer:
-        try:
-            async with asyncio.timeout(self._settings.body_seconds):
-                report = Report.decode(await request.read())
-        except web.HTTPRequestEntityTooLarge:
-            return _Answer(413, f"a report has at most {MAX_REPORT_BYTES} bytes", ReportResult.TOO_LARGE)
+            report = Report.decode(body)
         except MessageError as e:
-            return _Answer(400, str(e), ReportResult.MALFORMED)
-        except (TimeoutError, ConnectionError):  # a connection that breaks here was a worker that died
-            text = f"the body did not arrive within {self._settings.body_seconds} s"
-            return _Answer(408, text, ReportResult.TIMED_OUT)
+            return Answer(400, str(e), ReportResult.MALFORMED)
         who = {"namespace": identity.namespace, "pod": identity.pod_name}
         try:
             self._accept(identity, report)
         except ReportRefused as e:
             log.debug("report refused", extra={**who, "reason": str(e)})
-            return _Answer(403, str(e), ReportResult.FORBIDDEN)
+            return Answer(403, str(e), ReportResult.FORBIDDEN)
         except Exception:
             log.exception("report failed in the operator", extra={**who, "round": report.round})
-            return _Answer(500, "the operator failed on this report; see its log", ReportResult.UNAVAILABLE)
-        return _Answer(204, "", ReportResult.ACCEPTED)
+            return Answer(500, "the operator failed on this report; see its log", ReportResult.UNAVAILABLE)
+        return Answer(204, "", ReportResult.ACCEPTED)
 
     def _probe(self, checks: Mapping[str, Check]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(_: web.Request) -> web.StreamResponse:
@@ -214,11 +154,3 @@ class ReportIntake:
 
     async def _scrape(self, _: web.Request) -> web.StreamResponse:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
-
-
-def _later(reason: str, result: ReportResult) -> _Answer:
-    return _Answer(503, reason, result, {"Retry-After": "1"})
-
-
-def _unauthorized(reason: str) -> _Answer:
-    return _Answer(401, reason, ReportResult.UNAUTHORIZED, {"WWW-Authenticate": "Bearer"})

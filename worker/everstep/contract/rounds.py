@@ -1,0 +1,32 @@
+"""How agents speak with the round store in the operator: paths, headers and bounds.
+
+Which job is meant is said by the bearer token alone (its pod's). A document's version grows with each change of it; 0
+means that there is none. `lapses` grows with each presence that ended, and with each new leader.
+
+| call | request | answer |
+|---|---|---|
+| read | GET document?version=V (the newest version that the caller knows) | 200 document, 204 there is none |
+| watch | GET document?version=V&lapses=L&wait=SECONDS | 200, 204: it differs from that; 304: it did not |
+| compare and swap | PUT document, Everstep-Version: EXPECTED | 204 with its version, 412 another is there |
+| announce | PUT presence/AGENT, Everstep-Ttl: SECONDS, body: the wish | 204 |
+| renew | POST presence/AGENT | 204, 410 it has lapsed |
+| withdraw | DELETE presence/AGENT | 204 |
+| present | GET presence | 200 {agent: wish as text} |
+
+Each may be answered 307 by a follower, to the same path at the leader; 400 not understood; 401 no valid token; 403 not
+for this pod; 413 too large; 503 with Retry-After, again later. What is not 2xx, 304 or 307 has `{"reason": text}`.
+"""
+
+from __future__ import annotations
+
+DOCUMENT_PATH = "/v1/rounds/document"
+PRESENCE_PATH = "/v1/rounds/presence"
+
+VERSION_HEADER = "Everstep-Version"
+LAPSES_HEADER = "Everstep-Lapses"
+TTL_HEADER = "Everstep-Ttl"
+
+MAX_WISH_BYTES = 16 * 1024
+MAX_PRESENT_BYTES = 8 * 1024 * 1024  # of one job's wishes together
+MAX_WAIT = 30.0  # seconds of one watch
+MIN_TTL, MAX_TTL = 1.0, 300.0  # seconds
