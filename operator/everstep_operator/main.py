@@ -31,7 +31,18 @@ from everstep_operator.shell.apply import Applier, Key
 from everstep_operator.shell.identity import IdentityCache, PodIdentity
 from everstep_operator.shell.reconcile import BY_NODE, BY_OWNER, Caches, Reconciler
 from everstep_operator.shell.record import Recorder
-from everstep_operator.shell.wiring import Wiring, authenticator, index_node, index_owner
+from everstep_operator.shell.round_documents import RoundDocuments
+from everstep_operator.shell.round_routes import RoundRoutes
+from everstep_operator.shell.rounds import Rounds
+from everstep_operator.shell.wiring import (
+    BY_UID,
+    Wiring,
+    authenticator,
+    index_node,
+    index_owner,
+    index_uid,
+    round_views,
+)
 from everstep_operator.telemetry.logs import setup
 from everstep_operator.telemetry.metrics import Metrics
 
@@ -58,7 +69,7 @@ class Operator:
         self._clock, self._metrics, self._settings = clock, metrics, settings
         rng = random.SystemRandom().random
         self.caches = Caches(
-            jobs=Informer(client, JOBS, clock=clock, rng=rng),
+            jobs=Informer(client, JOBS, clock=clock, rng=rng, indexers={BY_UID: index_uid}),
             pods=Informer(
                 client,
                 PODS,
@@ -87,6 +98,12 @@ class Operator:
         expectations: Expectations[Key] = Expectations()
         require = self.elector.require
         applier = Applier(client, JOBS, expectations, require_leading=require, monotonic=clock.monotonic)
+        self.rounds = Rounds(
+            RoundDocuments(client, JOBS, require_leading=require),
+            clock=clock,
+            epoch=require,
+            changed=lambda job: self.queue.add((job.namespace, job.name)),
+        )
         recorder = Recorder(client, JOBS, instance=settings.pod_name, require_leading=require, now=clock.now)
         self.reconciler = Reconciler(
             self.caches,
@@ -97,9 +114,10 @@ class Operator:
             settings=Settings(settings.report_url, settings.checkpoint_url_prefixes),
             metrics=metrics,
             jobs=JOBS,
+            rounds=round_views(self.caches, self.rounds),
         )
         self._identities = IdentityCache(authenticator(client), monotonic=clock.monotonic)
-        wiring = Wiring(self.caches, self.queue, expectations, self.reconciler, clock)
+        wiring = Wiring(self.caches, self.queue, expectations, self.reconciler, clock, self.rounds, client)
         self.controller = Controller(
             "trainingjobs",
             self.reconciler.reconcile,
@@ -115,9 +133,11 @@ class Operator:
             wiring.accept(identity, report)
             on_report(identity, report)
 
+        checks = gate.Gate(self._identities, self._leadership)
         self.intake = intake.ReportIntake(
-            gate=gate.Gate(self._identities, self._leadership),
+            gate=checks,
             accept=accept,
+            routes=RoundRoutes(self.rounds, checks, agent=wiring.agent, metrics=metrics).add_to,
             metrics=metrics,
             ready={"caches": self._caches_synced},
             settings=intake.IntakeSettings(host=settings.host, port=settings.port),
@@ -139,6 +159,7 @@ class Operator:
     def _leadership_changed(self, state: object) -> None:
         leading = isinstance(state, Leading)
         self._metrics.leader(leading)
+        self.rounds.forget_all()
         if leading:
             self.reconciler.forget_all()
             self._identities.forget()
@@ -168,6 +189,7 @@ class Operator:
     async def _measure(self) -> None:
         while True:
             self._metrics.queue_depth(len(self.queue))
+            self._metrics.round_watches(self.rounds.watching)
             self._metrics.jobs(self.reconciler.jobs_by_status() if self.elector.is_leader() else {})
             await self._clock.sleep(METRICS_INTERVAL)
 

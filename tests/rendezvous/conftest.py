@@ -10,7 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from agents import until
 from etcd_server import EtcdCluster
+from operator_server import OperatorServer
 from testcluster import programs  # tests/conftest.py put it on the path
 
 
@@ -35,3 +37,21 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 def etcd_folder(tmp_path: Path) -> Path:
     """Where a test makes an etcd of its own; asking for this builds the program first."""
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorServer]:
+    """One replica that leads. Tests use jobs of their own."""
+    server = OperatorServer(tmp_path_factory.mktemp("operator"))
+    replica = server.start()
+    until(lambda: server.leads(replica))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def operators(tmp_path: Path) -> Iterator[OperatorServer]:
+    """A cluster of a test's own, no replica yet."""
+    server = OperatorServer(tmp_path)
+    yield server
+    server.stop()

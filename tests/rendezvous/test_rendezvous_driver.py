@@ -1,6 +1,6 @@
-"""Agents that join, lose each other, come back and leave: threads over the memory store, and over real etcd.
+"""Agents that join, lose each other, come back and leave: threads over the memory store, the operator's, and real etcd.
 
-The same tests over both stores are what makes the memory store's semantics etcd's.
+The same tests over all stores are what makes their semantics one.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from random import Random
 
 import pytest
 from agents import LIMIT, QUICK, crew, until
 from etcd_server import EtcdCluster
+from operator_server import OperatorServer
 
 from everstep.contract.document import Member, Sizes, decode
 from everstep.rendezvous.driver import Driver
@@ -30,12 +32,17 @@ from everstep.rendezvous.store import Backoff, RoundStore, View
 MakeStore = Callable[[], RoundStore]
 
 
-@pytest.fixture(params=["memory", "etcd"])
+@pytest.fixture(params=["memory", "operator", "etcd"])
 def store(request: pytest.FixtureRequest) -> Iterator[MakeStore]:
     """Makes one more client of one job's store."""
     if request.param == "memory":
         shared = MemoryStore()
         yield lambda: shared
+        return
+    if request.param == "operator":
+        server: OperatorServer = request.getfixturevalue("operator")
+        job_object, pods = server.create_job(f"job-{uuid.uuid4().hex}"), count()
+        yield lambda: server.store(server.create_pod(job_object, next(pods)))
         return
     cluster: EtcdCluster = request.getfixturevalue("etcd")
     job = f"job/{uuid.uuid4().hex}"
@@ -249,8 +256,8 @@ def test_a_document_that_is_garbage_is_an_error_and_not_a_guess() -> None:
 
 def test_two_hundred_agents_at_once_form_one_round_with_few_writes() -> None:
     shared = MemoryStore()
-    count = 200
-    drivers = [Driver(shared, Member(-1, f"a{i:03}"), Sizes(count, count), random=Random(i)) for i in range(count)]
+    many = 200
+    drivers = [Driver(shared, Member(-1, f"a{i:03}"), Sizes(many, many), random=Random(i)) for i in range(many)]
     found: list[Round] = []
     threads = [threading.Thread(target=lambda d=d: found.append(d.join(60))) for d in drivers]  # type: ignore[misc]
     began = time.monotonic()
@@ -261,12 +268,12 @@ def test_two_hundred_agents_at_once_form_one_round_with_few_writes() -> None:
     took = time.monotonic() - began
     for driver in drivers:
         driver.stop()
-    assert {(r.number, r.world_size) for r in found} == {(1, count)}
-    assert sorted(r.rank for r in found) == list(range(count))
+    assert {(r.number, r.world_size) for r in found} == {(1, many)}
+    assert sorted(r.rank for r in found) == list(range(many))
     view = shared.read()
     assert view.document is not None
-    assert len(decode(view.document).members) == count
-    assert view.version < count / 2
+    assert len(decode(view.document).members) == many
+    assert view.version < many / 2
     assert took < 20
 
 

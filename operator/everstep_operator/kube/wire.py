@@ -152,6 +152,10 @@ class Service(KubeObject, frozen=True, kw_only=True):
     spec: ServiceSpec = ServiceSpec()
 
 
+class ConfigMap(KubeObject, frozen=True, kw_only=True):
+    data: dict[str, str] = {}
+
+
 class PodDisruptionBudget(KubeObject, frozen=True, kw_only=True):
     """Only its existence and owner are read."""
 

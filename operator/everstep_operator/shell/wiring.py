@@ -1,11 +1,18 @@
-"""Which event concerns which job: from informer deltas and reports to keys on the work queue. Decides nothing else."""
+"""Which event concerns which job: from informer deltas, reports and agents' calls to keys on the work queue, and to the
+round store. Decides nothing else.
+"""
 
 from __future__ import annotations
+
+import asyncio
 
 from everstep.contract import labels
 from everstep.contract.messages import Report
 from everstep_operator.kube.client import KubeClient, TokenIdentity
+from everstep_operator.kube.errors import KubeError, NotFound
+from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.wire import Node, Pod, Service, Unstructured, controller_uid
+from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.runtime.cache import Added, Deleted, Delta, Updated
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.expectations import Expectations
@@ -14,8 +21,14 @@ from everstep_operator.shell import observe
 from everstep_operator.shell.apply import Key
 from everstep_operator.shell.identity import Authenticate, PodIdentity
 from everstep_operator.shell.intake import ReportRefused
+from everstep_operator.shell.presence import Worker
 from everstep_operator.shell.reconcile import BY_NODE, Caches, Reconciler
+from everstep_operator.shell.round_documents import JobRef, RoundsRefused, RoundsUnavailable
+from everstep_operator.shell.rounds import Agent, Rounds
 
+BY_UID = "uid"
+BACKEND = "everstep"  # of spec.rendezvous
+MAX_ASKING = 8  # pods looked up at once
 # Progress is written every few seconds at most, so a report that only moves figures need not be looked at before that.
 _REPORT_DELAY = 2.0
 
@@ -47,18 +60,26 @@ class Wiring:
         expectations: Expectations[Key],
         reconciler: Reconciler,
         clock: Clock,
+        rounds: Rounds,
+        client: KubeClient,
     ) -> None:
+        """`client` is asked for a pod only if one calls that the caches do not know."""
         self._caches = caches
         self._queue = queue
         self._expectations = expectations
         self._reconciler = reconciler
         self._clock = clock
+        self._rounds = rounds
+        self._client = client
+        self._asking = asyncio.Semaphore(MAX_ASKING)
         caches.jobs.add_handler(self._job)
         caches.pods.add_handler(self._pod)
         caches.services.add_handler(self._service)
         caches.nodes.add_handler(self._node)
 
     def _job(self, delta: Delta[Unstructured]) -> None:
+        if isinstance(delta, Deleted):
+            self._rounds.forget(delta.object.metadata.uid)
         self._queue.add(delta.object.key)
 
     def _pod(self, delta: Delta[Pod]) -> None:
@@ -69,11 +90,20 @@ class Wiring:
         match delta:
             case Deleted():
                 self._expectations.observe_deleted(key, pod.metadata.uid)
+                self._withdraw(pod)
             case Added() | Updated():
                 self._expectations.observe_created(key, pod.metadata.name)
                 if pod.metadata.deletion_timestamp is not None:
                     self._expectations.observe_deleted(key, pod.metadata.uid)
+                if has_ended(pod):
+                    self._withdraw(pod)
         self._queue.add(key)
+
+    def _withdraw(self, pod: Pod) -> None:
+        """Its agent is dead: the others are told now, not when its lease lapses."""
+        worker, uid = observe.worker_pod(pod), controller_uid(pod.metadata)
+        if worker is not None and uid is not None:
+            self._rounds.withdraw_pod(uid, Worker(worker.uid, worker.index, worker.incarnation))
 
     def _service(self, delta: Delta[Service]) -> None:
         if (key := owner_key(delta.object)) is not None:
@@ -84,7 +114,10 @@ class Wiring:
         node = delta.object
         if isinstance(delta, Updated) and observe.node_view(delta.old).ready == observe.node_view(node).ready:
             return
+        lost = isinstance(delta, Deleted) or not observe.node_view(node).ready
         for pod in self._caches.pods.by_index(BY_NODE, node.metadata.name):
+            if lost:
+                self._withdraw(pod)
             if (key := owner_key(pod)) is not None:
                 self._queue.add(key)
 
@@ -104,6 +137,69 @@ class Wiring:
             self._queue.add(key)
         else:
             self._queue.add_after(key, _REPORT_DELAY)
+
+    async def agent(self, identity: PodIdentity) -> Agent:
+        """The pod as an agent of a job whose rounds are kept here. Raises RoundsRefused, RoundsUnavailable."""
+        pod = self._caches.pods.get(identity.namespace, identity.pod_name)
+        if pod is None or pod.metadata.uid != identity.pod_uid:
+            pod = await self._find(identity)
+        if has_ended(pod):
+            raise RoundsRefused(f"pod {identity.pod_name} has ended")
+        key = owner_key(pod)
+        job = self._caches.jobs.get(*key) if key is not None else None
+        worker = observe.worker_pod(pod)
+        if job is None or worker is None or controller_uid(pod.metadata) != job.metadata.uid:
+            raise RoundsRefused(f"pod {identity.pod_name} belongs to no TrainingJob")
+        backend = rendezvous_backend(job)
+        if backend != BACKEND:
+            raise RoundsRefused(
+                f"job {job.metadata.name} has rendezvous.backend {backend}: its rounds are not kept here"
+            )
+        return Agent(job_ref(job), Worker(worker.uid, worker.index, worker.incarnation))
+
+    async def _find(self, identity: PodIdentity) -> Pod:
+        """A pod that the cache does not know (yet): a young one is ahead of the watch."""
+        try:
+            async with self._asking:
+                pod = await self._client.get(PODS, identity.namespace, identity.pod_name)
+        except NotFound as e:
+            raise RoundsRefused(f"pod {identity.pod_name} is gone") from e
+        except KubeError as e:
+            raise RoundsUnavailable(f"pod {identity.pod_name} cannot be looked up: {e}") from e
+        if pod.metadata.uid != identity.pod_uid:
+            raise RoundsRefused(f"pod {identity.pod_name} is gone, another has its name")
+        return pod
+
+
+def round_views(caches: Caches, rounds: Rounds) -> observe.RoundViews:
+    """A job's round by its UID, for a plan; None where rounds are not kept here, or not known yet."""
+
+    def view(job_uid: str) -> RoundView | None:
+        job = next(iter(caches.jobs.by_index(BY_UID, job_uid)), None)
+        if job is None or rendezvous_backend(job) != BACKEND:
+            return None
+        return rounds.view(job_ref(job))
+
+    return view
+
+
+def has_ended(pod: Pod) -> bool:
+    """Whether nothing of the worker runs any more."""
+    worker = observe.worker_pod(pod)
+    return pod.status.phase in ("Succeeded", "Failed") or (worker is not None and worker.exit is not None)
+
+
+def rendezvous_backend(job: Unstructured) -> str:
+    """Without the rest of the spec: agents must not wait for a spec that this version does not understand."""
+    return str((job.spec.get("rendezvous") or {}).get("backend", "c10d"))
+
+
+def job_ref(job: Unstructured) -> JobRef:
+    return JobRef(job.metadata.namespace, job.metadata.name, job.metadata.uid)
+
+
+def index_uid(job: Unstructured) -> tuple[str, ...]:
+    return (job.metadata.uid,)
 
 
 def authenticator(client: KubeClient) -> Authenticate:

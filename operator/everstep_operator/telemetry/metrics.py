@@ -27,6 +27,7 @@ RESOURCES = (
     "trainingjobs/status",
     "pods",
     "services",
+    "configmaps",
     "nodes",
     "events",
     "leases",
@@ -52,6 +53,10 @@ class ReportResult(StrEnum):
     TIMED_OUT = "timed-out"
     BUSY = "busy"
     UNAVAILABLE = "unavailable"  # the token could not be checked
+
+
+ROUND_CALLS = ("read", "watch", "swap", "announce", "renew", "withdraw", "present")
+ROUND_CODES = frozenset({"200", "204", "304", "307", "400", "401", "403", "408", "410", "412", "413", "500", "503"})
 
 
 class Metrics:
@@ -93,6 +98,10 @@ class Metrics:
             registry=r,
         )
         self._reports = Counter("everstep_reports", "Progress reports by outcome.", ("result",), registry=r)
+        self._rounds = Counter(
+            "everstep_round_requests", "Agents' calls to the round store by answer.", ("call", "code"), registry=r
+        )
+        self._round_watches = Gauge("everstep_round_watches", "Agents that wait for their round to change.", registry=r)
         self._leader = Gauge("everstep_leader", "1 while this replica holds the Lease.", registry=r)
         self._queue_depth = Gauge("everstep_queue_depth", "Keys that wait for a pass.", registry=r)
         self._informer_restarts = Counter(
@@ -142,6 +151,15 @@ class Metrics:
     def report(self, result: ReportResult) -> None:
         """A worker's report was answered."""
         self._reports.labels(result.value).inc()
+
+    def round_request(self, call: str, code: int) -> None:
+        """An agent's call to the round store was answered."""
+        known = str(code) if str(code) in ROUND_CODES else OTHER
+        self._rounds.labels(_one_of(call, ROUND_CALLS), known).inc()
+
+    def round_watches(self, count: int) -> None:
+        """How many agents wait for their round to change."""
+        self._round_watches.set(count)
 
     def leader(self, leading: bool) -> None:
         """Whether this replica holds the Lease now."""

@@ -6,14 +6,17 @@ Knows no torch. torchrun gives values as texts, and always adds `timeout`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.contract import env
 from everstep.contract.document import MAX_MEMBERS
+from everstep.contract.messages import REPORT_PATH
 from everstep.rendezvous.errors import RendezvousFailed
 from everstep.rendezvous.etcd import PREFIX
 from everstep.rendezvous.etcd_http import Access, Gateway, endpoints
+from everstep.rendezvous.http_calls import OperatorCalls, base_url
 from everstep.rendezvous.joining import Settings
 from everstep.rendezvous.participant import Patience
 
@@ -24,7 +27,7 @@ class ConfigurationInvalid(RendezvousFailed, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Every field but `urls` is a key of `--rdzv-conf`."""
+    """Every field but `urls` is a key of `--rdzv-conf`, for one backend or both."""
 
     urls: tuple[str, ...]
     timeout: float = 600.0  # seconds that one rendezvous may take
@@ -38,6 +41,7 @@ class Configuration:
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
+    token_file: str = ""
 
     @property
     def settings(self) -> Settings:
@@ -45,20 +49,56 @@ class Configuration:
 
 
 _SECONDS = {"timeout": (1.0, 86400.0), "last_call": (0.0, 3600.0), "rejoin": (1.0, 3600.0), "ttl": (2.0, 300.0)}
-KEYS = tuple(f.name for f in fields(Configuration) if f.name != "urls")
+_COMMON = ("timeout", "last_call", "rejoin", "ttl", "allowed", "ca_file")
+ETCD_KEYS = (*_COMMON, "prefix", "user", "password_file", "cert_file", "key_file")
+OPERATOR_KEYS = (*_COMMON, "token_file")
+OPERATOR_PORT = 8080
 
 
 def read(config: Mapping[str, Any], endpoint: str) -> Configuration:
-    """The configuration. Raises ConfigurationInvalid."""
-    unknown = sorted(set(config) - set(KEYS))
-    if unknown:
-        raise ConfigurationInvalid(f"--rdzv-conf: {', '.join(unknown)}: no such key. There are {', '.join(KEYS)}")
+    """For etcd. Raises ConfigurationInvalid."""
+    values = _values(config, ETCD_KEYS)
     if not endpoint:
         raise ConfigurationInvalid("--rdzv-endpoint is missing: give etcd's members, as host:2379,host:2379")
     try:
         urls = endpoints(endpoint, tls="ca_file" in config)
     except ValueError as e:
         raise ConfigurationInvalid(f"--rdzv-endpoint: {e}") from e
+    settings = Configuration(urls, **values)
+    if bool(settings.user) != bool(settings.password_file):
+        raise ConfigurationInvalid("--rdzv-conf: user and password_file go together")
+    if settings.cert_file and not settings.ca_file.strip() and not any(u.startswith("https:") for u in urls):
+        raise ConfigurationInvalid("--rdzv-conf: cert_file needs TLS: give ca_file, or endpoints with https://")
+    return settings
+
+
+def read_operator(config: Mapping[str, Any], endpoint: str, environ: Mapping[str, str]) -> Configuration:
+    """For the operator's round store; what is missing is what the operator has told this pod.
+
+    Raises ConfigurationInvalid.
+    """
+    values = {"token_file": environ.get(env.TOKEN_FILE, ""), **_values(config, OPERATOR_KEYS)}
+    endpoint = endpoint or environ.get(env.REPORT_URL, "").removesuffix(REPORT_PATH)
+    if not endpoint:
+        raise ConfigurationInvalid(
+            f"--rdzv-endpoint is missing, and so is {env.REPORT_URL}, which a TrainingJob's pods have: give the"
+            " operator's address, as host:port"
+        )
+    if not values["token_file"]:
+        raise ConfigurationInvalid(
+            f"--rdzv-conf: token_file is missing, and so is {env.TOKEN_FILE}, which a TrainingJob's pods have"
+        )
+    try:
+        url = base_url(endpoint, OPERATOR_PORT, tls="ca_file" in config)
+    except ValueError as e:
+        raise ConfigurationInvalid(f"--rdzv-endpoint: {e}") from e
+    return Configuration((url,), **values)
+
+
+def _values(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    unknown = sorted(set(config) - set(keys))
+    if unknown:
+        raise ConfigurationInvalid(f"--rdzv-conf: {', '.join(unknown)}: no such key. There are {', '.join(keys)}")
     values: dict[str, Any] = {}
     for key, value in config.items():
         if key in _SECONDS:
@@ -67,12 +107,12 @@ def read(config: Mapping[str, Any], endpoint: str) -> Configuration:
             values[key] = _sizes(value)
         else:
             values[key] = str(value)
-    settings = Configuration(urls, **values)
-    if bool(settings.user) != bool(settings.password_file):
-        raise ConfigurationInvalid("--rdzv-conf: user and password_file go together")
-    if settings.cert_file and not settings.ca_file.strip() and not any(u.startswith("https:") for u in urls):
-        raise ConfigurationInvalid("--rdzv-conf: cert_file needs TLS: give ca_file, or endpoints with https://")
-    return settings
+    return values
+
+
+def operator_calls(settings: Configuration) -> OperatorCalls:
+    """The client that the configuration describes. Raises StoreRefused."""
+    return OperatorCalls(settings.urls[0], settings.token_file, settings.ca_file)
 
 
 def etcd_gateway(settings: Configuration) -> Gateway:

@@ -1,0 +1,172 @@
+"""Which agents of one job are present, and whose pod each is. Pure: `now` is an argument, in monotonic seconds.
+
+It lives in the leader's memory alone. So a new leader awaits the agents that the document names: none of them counts as
+lapsed before it had one lease's time to announce itself again. Invariants: a presence is renewed and withdrawn only by
+the pod that announced it; numbers and bytes are bounded, for a pod and for the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from everstep.contract.document import Document, Member, Wish
+from everstep.contract.rounds import MAX_PRESENT_BYTES, MAX_TTL
+
+MAX_PRESENT = 4096
+MAX_OF_POD = 8  # lives of an agent in one pod, of which all but one are about to lapse
+LEASE = 3.0  # seconds; what an agent asks for that was told nothing else
+
+
+class PresenceRefused(Exception):  # it is an answer to the agent, not a fault of the operator
+    """The pod may not do this; the text is sent to it."""
+
+
+class PresenceFull(Exception):  # the same
+    """A bound is reached: later there may be room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The pod behind an agent."""
+
+    pod_uid: str
+    index: int
+    incarnation: int
+
+    def may_be(self, member: Member) -> bool:
+        """Whether an agent of this pod can be that member; -1 is an agent that was told no index."""
+        return member.index < 0 or (member.index, member.incarnation) == (self.index, self.incarnation)
+
+
+@dataclass(slots=True)
+class _Presence:
+    value: bytes
+    ttl: float
+    until: float
+    pod_uid: str
+
+
+class Presences:
+    """`changes` grows with every change of who is present or with what; `lapses` with each presence that ended.
+
+    `lease` is the longest that was asked for, in seconds.
+    """
+
+    def __init__(self, lapses: int, now: float) -> None:
+        self.lapses, self.changes = lapses, 0
+        self._present: dict[str, _Presence] = {}
+        self._of_pod: dict[str, set[str]] = {}
+        self._bytes = 0
+        self._earliest = float("inf")  # nothing ends before; renewing makes it too early, never too late
+        self._awaited: dict[str, Member] = {}
+        self._document: Document | None = None
+        self._began, self.lease = now, LEASE
+
+    def await_members(self, document: Document | None, lease: float) -> None:
+        """Of a document that this leader reads for the first time: its agents are alive until they had time to come.
+
+        `lease` is what the job's agents asked of the leader before, in seconds.
+        """
+        self._document, self.lease = document, max(self.lease, min(lease, MAX_TTL))
+        if document is not None:
+            everyone = (*document.remaining(), *document.joining)
+            self._awaited = {m.agent: m for m in everyone if m.agent not in self._present}
+            self._earliest = min(self._earliest, self._began + self.lease)
+
+    @property
+    def earliest(self) -> float:
+        """When something may end; infinite if nothing is there."""
+        return self._earliest if self._present or self._awaited else float("inf")
+
+    def announce(self, wish: Wish, value: bytes, ttl: float, worker: Worker, now: float) -> None:
+        """Raises PresenceRefused, PresenceFull."""
+        self.expire(now)
+        agent = wish.member.agent
+        if not worker.may_be(wish.member):
+            raise PresenceRefused(
+                f"worker {worker.index}, incarnation {worker.incarnation} announces worker {wish.member.index},"
+                f" incarnation {wish.member.incarnation}"
+            )
+        old = self._present.get(agent)
+        if old is not None and old.pod_uid != worker.pod_uid:
+            raise PresenceRefused(f"{agent} belongs to another pod")
+        size = self._bytes + len(value) - (len(old.value) if old is not None else 0)
+        own = self._of_pod.get(worker.pod_uid, set())
+        if old is None and (len(self._present) >= MAX_PRESENT or len(own) >= MAX_OF_POD):
+            raise PresenceFull(f"{len(self._present)} agents are present, {len(own)} of them of this pod")
+        if size > MAX_PRESENT_BYTES:
+            raise PresenceFull(f"what the agents say has {self._bytes} bytes already")
+        self._present[agent] = _Presence(value, ttl, now + ttl, worker.pod_uid)
+        self._of_pod.setdefault(worker.pod_uid, set()).add(agent)
+        self._bytes, self.changes = size, self.changes + 1
+        self._awaited.pop(agent, None)
+        self.lease = max(self.lease, ttl)  # the others of this job have the same
+        self._earliest = min(self._earliest, now + ttl)
+
+    def renew(self, agent: str, worker: Worker, now: float) -> bool:
+        """False if it has lapsed. Raises PresenceRefused."""
+        self.expire(now)
+        presence = self._owned(agent, worker)
+        if presence is None:
+            return False
+        presence.until = now + presence.ttl
+        return True
+
+    def withdraw(self, agent: str, worker: Worker) -> None:
+        """End it now, if it is there. Raises PresenceRefused."""
+        awaited = self._awaited.get(agent)
+        if self._owned(agent, worker) is not None or (awaited is not None and worker.may_be(awaited)):
+            self._end([agent])
+
+    def withdraw_pod(self, worker: Worker) -> bool:
+        """The pod is dead: so are its agents. Whether there were any."""
+        agents = self._of_pod.get(worker.pod_uid, set()) | {
+            agent
+            for agent, m in self._awaited.items()
+            if (m.index, m.incarnation) == (worker.index, worker.incarnation)
+        }
+        self._end(sorted(agents))
+        return bool(agents)
+
+    def expire(self, now: float) -> bool:
+        """End what has lapsed; whether anything had."""
+        if now < self._earliest:
+            return False
+        ended = [agent for agent, presence in self._present.items() if presence.until <= now]
+        if self._began + self.lease <= now:
+            ended += self._awaited
+        self._end(ended)
+        ends = [presence.until for presence in self._present.values()]
+        if self._awaited:
+            ends.append(self._began + self.lease)
+        self._earliest = min(ends, default=float("inf"))
+        return bool(ended)
+
+    def present(self, now: float) -> dict[str, str]:
+        """What each agent says. Who is awaited is present too, with a wish that is settled already."""
+        self.expire(now)
+        found = {agent: presence.value.decode() for agent, presence in self._present.items()}
+        if self._awaited and self._document is not None:
+            after = max(0, self._document.round - 1)
+            for agent, member in self._awaited.items():
+                found[agent] = Wish(member, after, self._document.sizes).encode().decode()
+        return found
+
+    def _owned(self, agent: str, worker: Worker) -> _Presence | None:
+        presence = self._present.get(agent)
+        if presence is not None and presence.pod_uid != worker.pod_uid:
+            raise PresenceRefused(f"{agent} belongs to another pod")
+        return presence
+
+    def _end(self, agents: Iterable[str]) -> None:
+        for agent in agents:
+            presence = self._present.pop(agent, None)
+            if presence is not None:
+                self._bytes -= len(presence.value)
+                own = self._of_pod[presence.pod_uid]
+                own.discard(agent)
+                if not own:
+                    del self._of_pod[presence.pod_uid]
+            if presence is not None or self._awaited.pop(agent, None) is not None:
+                self.lapses, self.changes = self.lapses + 1, self.changes + 1

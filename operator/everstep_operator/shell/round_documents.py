@@ -1,0 +1,161 @@
+"""Where a job's rendezvous document is kept, so that no operator's death loses it: a ConfigMap that the job owns.
+
+Its resource version is the document's version: the API server compares and swaps. And the number of a new round:
+`publish` raises `status.world.round` by the job's resource version and gives the number to one caller only, ever
+(ADR 0001). Knows nothing of agents. Invariant: whatever is lost between a publication and the document that was meant
+to carry its number, the next number is larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.contract import labels
+from everstep.contract.document import MAX_NUMBER
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
+from everstep_operator.kube.resources import CONFIGMAPS, Resource
+from everstep_operator.kube.wire import ConfigMap, Unstructured, controller_uid
+
+KEY = "document"
+LEASE_KEY = "leaseSeconds"  # of the agents: presence is in the leader's memory, and the next one must know its patience
+TRIES = 8  # of a publication that meets the planner's own status writes
+
+
+class RoundsUnavailable(Exception):
+    """The API server did not do it, or it is not known whether it did: try again."""
+
+
+class RoundsRefused(Exception):  # it is an answer to the agent, not a fault of the operator
+    """This will not be done for this sender; the text is sent to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRef:
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A document as the API server holds it; version 0 and None: there is none."""
+
+    document: str | None = None
+    version: int = 0
+    lease: float = 0.0  # seconds
+
+
+def config_map_name(job: str) -> str:
+    return f"{job}-rounds"
+
+
+class RoundDocuments:
+    """`require_leading` raises when this replica may not write."""
+
+    def __init__(
+        self, client: KubeClient, jobs: Resource[Unstructured], *, require_leading: Callable[[], object]
+    ) -> None:
+        self._client, self._jobs, self._require_leading = client, jobs, require_leading
+
+    async def load(self, job: JobRef) -> Kept:
+        """Read consistently. Raises RoundsUnavailable."""
+        try:
+            found = await self._client.get(CONFIGMAPS, job.namespace, config_map_name(job.name))
+        except NotFound:
+            return Kept()
+        except KubeError as e:
+            raise RoundsUnavailable(f"the document cannot be read: {e}") from e
+        return self._kept(job, found)
+
+    async def store(self, job: JobRef, expected: int, document: str, lease: float = 0.0) -> Kept | None:
+        """Write if the version is still `expected`; None if another is there.
+
+        Raises RoundsUnavailable, after which it may have been written.
+        """
+        body: dict[str, Any] = {
+            "metadata": {
+                "name": config_map_name(job.name),
+                "labels": {labels.JOB: job.name, labels.JOB_UID: job.uid, labels.MANAGED_BY: labels.MANAGER},
+                "ownerReferences": [
+                    {
+                        "apiVersion": labels.API_VERSION,
+                        "kind": labels.KIND,
+                        "name": job.name,
+                        "uid": job.uid,
+                        "controller": True,
+                        "blockOwnerDeletion": False,
+                    }
+                ],
+            },
+            "data": {KEY: document, LEASE_KEY: f"{lease:g}"},
+        }
+        name = config_map_name(job.name)
+        self._require_leading()
+        try:
+            if expected == 0:
+                written = await self._client.create(CONFIGMAPS, job.namespace, body)
+            else:
+                body["metadata"]["resourceVersion"] = str(expected)
+                written = await self._client.replace(CONFIGMAPS, job.namespace, name, body)
+        except (AlreadyExists, Conflict, NotFound):
+            return None
+        except KubeError as e:
+            raise RoundsUnavailable(f"the document cannot be written: {e}") from e
+        return self._kept(job, written)
+
+    async def publish(self, job: JobRef, above: int) -> int:
+        """A round number that nobody else has or will get, greater than `above` and than any that was published.
+
+        Raises RoundsUnavailable, RoundsRefused when the job is gone.
+        """
+        for _ in range(TRIES):
+            self._require_leading()
+            try:
+                found = await self._client.get(self._jobs, job.namespace, job.name)
+                if found.metadata.uid != job.uid or found.metadata.deletion_timestamp is not None:
+                    raise RoundsRefused(f"job {job.name} is gone, or another has its name now")
+                number = max(above, _published(found)) + 1
+                if number >= MAX_NUMBER:
+                    raise RoundsRefused(f"round {number} cannot be counted")
+                self._require_leading()
+                await self._client.patch_status(
+                    self._jobs,
+                    job.namespace,
+                    job.name,
+                    {"world": {"round": number}},
+                    resource_version=found.metadata.resource_version,
+                    field_manager=labels.FIELD_MANAGER,
+                )
+            except Conflict:
+                continue  # the planner wrote, or another operator published: the next number is above that one's
+            except NotFound as e:
+                raise RoundsRefused(f"job {job.name} is gone") from e
+            except KubeError as e:
+                raise RoundsUnavailable(f"the round cannot be published: {e}") from e
+            return number
+        raise RoundsUnavailable("the job's status changes all the time")
+
+    @staticmethod
+    def _kept(job: JobRef, found: ConfigMap) -> Kept:
+        meta = found.metadata
+        if controller_uid(meta) != job.uid:
+            # Of a deleted job of that name, and then it goes; or somebody's own, and then they must rename it.
+            raise RoundsUnavailable(
+                f"ConfigMap {meta.name} does not belong to this job: the document has no place until it is gone"
+            )
+        if not meta.resource_version.isdigit():
+            raise RoundsUnavailable(f"resource version {meta.resource_version!r} is no number: versions have no order")
+        return Kept(found.data.get(KEY, ""), int(meta.resource_version), _seconds(found.data.get(LEASE_KEY, "")))
+
+
+def _published(job: Unstructured) -> int:
+    world = job.status.get("world")
+    number = world.get("round", 0) if isinstance(world, dict) else 0
+    return number if isinstance(number, int) else 0
+
+
+def _seconds(text: str) -> float:
+    return float(text) if text.replace(".", "", 1).isdecimal() else 0.0

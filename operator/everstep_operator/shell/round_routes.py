@@ -1,0 +1,199 @@
+"""The round store's HTTP calls: `everstep.contract.rounds` says what they are.
+
+It knows neither documents nor presences, only how a call reaches `Rounds` and what its outcome is in HTTP. Invariants:
+the job is the token's and never the request's; calls, watches and the memory of bodies are bounded; what is refused has
+changed nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from everstep.contract.document import MAX_BYTES, DocumentInvalid, agent_name
+from everstep.contract.rounds import (
+    DOCUMENT_PATH,
+    LAPSES_HEADER,
+    MAX_WAIT,
+    MAX_WISH_BYTES,
+    PRESENCE_PATH,
+    TTL_HEADER,
+    VERSION_HEADER,
+)
+from everstep_operator.runtime.errors import NotLeading
+from everstep_operator.shell.gate import Answer, Gate, later
+from everstep_operator.shell.identity import PodIdentity
+from everstep_operator.shell.presence import PresenceFull, PresenceRefused
+from everstep_operator.shell.round_documents import RoundsRefused, RoundsUnavailable
+from everstep_operator.shell.rounds import Agent, Rounds, Sight
+from everstep_operator.telemetry.metrics import Metrics, ReportResult
+
+log = logging.getLogger("everstep.rounds")
+
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLimits:
+    """Of one replica."""
+
+    watches: int = 10_000
+    calls: int = 2048  # other than watches, at once
+    documents: int = 64  # being written at once: each may be a megabyte
+
+
+class RoundRoutes:
+    """`agent` says which job's agent a pod is; raises RoundsRefused, RoundsUnavailable."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        gate: Gate,
+        *,
+        agent: Callable[[PodIdentity], Awaitable[Agent]],
+        metrics: Metrics,
+        limits: RoundLimits | None = None,
+    ) -> None:
+        self._rounds, self._gate, self._agent, self._metrics = rounds, gate, agent, metrics
+        self._limits = limits or RoundLimits()
+        self._calls = self._documents = self._watches = 0
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        presence = PRESENCE_PATH + "/{agent}"
+        router.add_get(DOCUMENT_PATH, self._look, allow_head=False)
+        router.add_put(DOCUMENT_PATH, self._route("swap", self._swap))
+        router.add_get(PRESENCE_PATH, self._route("present", self._present), allow_head=False)
+        router.add_put(presence, self._route("announce", self._announce))
+        router.add_post(presence, self._route("renew", self._renew))
+        router.add_delete(presence, self._route("withdraw", self._withdraw))
+
+    def _route(
+        self, name: str, call: Callable[[web.Request, Agent], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if self._calls >= self._limits.calls:
+                response = later("too many calls at once", ReportResult.BUSY).response(request)
+            else:
+                self._calls += 1
+                try:
+                    response = await self._answer(request, call)
+                finally:
+                    self._calls -= 1
+            self._metrics.round_request(name, response.status)
+            return response
+
+        return handle
+
+    async def _look(self, request: web.Request) -> web.StreamResponse:
+        """Reads and watches: of watches there may be many more."""
+        if "wait" not in request.query:
+            return await self._route("read", self._read)(request)
+        if self._watches >= self._limits.watches:
+            response = later("too many watches", ReportResult.BUSY).response(request)
+        else:
+            self._watches += 1
+            try:
+                response = await self._answer(request, self._watch)
+            finally:
+                self._watches -= 1
+        self._metrics.round_request("watch", response.status)
+        return response
+
+    async def _answer(
+        self, request: web.Request, call: Callable[[web.Request, Agent], Awaitable[web.Response]]
+    ) -> web.Response:
+        identity = await self._gate.admit(request)
+        if isinstance(identity, Answer):
+            return identity.response(request)
+        try:
+            return await call(request, await self._agent(identity))
+        except DocumentInvalid as e:
+            answer = Answer(400, str(e), ReportResult.MALFORMED)
+        except (RoundsRefused, PresenceRefused) as e:
+            log.debug("refused", extra={"pod": identity.pod_name, "namespace": identity.namespace, "reason": str(e)})
+            answer = Answer(403, str(e), ReportResult.FORBIDDEN)
+        except (RoundsUnavailable, PresenceFull) as e:
+            answer = later(str(e), ReportResult.UNAVAILABLE)
+        except NotLeading as e:
+            answer = self._gate.elsewhere(request) or later(str(e), ReportResult.NO_LEADER)
+        except Exception:
+            log.exception("a call failed in the operator", extra={"path": request.path, "pod": identity.pod_name})
+            answer = Answer(500, "the operator failed on this call; see its log", ReportResult.UNAVAILABLE)
+        return answer.response(request)
+
+    async def _read(self, request: web.Request, agent: Agent) -> web.Response:
+        return _seen(await self._rounds.read(agent, _number(request.query.get("version", "0"), "version")))
+
+    async def _watch(self, request: web.Request, agent: Agent) -> web.Response:
+        query = request.query
+        version = _number(query.get("version", "0"), "version")
+        lapses = _number(query.get("lapses", "0"), "lapses", low=-1)
+        sight = await self._rounds.watch(agent, version, lapses, _seconds(query["wait"], "wait", MAX_WAIT))
+        return web.Response(status=304) if sight is None else _seen(sight)
+
+    async def _swap(self, request: web.Request, agent: Agent) -> web.Response:
+        expected = _number(request.headers.get(VERSION_HEADER, ""), VERSION_HEADER)
+        if self._documents >= self._limits.documents:
+            return later("too many documents at once", ReportResult.BUSY).response(request)
+        self._documents += 1
+        try:
+            body = await self._gate.body(request, MAX_BYTES)
+            if isinstance(body, Answer):
+                return body.response(request)
+            version = await self._rounds.swap(agent, expected, body)
+        finally:
+            self._documents -= 1
+        if version is None:
+            return web.json_response({"reason": "another document is there: read it"}, status=412)
+        return web.Response(status=204, headers={VERSION_HEADER: str(version)})
+
+    async def _present(self, _: web.Request, agent: Agent) -> web.Response:
+        return web.Response(body=await self._rounds.present(agent), content_type=_JSON)
+
+    async def _announce(self, request: web.Request, agent: Agent) -> web.Response:
+        ttl = _seconds(request.headers.get(TTL_HEADER, ""), TTL_HEADER, float("inf"))
+        body = await self._gate.body(request, MAX_WISH_BYTES)
+        if isinstance(body, Answer):
+            return body.response(request)
+        self._rounds.announce(agent, _agent(request), body, ttl)
+        return web.Response(status=204)
+
+    async def _renew(self, request: web.Request, agent: Agent) -> web.Response:
+        if self._rounds.renew(agent, _agent(request)):
+            return web.Response(status=204)
+        return web.json_response({"reason": "it has lapsed: announce it again"}, status=410)
+
+    async def _withdraw(self, request: web.Request, agent: Agent) -> web.Response:
+        self._rounds.withdraw(agent, _agent(request))
+        return web.Response(status=204)
+
+
+def _seen(sight: Sight) -> web.Response:
+    headers = {VERSION_HEADER: str(sight.version), LAPSES_HEADER: str(sight.lapses)}
+    if sight.document is None:
+        return web.Response(status=204, headers=headers)
+    return web.Response(body=sight.document.encode(), headers=headers, content_type=_JSON)
+
+
+def _agent(request: web.Request) -> str:
+    return agent_name(request.match_info["agent"], "agent")
+
+
+def _number(text: str, name: str, low: int = 0) -> int:
+    digits = text.removeprefix("-") if low < 0 else text
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 20) or int(text) < low:
+        raise DocumentInvalid(f"{name}: {text[:40]!r} is no whole number of at least {low}")
+    return int(text)
+
+
+def _seconds(text: str, name: str, most: float) -> float:
+    try:
+        seconds = float(text[:20])
+    except ValueError:
+        seconds = float("nan")
+    if not seconds >= 0:
+        raise DocumentInvalid(f"{name}: {text[:40]!r} is no number of seconds")
+    return min(seconds, most)

@@ -1,0 +1,363 @@
+"""The round store in the operator: one document a job, changed by compare-and-swap, watched, and who is present.
+
+The document is durable (`round_documents`), presence and watches are this leader's memory. What a document means is the
+agents' business (`everstep.rendezvous.rounds`), but for its round: its number is given here, by publication, so that no
+two memberships ever have the same one, whoever believes to lead. Invariants: a round's number only grows; its members
+never change; a closed job stays closed; a refused call changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from everstep.contract.document import Document, DocumentInvalid, decode, decode_wish
+from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
+from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.runtime.clock import Clock
+from everstep_operator.runtime.errors import NotLeading
+from everstep_operator.shell.presence import Presences, Worker
+from everstep_operator.shell.round_documents import JobRef, Kept, RoundDocuments, RoundsRefused, RoundsUnavailable
+from everstep_operator.shell.round_watches import Watches
+
+log = logging.getLogger("everstep.rounds")
+
+API_SECONDS = 10.0  # for what one call asks of the API server
+FRESH = 5.0  # seconds after which a read asks the API server again: somebody may have edited the ConfigMap
+BURST, RATE = 200.0, 20.0  # documents written for one job: at once, and a second
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """Who calls: a pod of a job."""
+
+    job: JobRef
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the store holds; see `everstep.contract.rounds`."""
+
+    document: str | None
+    version: int
+    lapses: int
+
+
+@dataclass(slots=True)
+class _Job:
+    ref: JobRef
+    epoch: int  # of the leadership that remembers this
+    presences: Presences
+    watches: Watches
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    kept: Kept | None = None  # None: not known
+    document: Document | None = None
+    read: bool = False  # once
+    read_at: float = 0.0
+    tokens: float = BURST
+    refilled_at: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    answer: tuple[int, bytes] = (-1, b"")  # of `present`, at a number of changes
+
+
+class Rounds:
+    """For one replica, in one event loop. `epoch` is that of its leadership and raises when it does not lead."""
+
+    def __init__(
+        self,
+        documents: RoundDocuments,
+        *,
+        clock: Clock,
+        epoch: Callable[[], int],
+        changed: Callable[[JobRef], None] = lambda _: None,
+    ) -> None:
+        """`changed` is told when a job's view may be another."""
+        self._documents, self._clock, self._epoch, self._changed = documents, clock, epoch, changed
+        self._jobs: dict[str, _Job] = {}
+        self._loading: set[asyncio.Task[None]] = set()
+
+    # --- what agents call
+
+    async def read(self, agent: Agent, known: int) -> Sight:
+        """The newest document. `known` is the newest version that the agent has seen, here or at another leader."""
+        job = self._job(agent.job)
+        await self._loaded(job, known, FRESH)
+        return self._sight(job)
+
+    async def watch(self, agent: Agent, known: int, lapses: int, wait: float) -> Sight | None:
+        """As soon as version or lapses differ from these; None if they do not within `wait` seconds."""
+        job = self._job(agent.job)
+        await self._loaded(job, known)
+        sight = self._sight(job)
+        if (sight.version, sight.lapses) != (known, lapses):
+            return sight
+        await job.watches.wait(agent.worker.pod_uid, min(wait, MAX_WAIT))
+        self._epoch()  # it may have been long: another may lead
+        await self._loaded(job, known)
+        sight = self._sight(job)
+        return None if (sight.version, sight.lapses) == (known, lapses) else sight
+
+    async def swap(self, agent: Agent, expected: int, data: bytes) -> int | None:
+        """Write the document if the version is still `expected`: its new version; None: read again.
+
+        A document that begins a round gets the number that is next by now. If that is not the one that it was written
+        with, the agent is told to read again, and finds itself in that round. Raises DocumentInvalid, RoundsRefused,
+        RoundsUnavailable (it may have been written).
+        """
+        job = self._job(agent.job)
+        if job.kept is not None and expected < job.kept.version:
+            return None  # in a crowd most come too late: they cost no decoding
+        text, document = _decoded(data)
+        async with job.lock:
+            if job.kept is None or job.kept.version < expected:
+                await self._load(job)
+            if job.kept is None or job.kept.version != expected:
+                return None
+            _require_lawful(job.document, document)
+            self._spend(job)
+            try:
+                async with asyncio.timeout(API_SECONDS):
+                    kept, written = await self._write(job, expected, text, document)
+            except BaseException as e:
+                job.kept = None  # it may have been written
+                if isinstance(e, TimeoutError):
+                    raise RoundsUnavailable(f"the API server did not answer in {API_SECONDS:g} s") from e
+                raise
+            if kept is None:
+                await self._load(job)
+                return None
+            self._take(job, kept, written)
+        return kept.version if written is document else None
+
+    async def _write(self, job: _Job, expected: int, text: str, document: Document) -> tuple[Kept | None, Document]:
+        """What is kept now, and as which document: another than was asked for if its round has another number."""
+        last = job.document.round if job.document is not None else 0
+        if document.round > last:
+            number = await self._documents.publish(job.ref, last)
+            if number != document.round:
+                log.info("round renumbered", extra={"job": _name(job.ref), "round": number, "asked": document.round})
+                text, document = _renumbered(text, number), replace(document, round=number)
+        return await self._documents.store(job.ref, expected, text, job.presences.lease), document
+
+    def announce(self, agent: Agent, name: str, value: bytes, ttl: float) -> None:
+        """Make an agent present. Raises DocumentInvalid, PresenceRefused, PresenceFull."""
+        wish = decode_wish(value)
+        if wish.member.agent != name:
+            raise DocumentInvalid(f"presence.member.agent: {wish.member.agent} is not {name}")
+        if not MIN_TTL <= ttl <= MAX_TTL:
+            raise DocumentInvalid(f"a lease of {ttl:g} s: {MIN_TTL:g} to {MAX_TTL:g} are expected")
+        value.decode()  # JSON may be UTF-16, what is handed on is text
+        job = self._job(agent.job)
+        job.presences.announce(wish, value, ttl, agent.worker, self._clock.monotonic())
+        self._after_presence(job)
+
+    def renew(self, agent: Agent, name: str) -> bool:
+        """False: it has lapsed. Raises PresenceRefused."""
+        job = self._job(agent.job)
+        renewed = job.presences.renew(name, agent.worker, self._clock.monotonic())
+        self._after_presence(job)
+        return renewed
+
+    def withdraw(self, agent: Agent, name: str) -> None:
+        """Raises PresenceRefused."""
+        job = self._job(agent.job)
+        job.presences.withdraw(name, agent.worker)
+        self._after_presence(job)
+
+    async def present(self, agent: Agent) -> bytes:
+        """JSON: what each present agent says, by its name."""
+        job = self._job(agent.job)
+        await self._loaded(job, 0)  # else nobody would be awaited
+        now = self._clock.monotonic()
+        job.presences.expire(now)
+        if job.answer[0] != job.presences.changes:
+            found = json.dumps(job.presences.present(now), separators=(",", ":"))
+            job.answer = (job.presences.changes, found.encode())
+        self._after_presence(job)
+        return job.answer[1]
+
+    # --- what the operator calls
+
+    def withdraw_pod(self, job_uid: str, worker: Worker) -> None:
+        """The pod is dead, or its node is lost: its agents are told of now, and not when their leases lapse."""
+        job = self._jobs.get(job_uid)
+        if job is not None and job.presences.withdraw_pod(worker):
+            log.info(
+                "agents of a dead pod are withdrawn",
+                extra={"job": _name(job.ref), "worker": worker.index, "incarnation": worker.incarnation},
+            )
+            self._after_presence(job)
+
+    def view(self, ref: JobRef) -> RoundView | None:
+        """The job's round, for a plan. None: not known yet; it is read, and `changed` told."""
+        try:
+            job = self._job(ref)
+        except NotLeading:
+            return None
+        if job.kept is None:
+            if not job.lock.locked():
+                task = asyncio.ensure_future(self._look(job))
+                self._loading.add(task)
+                task.add_done_callback(self._loading.discard)
+            return None if job.document is None else _view(job.document)
+        return RoundView(0) if job.document is None else _view(job.document)
+
+    def forget(self, job_uid: str) -> None:
+        """The job is gone."""
+        job = self._jobs.pop(job_uid, None)
+        if job is not None:
+            if job.timer is not None:
+                job.timer.cancel()
+            job.watches.wake(pace=False)
+
+    def forget_all(self) -> None:
+        """The leadership changed: what this replica remembers may be old, and whoever waits here must look again."""
+        for uid in list(self._jobs):
+            self.forget(uid)
+
+    @property
+    def watching(self) -> int:
+        """How many calls of `watch` wait."""
+        return sum(len(job.watches) for job in self._jobs.values())
+
+    # --- inside
+
+    def _job(self, ref: JobRef) -> _Job:
+        epoch = self._epoch()
+        job = self._jobs.get(ref.uid)
+        if job is not None and job.epoch != epoch:
+            self.forget(ref.uid)
+            job = None
+        if job is None:
+            now = self._clock.monotonic()
+            # Another leader's count of lapses is not known here: every epoch counts in a range of its own.
+            job = _Job(ref, epoch, Presences(epoch << 32, now), Watches(), refilled_at=now)
+            self._jobs[ref.uid] = job
+        return job
+
+    async def _look(self, job: _Job) -> None:
+        try:
+            await self._loaded(job, 0)
+            self._changed(job.ref)
+        except RoundsUnavailable as e:
+            log.warning("a round is not known", extra={"job": _name(job.ref), "reason": str(e)})
+
+    async def _loaded(self, job: _Job, known: int, fresh: float = float("inf")) -> None:
+        """See to it that something is known, not older than `known` nor than `fresh` seconds."""
+
+        def is_old() -> bool:
+            return job.kept is None or job.kept.version < known or self._clock.monotonic() - job.read_at >= fresh
+
+        if is_old():
+            async with job.lock:
+                if is_old():
+                    await self._load(job)
+
+    async def _load(self, job: _Job) -> None:
+        """What the API server holds. The lock is held."""
+        try:
+            async with asyncio.timeout(API_SECONDS):
+                self._take(job, await self._documents.load(job.ref))
+        except TimeoutError as e:
+            raise RoundsUnavailable(f"the API server did not answer in {API_SECONDS:g} s") from e
+
+    def _take(self, job: _Job, kept: Kept, document: Document | None = None) -> None:
+        """`kept` is what is known now; `document` is it decoded, if that was done."""
+        if document is None and kept.document is not None:
+            try:
+                document = decode(kept.document.encode())
+            except DocumentInvalid as e:
+                raise RoundsUnavailable(f"the job's ConfigMap holds no document ({e}); delete it to begin anew") from e
+        before, changed = job.document, job.kept is None or job.kept.version != kept.version
+        job.kept, job.document, job.read_at = kept, document, self._clock.monotonic()
+        if not job.read:
+            job.read = True
+            job.presences.await_members(document, kept.lease)
+            self._after_presence(job)
+        if changed:
+            job.watches.wake()
+        if _news(before) != _news(document):
+            if document is not None and document.round and (before is None or before.round != document.round):
+                extra = {"job": _name(job.ref), "round": document.round, "agents": len(document.members)}
+                log.info("round", extra=extra)
+            self._changed(job.ref)
+
+    def _sight(self, job: _Job) -> Sight:
+        if job.kept is None:
+            raise RoundsUnavailable("a write is under way")
+        if job.presences.expire(self._clock.monotonic()):
+            self._after_presence(job)
+        return Sight(job.kept.document, job.kept.version, job.presences.lapses)
+
+    def _spend(self, job: _Job) -> None:
+        now = self._clock.monotonic()
+        job.tokens = min(BURST, job.tokens + (now - job.refilled_at) * RATE)
+        job.refilled_at = now
+        if job.tokens < 1:
+            raise RoundsUnavailable(f"the job's document is written more than {RATE:g} times a second")
+        job.tokens -= 1
+
+    def _after_presence(self, job: _Job) -> None:
+        """Wake who waits if a presence ended, and see to it that the next end is noticed."""
+        job.watches.wake_if_new(job.presences.lapses)
+        now, earliest = self._clock.monotonic(), job.presences.earliest
+        if job.timer is not None:
+            if job.timer.when() <= asyncio.get_running_loop().time() + max(0.0, earliest - now) + 1e-3:
+                return
+            job.timer.cancel()
+        job.timer = None
+        if earliest != float("inf"):
+            # Not much more often than that: with a clock that stands still this would spin.
+            job.timer = asyncio.get_running_loop().call_later(max(0.01, earliest - now), self._expire, job)
+
+    def _expire(self, job: _Job) -> None:
+        job.timer = None
+        if self._jobs.get(job.ref.uid) is job:
+            job.presences.expire(self._clock.monotonic())
+            self._after_presence(job)
+
+
+def _require_lawful(before: Document | None, after: Document) -> None:
+    if before is None:
+        return
+    if before.closed is not None:
+        raise RoundsRefused(f"the job is closed: {before.closed}")
+    if after.round < before.round:
+        raise RoundsRefused(f"round {after.round} is over: round {before.round} was formed")
+    if after.round == before.round and after.members != before.members:
+        raise RoundsRefused(f"the members of round {before.round} cannot be changed, only lost")
+
+
+def _decoded(data: bytes) -> tuple[str, Document]:
+    try:
+        return data.decode(), decode(data)
+    except UnicodeDecodeError as e:
+        raise DocumentInvalid(f"not UTF-8: {e}") from e
+
+
+def _renumbered(text: str, number: int) -> str:
+    # Not through Document: fields of a newer release would get lost.
+    return json.dumps({**json.loads(text), "round": number}, separators=(",", ":"))
+
+
+def _view(document: Document) -> RoundView:
+    gone = {loss.agent for loss in document.gone}
+    return RoundView(
+        round=document.round,
+        members=tuple((m.index, m.incarnation) for m in document.members),
+        gone=tuple(sorted(m.index for m in document.members if m.agent in gone)),
+        joining=tuple(sorted(m.index for m in document.joining)),
+        closed=document.closed,
+    )
+
+
+def _news(document: Document | None) -> object:
+    return None if document is None else _view(document)
+
+
+def _name(job: JobRef) -> str:
+    return f"{job.namespace}/{job.name}"

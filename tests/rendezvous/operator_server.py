@@ -1,0 +1,262 @@
+"""Replicas of the real operator's round store over one in-memory cluster, in a thread: agents reach them over HTTP.
+
+What plans is left out: the tests are the planner, and make the pods. Also a program, for benchmarks: serves a job of
+`PODS` pods and prints one line of JSON, its port and the pods' tokens; ends with its standard input.
+
+    operator_server.py PODS
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+import logging
+import sys
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from everstep.contract import labels
+from everstep.rendezvous.http import HttpStore
+from everstep.rendezvous.http_calls import Limits, OperatorCalls
+from everstep_operator.api.crd import crd
+from everstep_operator.kube.errors import KubeError
+from everstep_operator.kube.resources import CONFIGMAPS, LEASES, NODES, PODS
+from everstep_operator.kube.wire import Unstructured
+from everstep_operator.local.memory.cluster import MemoryCluster
+from everstep_operator.local.memory.faults import Faults
+from everstep_operator.main import JOBS, Operator
+from everstep_operator.runtime.clock import SystemClock
+from everstep_operator.settings import OperatorSettings
+from everstep_operator.telemetry.metrics import Metrics
+
+T = TypeVar("T")
+NAMESPACE = "default"
+TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["torchrun"]}]}}
+
+
+def lenient_crd() -> dict[str, Any]:
+    """The CRD without its rules: the tests' jobs need no planner, so what it does not do yet does not matter."""
+    definition = copy.deepcopy(crd())
+
+    def strip(node: Any) -> None:
+        if isinstance(node, dict):
+            node.pop("x-kubernetes-validations", None)
+            for value in node.values():
+                strip(value)
+        elif isinstance(node, list):
+            for value in node:
+                strip(value)
+
+    strip(definition)
+    return definition
+
+
+@dataclass
+class Pod:
+    """A worker's pod, and what its agent needs to speak to the operator."""
+
+    name: str
+    uid: str
+    index: int
+    incarnation: int
+    token: str
+    token_file: Path
+
+
+@dataclass
+class Replica:
+    operator: Operator
+    faults: Faults
+    task: asyncio.Task[None] = field(init=False)
+
+    @property
+    def port(self) -> int:
+        return self.operator.intake.port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+class OperatorServer:
+    """`folder` is for token files. Methods may be called from any thread; those of the loop are coroutines."""
+
+    def __init__(self, folder: Path, *, lease_seconds: int = 3) -> None:
+        self.folder, self._lease_seconds = folder, lease_seconds
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="operators", daemon=True)
+        self._thread.start()
+        self.replicas: list[Replica] = []
+        self._stores: list[HttpStore] = []
+        self._pods = 0
+        self.do(self._set_up())
+
+    async def _set_up(self) -> None:
+        self.cluster = MemoryCluster(SystemClock())
+        self.cluster.install(lenient_crd())
+        self.client: Any = self.cluster.client(manager="test")
+
+    def do(self, work: Coroutine[Any, Any, T], limit: float = 30.0) -> T:
+        """Run it in the loop, and give what it gives."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(limit)
+
+    def stop(self) -> None:
+        for store in self._stores:
+            store.close()
+        for replica in self.replicas:
+            if not replica.task.done():
+                self.end(replica)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+    # --- replicas
+
+    def start(self, port: int = 0) -> Replica:
+        """One more replica; returns when it serves, whether it leads or not."""
+        return self.do(self._start(port))
+
+    async def _start(self, port: int) -> Replica:
+        number = len(self.replicas)
+        settings = OperatorSettings.from_env(
+            {
+                "EVERSTEP_PORT": str(port), "EVERSTEP_HOST": "127.0.0.1", "EVERSTEP_POD_NAME": f"replica-{number}",
+                "EVERSTEP_LEASE_SECONDS": str(self._lease_seconds),
+            }
+        )  # fmt: skip
+        faults = Faults()
+        client = self.cluster.client(manager=labels.MANAGER, faults=faults)
+        operator = Operator(client, settings, Metrics(process=False), SystemClock())
+        replica = Replica(operator, faults)
+        serving = asyncio.Event()
+        replica.task = asyncio.create_task(self._run(replica, serving))
+        self.replicas.append(replica)
+        waiting = asyncio.ensure_future(serving.wait())
+        await asyncio.wait((waiting, replica.task), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if replica.task.done():
+            replica.task.result()
+        return replica
+
+    @staticmethod
+    async def _run(replica: Replica, serving: asyncio.Event) -> None:
+        operator = replica.operator
+        async with operator.intake, asyncio.TaskGroup() as group:
+            # The Lease names the port, which is known only now.
+            operator.elector._identity = f"{operator.elector.identity.partition('_')[0]}_127.0.0.1:{replica.port}"
+            caches = operator.caches
+            informers = (caches.jobs, caches.pods, caches.services, caches.nodes)
+            for informer in informers:
+                group.create_task(informer.run())
+            for informer in informers:
+                await informer.wait_synced()
+            group.create_task(operator.elector.run())
+            serving.set()
+
+    def leads(self, replica: Replica) -> bool:
+        return replica.operator.elector.is_leader()
+
+    def end(self, replica: Replica) -> None:
+        """As SIGTERM: it gives its Lease back."""
+        self.do(self._end(replica))
+
+    async def _end(self, replica: Replica) -> None:
+        replica.task.cancel()
+        await asyncio.gather(replica.task, return_exceptions=True)
+
+    def kill(self, replica: Replica) -> None:
+        """As SIGKILL: connections break, memory is lost. Its Lease is taken away at once, which saves seconds."""
+        self.end(replica)
+
+        async def free() -> None:
+            with contextlib.suppress(KubeError):
+                await self.client.delete(LEASES, NAMESPACE, "everstep-operator")
+
+        self.do(free())
+
+    # --- the cluster
+
+    def create_job(self, name: str = "digits", backend: str = "everstep") -> Unstructured:
+        body = {
+            "metadata": {"name": name},
+            "spec": {"replicas": 3, "template": TEMPLATE, "rendezvous": {"backend": backend}},
+        }
+        return self.do(self.client.create(JOBS, NAMESPACE, body))
+
+    def job(self, name: str = "digits") -> Unstructured:
+        return self.do(self.client.get(JOBS, NAMESPACE, name))
+
+    def published(self, name: str = "digits") -> int:
+        """The job's `status.world.round`."""
+        return int(self.job(name).status.get("world", {}).get("round", 0))
+
+    def document(self, name: str = "digits") -> Any:
+        return self.do(self.client.get(CONFIGMAPS, NAMESPACE, f"{name}-rounds"))
+
+    def create_pod(self, job: Unstructured, index: int, incarnation: int = 0, node: str = "node-1") -> Pod:
+        name = f"{job.metadata.name}-w{index}-{incarnation}"
+        owner = {
+            "apiVersion": labels.API_VERSION, "kind": labels.KIND, "name": job.metadata.name, "uid": job.metadata.uid,
+            "controller": True,
+        }  # fmt: skip
+        found = {
+            labels.JOB: job.metadata.name, labels.JOB_UID: job.metadata.uid, labels.MANAGED_BY: labels.MANAGER,
+            labels.WORKER_INDEX: str(index), labels.INCARNATION: str(incarnation), labels.ROUND: "1",
+        }  # fmt: skip
+        spec = {**TEMPLATE["spec"], "nodeName": node}
+        body = {"metadata": {"name": name, "labels": found, "ownerReferences": [owner]}, "spec": spec}
+        made = self.do(self.client.create(PODS, NAMESPACE, body))
+        uid = made.metadata.uid
+        token = self.cluster.issue_token(NAMESPACE, "default", name, uid, labels.TOKEN_AUDIENCE, 3600)
+        self._pods += 1
+        file = self.folder / f"token-{self._pods}"
+        file.write_text(token + "\n")
+        return Pod(name, uid, index, incarnation, token, file)
+
+    def set_pod(self, pod: Pod, status: dict[str, Any]) -> None:
+        self.do(self.client.patch_status(PODS, NAMESPACE, pod.name, status))
+
+    def delete_pod(self, pod: Pod) -> None:
+        self.do(self.client.delete(PODS, NAMESPACE, pod.name, grace_seconds=0))
+
+    def set_node(self, name: str, ready: bool) -> None:
+        conditions = [{"type": "Ready", "status": "True" if ready else "Unknown"}]
+
+        async def write() -> None:
+            with contextlib.suppress(KubeError):
+                await self.client.create(NODES, None, {"metadata": {"name": name}})
+            await self.client.patch_status(NODES, None, name, {"conditions": conditions})
+
+        self.do(write())
+
+    # --- agents
+
+    def calls(self, pod: Pod, url: str = "", limits: Limits | None = None) -> OperatorCalls:
+        return OperatorCalls(url or self.replicas[0].url, str(pod.token_file), limits=limits)
+
+    def store(self, pod: Pod, url: str = "", limits: Limits | None = None) -> HttpStore:
+        self._stores.append(HttpStore(self.calls(pod, url, limits)))
+        return self._stores[-1]
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.ERROR)
+    import tempfile  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        server = OperatorServer(Path(folder))
+        replica = server.start()
+        job = server.create_job()
+        pods = [server.create_pod(job, i) for i in range(int(sys.argv[1]))]
+        print(json.dumps({"url": replica.url, "tokens": [pod.token for pod in pods]}), flush=True)
+        sys.stdin.read()
+        server.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""The operator's round store over HTTP: what every store promises, whose presence is whose, dead pods, settings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agents import LIMIT, QUICK, until
+from operator_server import NAMESPACE, OperatorServer, Pod
+
+from everstep.contract import env
+from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
+from everstep.rendezvous.configuration import ConfigurationInvalid, read_operator
+from everstep.rendezvous.driver import Driver
+from everstep.rendezvous.errors import StoreRefused
+from everstep.rendezvous.http import HttpStore
+from everstep.rendezvous.http_calls import OperatorCalls
+from everstep.rendezvous.participant import Broken, Whole
+from everstep.rendezvous.store import View
+from everstep_operator.kube.resources import PODS
+from everstep_operator.kube.wire import Unstructured
+
+SIZES = Sizes(1, 3)
+EMPTY = Document(SIZES)
+
+
+def wish(agent: str, index: int = -1, incarnation: int = 0) -> bytes:
+    return Wish(Member(index, agent, incarnation), 0, SIZES).encode()
+
+
+@pytest.fixture
+def job(operator: OperatorServer) -> Unstructured:
+    return operator.create_job(f"job-{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def pod(operator: OperatorServer, job: Unstructured) -> Pod:
+    return operator.create_pod(job, 0)
+
+
+@pytest.fixture
+def store(operator: OperatorServer, pod: Pod) -> Iterator[HttpStore]:
+    made = operator.store(pod)
+    yield made
+    made.close()
+
+
+# --- what a store promises
+
+
+def test_of_two_writers_of_one_version_one_wins(store: HttpStore) -> None:
+    assert (store.read().document, store.read().version) == (None, 0)
+    first = store.compare_and_swap(0, encode(EMPTY))
+    assert first is not None
+    assert store.compare_and_swap(0, encode(replace(EMPTY, restarts=1))) is None
+    assert (store.read().document, store.read().version) == (encode(EMPTY), first)
+    second = store.compare_and_swap(first, encode(replace(EMPTY, restarts=2)))
+    assert second is not None
+    assert second > first
+
+
+def test_many_writers_at_once_lose_no_write(operator: OperatorServer, job: Unstructured) -> None:
+    operator.store(operator.create_pod(job, 9)).compare_and_swap(0, encode(EMPTY))
+
+    def count(index: int) -> None:
+        store = operator.store(operator.create_pod(job, index))
+        for _ in range(10):
+            while True:
+                view = store.read()
+                assert view.document is not None
+                document = decode(view.document)
+                more = encode(replace(document, restarts=document.restarts + 1))
+                if store.compare_and_swap(view.version, more) is not None:
+                    break
+
+    threads = [threading.Thread(target=count, args=(i,)) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    held = operator.store(operator.create_pod(job, 8)).read().document
+    assert held is not None
+    assert decode(held).restarts == 50
+
+
+def test_a_watch_sees_changes_and_lapses_but_not_arrivals(
+    operator: OperatorServer, job: Unstructured, store: HttpStore
+) -> None:
+    other = operator.store(operator.create_pod(job, 1))
+    seen = until(lambda: (view := store.watch(View(None, 0, -1), 1.0)).lapses >= 0 and view)
+    other.announce("a", wish("a"), 2.0)
+    assert store.watch(seen, 0.3) == seen
+    version = other.compare_and_swap(0, encode(EMPTY))
+    assert version is not None
+    seen = store.watch(seen, LIMIT)
+    assert seen == View(encode(EMPTY), version, seen.lapses)
+    other.withdraw("a")
+    assert store.watch(seen, LIMIT) == View(encode(EMPTY), version, seen.lapses + 1)
+
+
+def test_presence_lasts_while_it_is_renewed_and_ends_with_its_lease(store: HttpStore) -> None:
+    store.announce("a", wish("a"), 1.0)
+    store.announce("b", wish("b"), 1.0)
+    store.announce("a", wish("a", 0), 1.0)
+    began = time.monotonic()
+    while time.monotonic() < began + 1.5:
+        assert store.renew("a")
+        time.sleep(0.2)
+    assert store.present() == {"a": wish("a", 0)}
+    assert not store.renew("b")
+
+
+def test_jobs_do_not_see_each_other(operator: OperatorServer) -> None:
+    stores = []
+    for _ in range(3):
+        job = operator.create_job(f"job-{uuid.uuid4().hex}")
+        stores.append(operator.store(operator.create_pod(job, 0)))
+    for i, one in enumerate(stores):
+        assert one.compare_and_swap(0, encode(replace(EMPTY, restarts=i))) is not None
+        one.announce(f"agent{i}", wish(f"agent{i}"), 5.0)
+    for i, one in enumerate(stores):
+        assert one.read().document == encode(replace(EMPTY, restarts=i))
+        assert set(one.present()) == {f"agent{i}"}
+
+
+def test_an_answer_that_comes_late_does_not_turn_a_view_back(store: HttpStore) -> None:
+    early = store.read()
+    version = store.compare_and_swap(0, encode(EMPTY))
+    assert version is not None
+    assert store._merge(View(None, 0, early.lapses + 3), early) == View(encode(EMPTY), version, early.lapses + 3)
+
+
+# --- whose presence it is
+
+
+def test_a_presence_belongs_to_the_pod_that_announced_it(
+    operator: OperatorServer, job: Unstructured, store: HttpStore
+) -> None:
+    store.announce("a", wish("a"), 30.0)
+    other = operator.store(operator.create_pod(job, 1))
+    for attempt in (
+        lambda: other.renew("a"),
+        lambda: other.withdraw("a"),
+        lambda: other.announce("a", wish("a"), 30.0),
+    ):
+        with pytest.raises(StoreRefused, match="belongs to another pod"):
+            attempt()
+    assert store.renew("a")
+
+
+def test_an_agent_cannot_announce_another_worker_or_an_older_life_of_it(
+    operator: OperatorServer, job: Unstructured
+) -> None:
+    store = operator.store(operator.create_pod(job, 1, incarnation=2))
+    store.announce("a", wish("a", 1, 2), 30.0)
+    for index, incarnation in ((0, 2), (1, 1), (1, 3)):
+        with pytest.raises(StoreRefused, match="announces worker"):
+            store.announce("b", wish("b", index, incarnation), 30.0)
+    assert set(store.present()) == {"a"}
+
+
+def test_a_pod_has_a_few_agents_and_not_thousands(store: HttpStore) -> None:
+    names = [f"a{i}" for i in range(8)]
+    for name in names:
+        store.announce(name, wish(name), 30.0)
+    with pytest.raises(Exception, match="8 of them of this pod"):
+        store.announce("one-more", wish("one-more"), 30.0)
+    assert set(store.present()) == set(names)
+
+
+# --- pods that die
+
+
+class Trio:
+    """Three linked-by-nothing agents with leases of a minute: only the operator can tell them of a death in time."""
+
+    def __init__(self, operator: OperatorServer, job: Unstructured) -> None:
+        self.pods = [operator.create_pod(job, i, node=f"{job.metadata.name}-{i}") for i in range(3)]
+        settings = replace(QUICK, ttl=60.0)
+        self.drivers = [
+            Driver(operator.store(pod), Member(pod.index, f"agent-{pod.index}"), Sizes(2, 3), settings)
+            for pod in self.pods
+        ]
+        threads = [threading.Thread(target=driver.join, args=(LIMIT,)) for driver in self.drivers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert [driver.standing() for driver in self.drivers] == [Whole()] * 3
+
+    def assert_missed(self, index: int) -> None:
+        began = time.monotonic()
+        for driver in (d for i, d in enumerate(self.drivers) if i != index):
+            standing = driver.wait(LIMIT)
+            assert isinstance(standing, Broken)
+            assert f"agent-{index} is gone" in standing.why
+        took = time.monotonic() - began
+        print(f"told after {took * 1000:.0f} ms")
+        assert took < 5  # a twelfth of the lease
+
+    def stop(self) -> None:
+        for driver in self.drivers:
+            driver.stop()
+
+
+@pytest.fixture
+def trio(operator: OperatorServer, job: Unstructured) -> Iterator[Trio]:
+    made = Trio(operator, job)
+    yield made
+    made.stop()
+
+
+def test_a_pod_that_is_deleted_is_missed_at_once_and_its_token_is_refused(operator: OperatorServer, trio: Trio) -> None:
+    operator.delete_pod(trio.pods[1])
+    trio.assert_missed(1)
+    with pytest.raises(StoreRefused):
+        operator.store(trio.pods[1]).announce("agent-1", wish("agent-1", 1), 30.0)
+
+
+def test_a_pod_that_failed_is_missed_at_once_and_may_not_come_back(operator: OperatorServer, trio: Trio) -> None:
+    operator.set_pod(trio.pods[0], {"phase": "Failed"})
+    trio.assert_missed(0)
+    with pytest.raises(StoreRefused, match="has ended"):
+        operator.store(trio.pods[0]).read()
+
+
+def test_a_worker_container_that_ended_is_missed_though_its_pod_goes_on(operator: OperatorServer, trio: Trio) -> None:
+    ended = {"name": "worker", "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}
+    operator.set_pod(trio.pods[2], {"phase": "Running", "containerStatuses": [ended]})
+    trio.assert_missed(2)
+
+
+def test_a_node_that_is_lost_takes_its_agents_with_it(operator: OperatorServer, trio: Trio, job: Unstructured) -> None:
+    node = f"{job.metadata.name}-1"
+    operator.set_node(node, True)
+    operator.set_node(node, False)
+    trio.assert_missed(1)
+    # It only seemed lost: its agent says so itself, and is taken in again.
+    assert trio.drivers[1]._store.renew("agent-1") is False
+
+
+def test_a_pod_that_is_asked_to_end_keeps_its_presence_until_it_has(operator: OperatorServer, trio: Trio) -> None:
+    operator.do(operator.client.delete(PODS, NAMESPACE, trio.pods[1].name, grace_seconds=300))
+    time.sleep(0.3)
+    assert trio.drivers[0].standing() == Whole()
+    assert operator.store(trio.pods[1]).renew("agent-1")  # it saves, and leaves by itself
+
+
+# --- forks
+
+
+def test_a_forked_child_uses_connections_of_its_own(operator: OperatorServer, store: HttpStore) -> None:
+    version = store.compare_and_swap(0, encode(EMPTY))
+    assert version is not None
+    until(lambda: store.watch(View(None, 0), 1.0).version == version)
+    busy = threading.Event()
+
+    def hammer() -> None:
+        while not busy.wait(0.001):
+            store.read()
+
+    threads = [threading.Thread(target=hammer) for _ in range(4)]  # some lock is held at any moment
+    for thread in threads:
+        thread.start()
+    children = []
+    for i in range(4):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(20)
+                mine = store.read()
+                store.announce(f"child-{i}", wish(f"child-{i}"), 5.0)
+                later = store.compare_and_swap(version, encode(EMPTY)) if i == 0 else version
+                code = 0 if mine.document == encode(EMPTY) and later is not None else 2
+            finally:
+                os._exit(code)
+        children.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 4
+    busy.set()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert set(store.present()) == {f"child-{i}" for i in range(4)}
+
+
+# --- settings
+
+PODS_OWN = {env.REPORT_URL: "http://everstep.everstep-system.svc/v1/report", env.TOKEN_FILE: "/var/run/token"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "config", "url", "token"),
+    [
+        ("", {}, "http://everstep.everstep-system.svc:80", "/var/run/token"),
+        ("operator", {}, "http://operator:8080", "/var/run/token"),
+        ("operator:1", {"token_file": "t"}, "http://operator:1", "t"),
+        ("https://[::1]", {}, "https://[::1]:443", "/var/run/token"),
+        ("operator:1", {"ca_file": "c"}, "https://operator:1", "/var/run/token"),
+    ],
+)
+def test_settings_default_to_what_the_operator_told_the_pod(
+    endpoint: str, config: dict[str, str], url: str, token: str
+) -> None:
+    settings = read_operator(config, endpoint, PODS_OWN)
+    assert (settings.urls, settings.token_file) == ((url,), token)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "config", "environ", "named"),
+    [
+        ("", {}, {}, "--rdzv-endpoint is missing"),
+        ("a:1", {}, {}, "token_file is missing"),
+        ("a:1", {"password_file": "x"}, PODS_OWN, "password_file: no such key"),
+        ("a:1", {"is_host": "1"}, PODS_OWN, "is_host: no such key"),
+        ("a:1", {"ttl": "1"}, PODS_OWN, "ttl=1"),
+        ("ftp://a", {}, PODS_OWN, "host"),
+        ("http://a/path", {}, PODS_OWN, "host"),
+        ("a:99999", {}, PODS_OWN, "--rdzv-endpoint"),
+    ],
+)
+def test_settings_that_are_wrong_are_refused_by_name(
+    endpoint: str, config: dict[str, str], environ: dict[str, str], named: str
+) -> None:
+    with pytest.raises(ConfigurationInvalid, match=named):
+        read_operator(config, endpoint, environ)
+
+
+def test_certificates_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreRefused, match=r"nowhere\.pem"):
+        OperatorCalls("https://127.0.0.1:1", "", str(tmp_path / "nowhere.pem"))

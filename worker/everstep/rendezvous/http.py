@@ -1,0 +1,169 @@
+"""A round store in the operator, over HTTP; `everstep.contract.rounds` says how.
+
+The job is the one of the pod's token. One watch, in a thread, waits at the operator for what changes; whoever calls
+`watch` waits here. Invariant: a view never goes back, whichever of two answers comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from random import Random
+
+from everstep.contract.document import MAX_BYTES
+from everstep.contract.rounds import (
+    DOCUMENT_PATH,
+    LAPSES_HEADER,
+    MAX_PRESENT_BYTES,
+    PRESENCE_PATH,
+    TTL_HEADER,
+    VERSION_HEADER,
+)
+from everstep.rendezvous.errors import RendezvousFailed, StoreUnavailable
+from everstep.rendezvous.forks import after_fork
+from everstep.rendezvous.http_calls import OperatorCalls, Reply
+from everstep.rendezvous.store import Backoff, View
+
+log = logging.getLogger(__name__)
+
+WAIT = 20.0  # seconds of one watch at the operator
+RETRY = Backoff(first=0.05, most=1.0)
+
+
+class HttpStore:
+    """One job's round store. Each process that uses it makes its own connections and its own watch."""
+
+    def __init__(self, calls: OperatorCalls, *, random: Random | None = None) -> None:
+        self._calls = calls
+        self._random = random or Random()  # noqa: S311 - jitter
+        self._changed = threading.Condition()
+        self._view: View | None = None
+        self._closed = False
+        self._watching = False
+        after_fork(self)
+
+    def forked(self) -> None:
+        """The child watches for itself."""
+        self._changed, self._watching = threading.Condition(), False
+
+    def read(self) -> View:
+        before = self._view
+        known = before.version if before is not None else 0
+        return self._merge(self._look(f"{DOCUMENT_PATH}?version={known}"), before)
+
+    def compare_and_swap(self, expected: int, document: bytes) -> int | None:
+        reply = self._calls.call(
+            "PUT", DOCUMENT_PATH, body=document, headers={VERSION_HEADER: str(expected)}, limit=MAX_BYTES
+        )
+        if reply.status != 204:
+            return None
+        version = _number(reply, VERSION_HEADER)
+        before = self._view
+        self._merge(View(document, version, before.lapses if before is not None else -1), before)
+        return version
+
+    def watch(self, seen: View, timeout: float) -> View:
+        self._start_watching()
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                view = self._view
+                if view is not None and (view.version, view.lapses) != (seen.version, seen.lapses):
+                    return view
+                left = deadline - time.monotonic()
+                if left <= 0 or self._closed:
+                    return view or seen
+                self._changed.wait(left)
+
+    def announce(self, agent: str, value: bytes, ttl: float) -> None:
+        self._calls.call("PUT", _presence(agent), body=value, headers={TTL_HEADER: f"{ttl:g}"}, limit=0)
+
+    def renew(self, agent: str) -> bool:
+        return self._calls.call("POST", _presence(agent), limit=0).status != 410
+
+    def withdraw(self, agent: str) -> None:
+        self._calls.call("DELETE", _presence(agent), limit=0)
+
+    def present(self) -> Mapping[str, bytes]:
+        reply = self._calls.call("GET", PRESENCE_PATH, limit=2 * MAX_PRESENT_BYTES)
+        try:
+            return {str(agent): str(value).encode() for agent, value in dict(json.loads(reply.data)).items()}
+        except (ValueError, TypeError) as e:
+            raise StoreUnavailable(f"the operator's list of agents cannot be read: {e}") from e
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._calls.close()
+
+    # --- inside
+
+    def _look(self, path: str, reply: float | None = None) -> View | None:
+        """What the operator holds; None if it says that nothing is new."""
+        answer = self._calls.call("GET", path, limit=MAX_BYTES, reply=reply)
+        if answer.status == 304:
+            return None
+        document = answer.data if answer.status == 200 else None
+        return View(document, _number(answer, VERSION_HEADER), _number(answer, LAPSES_HEADER))
+
+    def _merge(self, found: View | None, before: View | None) -> View:
+        """What is known after `found` came, asked for when `before` was known. An older sight changes nothing."""
+        with self._changed:
+            view = self._view
+            if found is None or view == found:
+                return view or View(None, 0, 0)
+            # There is no document any more: believed unless one came while that answer was on its way.
+            newer = view is None or found.version >= view.version or (found.version == 0 and view is before)
+            lapses = found.lapses if view is None else max(found.lapses, view.lapses)
+            self._view = View(found.document, found.version, lapses) if newer or view is None else (
+                View(view.document, view.version, lapses)
+            )  # fmt: skip
+            if self._view != view:
+                self._changed.notify_all()
+            return self._view
+
+    def _start_watching(self) -> None:
+        with self._changed:
+            if self._closed or self._watching:
+                return
+            self._watching = True
+        threading.Thread(target=self._follow, name="everstep-rounds-watch", daemon=True).start()
+
+    def _follow(self) -> None:
+        failures = 0
+        while not self._closed:
+            before = self._view
+            version, lapses = (0, -1) if before is None else (before.version, before.lapses)
+            try:
+                path = f"{DOCUMENT_PATH}?version={version}&lapses={lapses}&wait={WAIT:g}"
+                found = self._look(path, WAIT + 5.0)
+                merged = self._merge(found, before)
+                # News that change nothing: the operator holds less than is known, and would say so again at once.
+                failures = failures + 1 if found is not None and merged == before else 0
+            except RendezvousFailed as e:
+                failures += 1
+                if not self._closed:
+                    log.debug("the watch is opened again: %s", e)
+            except Exception:
+                # A watch that ends silently would leave this agent deaf for good.
+                failures += 1
+                log.exception("the watch at the operator failed and is opened again")
+            if failures:
+                with self._changed:
+                    if not self._closed:
+                        self._changed.wait(RETRY.seconds(failures, self._random))
+
+
+def _presence(agent: str) -> str:
+    return f"{PRESENCE_PATH}/{agent}"
+
+
+def _number(reply: Reply, header: str) -> int:
+    text = reply.headers.get(header, "")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 20):
+        raise StoreUnavailable(f"the operator's answer has no {header}: it may be no Everstep operator")
+    return int(text)
