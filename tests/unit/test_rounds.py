@@ -1,0 +1,415 @@
+"""The operator's rounds: an operator dies at each of its requests, two lead at once, documents that are no successor.
+
+The API server is the in-memory one; agents are a few lines that propose what the pure machine says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from everstep.contract.document import Document, DocumentInvalid, Member, Sizes, Wish, decode, encode
+from everstep.rendezvous.rounds import Close, CloseJob, Event, Evict, Join, Refused, Waited, apply
+from everstep_operator.kube.errors import ConnectionFailed
+from everstep_operator.kube.resources import CONFIGMAPS
+from everstep_operator.kube.wire import Unstructured
+from everstep_operator.local.memory.cluster import MemoryCluster
+from everstep_operator.main import JOBS
+from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.runtime.clock import ManualClock
+from everstep_operator.shell.presence import Worker
+from everstep_operator.shell.round_documents import JobRef, RoundDocuments, RoundsRefused, RoundsUnavailable
+from everstep_operator.shell.rounds import Agent, Rounds
+
+SIZES = Sizes(1, 2)
+A, B = Member(0, "a"), Member(1, "b")
+NS = "default"
+TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["torchrun"]}]}}
+
+
+class Mortal:
+    """A client that reaches the API server until request number `at`; `after`: that one still takes effect."""
+
+    def __init__(self, inner: Any, at: int | None = None, after: bool = False) -> None:
+        self._inner, self._at, self._after = inner, at, after
+        self.requests: list[str] = []
+        self.dead = False
+        self.gate: Callable[[str], Any] | None = None  # awaited before each request
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        async def call(resource: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.dead:
+                raise ConnectionFailed("dead, by a test")
+            what = f"{name} {resource.plural}"
+            if self.gate is not None:
+                await self.gate(what)
+            self.requests.append(what)
+            self.dead = self._at is not None and len(self.requests) > self._at
+            if self.dead and not self._after:
+                raise ConnectionFailed("dead, by a test")
+            answer = await method(resource, *args, **kwargs)
+            if self.dead:
+                raise ConnectionFailed("dead, by a test")
+            return answer
+
+        return call
+
+
+class Stage:
+    """One job, and everything that was ever kept of it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.cluster = MemoryCluster(self.clock)
+        self.client: Any = self.cluster.client(manager="test")
+        self.epochs = 0
+        self.rounds: dict[int, tuple[Member, ...]] = {}
+
+    async def start(self) -> None:
+        body = {"metadata": {"name": "digits"}, "spec": {"replicas": 2, "template": TEMPLATE}}
+        job = await self.client.create(JOBS, NS, body)
+        self.job = JobRef(NS, "digits", job.metadata.uid)
+        self.agents = [Agent(self.job, Worker(f"uid-{i}", i, 0)) for i in range(2)]
+
+    def operator(self, client: Any | None = None, **kwargs: Any) -> Rounds:
+        self.epochs += 1
+        epoch = self.epochs
+        documents = RoundDocuments(client or self.client, JOBS, require_leading=lambda: epoch)
+        return Rounds(documents, clock=self.clock, epoch=lambda: epoch, **kwargs)
+
+    async def stored(self) -> Document | None:
+        found = (await self.client.list(CONFIGMAPS, NS)).items
+        return decode(found[0].data["document"].encode()) if found else None
+
+    async def published(self) -> int:
+        job: Unstructured = await self.client.get(JOBS, NS, "digits")
+        return int(job.status.get("world", {}).get("round", 0))
+
+    async def judge(self) -> None:
+        """One membership a number, and none that is not published."""
+        document = await self.stored()
+        if document is not None and document.round:
+            assert self.rounds.setdefault(document.round, document.members) == document.members
+            assert document.round <= await self.published()
+            assert document.round == max(self.rounds)
+
+
+async def change(
+    rounds: Rounds, agent: Agent, event: Callable[[Document], Event], given: Document | None = None
+) -> bool:
+    """As an agent changes the document: read, decide, swap; whether it was taken."""
+    sight = await rounds.read(agent, 0)
+    before = Document(SIZES) if sight.document is None else decode(sight.document.encode())
+    after = apply(before, event(before))
+    if isinstance(after, Refused):
+        return True  # it happened already, though nobody was told
+    return await rounds.swap(agent, sight.version, encode(after)) is not None
+
+
+def join(member: Member) -> Callable[[Document], Event]:
+    return lambda _: Join(member, SIZES)
+
+
+def close(document: Document) -> Event:
+    return Close("a", document.round, Waited.REJOIN)
+
+
+STORY: tuple[tuple[int, Callable[[Document], Event], Callable[[Document], bool]], ...] = (
+    (0, join(A), lambda d: "a" in {m.agent for m in (*d.joining, *d.members)}),
+    (1, join(B), lambda d: "b" in {m.agent for m in (*d.joining, *d.members)}),
+    (0, close, lambda d: d.members == (A, B)),
+    (0, lambda d: Evict("a", d.round, "b", "lost"), lambda d: bool(d.gone) or d.members == (A,)),
+    (0, join(A), lambda d: bool(d.joining) or d.members == (A,)),
+    (0, close, lambda d: d.members == (A,)),
+)  # fmt: skip
+
+
+async def play(stage: Stage, rounds: Rounds, restart: Callable[[], Rounds]) -> None:
+    """The job's life; whenever the operator fails, `restart` gives the next one, and the agents try again."""
+    for who, event, done in STORY:
+        for _ in range(10):
+            try:
+                await change(rounds, stage.agents[who], event)
+                await stage.judge()
+                document = await stage.stored()
+                if document is not None and done(document):
+                    break
+            except RoundsUnavailable:
+                await stage.judge()
+                rounds = restart()
+        else:
+            raise AssertionError(f"no progress: {await stage.stored()}")
+
+
+async def test_life_of_a_job_publishes_each_round_before_it_is_kept() -> None:
+    stage = Stage()
+    await stage.start()
+    client = Mortal(stage.client)
+    await play(stage, stage.operator(client), stage.operator)
+    assert stage.rounds == {1: (A, B), 2: (A,)}
+    assert await stage.published() == 2
+    writes = [what for what in client.requests if not what.startswith("get")]
+    assert writes[:4] == ["create configmaps", "replace configmaps", "patch_status trainingjobs", "replace configmaps"]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+async def test_operator_that_dies_at_any_request_delays_a_round_and_never_gives_a_number_twice(after: bool) -> None:
+    logging.getLogger("everstep").setLevel(logging.ERROR)
+    for at in range(20):
+        stage = Stage()
+        await stage.start()
+        client = Mortal(stage.client, at, after)
+        await play(stage, stage.operator(client), stage.operator)
+        assert list(stage.rounds.values()) == [(A, B), (A,)], at
+        assert len(client.requests) <= at + 1
+        if not client.dead:
+            assert at > 10  # the whole life was died through
+            return
+    raise AssertionError("the life has more requests than were tried")
+
+
+@pytest.mark.parametrize("deleted", [False, True], ids=["kept", "deleted"])
+async def test_two_operators_that_both_lead_never_give_one_number_to_two_memberships(deleted: bool) -> None:
+    """The first one is stopped before each of its requests in turn, the second forms a round, the first goes on."""
+    for stop in range(5):
+        stage = Stage()
+        await stage.start()
+        first, second = stage.operator(client := Mortal(stage.client)), stage.operator()
+        for who, event, _ in STORY[:2]:
+            await change(first, stage.agents[who], event)
+        reached, resume = asyncio.Event(), asyncio.Event()
+        seen = len(client.requests)
+
+        async def pause(what: str) -> None:
+            if len(client.requests) - seen == stop:  # noqa: B023
+                reached.set()  # noqa: B023
+                await resume.wait()  # noqa: B023
+
+        client.gate = pause
+        # Each forms the next round, of another membership: what the first decided is old when it wakes.
+        slow = asyncio.ensure_future(change(first, stage.agents[0], close))
+        waiting = asyncio.ensure_future(reached.wait())
+        await asyncio.wait((slow, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if slow.done():
+            assert stop >= 3
+            return
+        if deleted:
+            await stage.client.delete(CONFIGMAPS, NS, "digits-rounds")
+            assert await change(second, stage.agents[0], join(A)) is True
+        else:
+            await change(second, stage.agents[0], lambda d: Evict("a", d.round, "b", "lost"))
+        await change(second, stage.agents[0], close)
+        await stage.judge()
+        resume.set()
+        with contextlib.suppress(RoundsUnavailable):
+            await slow
+        await stage.judge()
+        assert (A,) in stage.rounds.values()
+    raise AssertionError("the first operator has more requests than were tried")
+
+
+async def test_document_that_was_lost_is_begun_anew_with_larger_numbers() -> None:
+    stage = Stage()
+    await stage.start()
+    await play(stage, rounds := stage.operator(), stage.operator)
+    await stage.client.delete(CONFIGMAPS, NS, "digits-rounds")
+    await stage.clock.advance(6)  # a read asks the API server again
+    assert (await rounds.read(stage.agents[0], 0)).document is None
+    for _ in range(2):
+        await change(rounds, stage.agents[0], join(A))
+        await change(rounds, stage.agents[0], close)
+        await stage.judge()
+    assert list(stage.rounds) == [1, 2, 3, 4]
+    assert rounds.view(stage.job) == RoundView(4, ((0, 0),))
+
+
+async def test_number_that_an_agent_asks_for_is_not_the_one_that_it_gets() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    for who, event, _ in STORY[:3]:
+        await change(rounds, stage.agents[who], event)
+    sight = await rounds.read(stage.agents[0], 0)
+    assert sight.document is not None
+    greedy = replace(decode(sight.document.encode()), round=2**52, gone=())
+    assert await rounds.swap(stage.agents[0], sight.version, encode(greedy)) is None
+    assert await stage.published() == 2
+    again = await rounds.read(stage.agents[0], 0)
+    assert again.document is not None
+    assert decode(again.document.encode()).round == 2
+
+
+async def test_status_that_the_planner_writes_meanwhile_costs_a_repetition_only() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator(client := Mortal(stage.client))
+    for who, event, _ in STORY[:2]:
+        await change(rounds, stage.agents[who], event)
+    times = 0
+
+    async def planner(what: str) -> None:
+        nonlocal times
+        if what == "patch_status trainingjobs" and times < 3:
+            times += 1
+            await stage.client.patch_status(JOBS, NS, "digits", {"readyReplicas": times})
+
+    client.gate = planner
+    assert await change(rounds, stage.agents[0], close)
+    job = await stage.client.get(JOBS, NS, "digits")
+    assert (job.status["world"]["round"], job.status["readyReplicas"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda d: replace(d, round=0, members=()), "round 0 is over"),
+        (lambda d: replace(d, members=(A,)), "members of round 1 cannot be changed"),
+        (lambda d: replace(d, members=(B, A)), "members of round 1 cannot be changed"),
+    ],
+)
+async def test_document_that_is_no_successor_is_refused_and_nothing_changes(
+    edit: Callable[[Document], Document], reason: str
+) -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    for who, event, _ in STORY[:3]:
+        await change(rounds, stage.agents[who], event)
+    sight = await rounds.read(stage.agents[0], 0)
+    assert sight.document is not None
+    with pytest.raises(RoundsRefused, match=reason):
+        await rounds.swap(stage.agents[0], sight.version, encode(edit(decode(sight.document.encode()))))
+    with pytest.raises(DocumentInvalid):
+        await rounds.swap(stage.agents[0], sight.version, b"\xff\xfe{\x00")
+    assert await rounds.read(stage.agents[0], 0) == sight
+    assert await stage.published() == 1
+
+
+async def test_closed_job_stays_closed() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    for who, event, _ in STORY[:3]:
+        await change(rounds, stage.agents[who], event)
+    await change(rounds, stage.agents[0], lambda _: CloseJob("a", "done"))
+    sight = await rounds.read(stage.agents[0], 0)
+    with pytest.raises(RoundsRefused, match="the job is closed: done"):
+        await rounds.swap(stage.agents[0], sight.version, encode(Document(SIZES)))
+    view = rounds.view(stage.job)
+    assert view is not None
+    assert view.closed == "done"
+
+
+async def test_name_that_belongs_to_somebody_else_is_left_alone_and_said() -> None:
+    stage = Stage()
+    await stage.start()
+    await stage.client.create(CONFIGMAPS, NS, {"metadata": {"name": "digits-rounds"}, "data": {"mine": "1"}})
+    rounds = stage.operator()
+    with pytest.raises(RoundsUnavailable, match="ConfigMap digits-rounds does not belong to this job"):
+        await rounds.read(stage.agents[0], 0)
+    assert (await stage.client.get(CONFIGMAPS, NS, "digits-rounds")).data == {"mine": "1"}
+
+
+async def test_job_that_is_deleted_gets_no_round() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    for who, event, _ in STORY[:2]:
+        await change(rounds, stage.agents[who], event)
+    await stage.client.delete(JOBS, NS, "digits", propagation="Orphan")
+    with pytest.raises(RoundsRefused, match="is gone"):
+        await change(rounds, stage.agents[0], close)
+
+
+async def test_writes_of_one_job_are_bounded_in_number() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    sight = await rounds.read(stage.agents[0], 0)
+    version: int | None = sight.version
+    for i in range(200):
+        assert version is not None
+        version = await rounds.swap(stage.agents[0], version, encode(Document(SIZES, restarts=i)))
+    assert version is not None
+    with pytest.raises(RoundsUnavailable, match="times a second"):
+        await rounds.swap(stage.agents[0], version, encode(Document(SIZES)))
+    await stage.clock.advance(1)
+    sight = await rounds.read(stage.agents[0], 0)
+    assert await rounds.swap(stage.agents[0], sight.version, encode(Document(SIZES))) is not None
+
+
+# --- presence and a new leader
+
+
+async def test_new_leader_counts_nobody_as_lapsed_who_had_no_time_to_come_back() -> None:
+    stage = Stage()
+    await stage.start()
+    old = stage.operator()
+    for who, member in enumerate((A, B)):
+        old.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
+    for who, event, _ in STORY[:3]:
+        await change(old, stage.agents[who], event)
+    new = stage.operator()
+    before = await new.read(stage.agents[0], 0)
+    assert before.lapses != (await old.read(stage.agents[0], 0)).lapses  # so that each looks
+    assert set(json.loads(await new.present(stage.agents[0]))) == {"a", "b"}
+    await stage.clock.advance(10)
+    assert not new.renew(stage.agents[0], "a")
+    new.announce(stage.agents[0], "a", Wish(A, 1, SIZES).encode(), 20.0)
+    await stage.clock.advance(9.5)
+    assert (await new.read(stage.agents[0], 0)).lapses == before.lapses
+    await stage.clock.advance(1)
+    assert (await new.read(stage.agents[0], 0)).lapses == before.lapses + 1
+    assert set(json.loads(await new.present(stage.agents[0]))) == {"a"}
+
+
+async def test_pod_that_dies_while_its_agent_is_awaited_is_not_awaited_any_more() -> None:
+    stage = Stage()
+    await stage.start()
+    old = stage.operator()
+    for who, event, _ in STORY[:3]:
+        await change(old, stage.agents[who], event)
+    new = stage.operator()
+    before = await new.read(stage.agents[0], 0)
+    new.withdraw_pod(stage.job.uid, Worker("unknown", 1, 3))
+    assert (await new.read(stage.agents[0], 0)).lapses == before.lapses
+    new.withdraw_pod(stage.job.uid, Worker("whatever", 1, 0))
+    assert (await new.read(stage.agents[0], 0)).lapses == before.lapses + 1
+    assert set(json.loads(await new.present(stage.agents[0]))) == {"a"}
+
+
+async def test_view_of_a_job_that_is_not_known_yet_is_read_and_announced() -> None:
+    stage = Stage()
+    await stage.start()
+    old = stage.operator()
+    for who, event, _ in STORY[:4]:
+        await change(old, stage.agents[who], event)
+    told: list[JobRef] = []
+    new = stage.operator(changed=told.append)
+    assert new.view(stage.job) is None
+    await stage.clock.advance(0.1)
+    assert told[-1] == stage.job
+    assert new.view(stage.job) == RoundView(1, ((0, 0), (1, 0)), gone=(1,))
+
+
+async def test_watch_ends_when_the_leadership_does() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    sight = await rounds.read(stage.agents[0], 0)
+    waiting = asyncio.ensure_future(rounds.watch(stage.agents[0], sight.version, sight.lapses, 30.0))
+    await asyncio.sleep(0)
+    assert rounds.watching == 1
+    rounds.forget_all()
+    async with asyncio.timeout(5):
+        await waiting
