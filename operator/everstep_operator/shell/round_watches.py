@@ -35,8 +35,8 @@ class Watches:
         own = self._of_pod.setdefault(pod_uid, deque())
         own.append(woken)
         self._count += 1
-        if len(own) > MAX_OF_POD and not own[0].done():
-            own[0].set_result(None)
+        if len(own) > MAX_OF_POD:
+            _end(own.popleft())
         timer = loop.call_later(seconds, _end, woken)
         try:
             await woken

@@ -25,7 +25,7 @@ from urllib3.exceptions import SSLError as TransportSSLError
 from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
 from everstep.rendezvous.forks import after_fork
 
-MAX_TOKEN = 16 * 1024
+MAX_TOKEN = 8000  # characters: more would not fit into a header
 MAX_ERROR = 64 * 1024
 _EXPECTED = (200, 204, 304, 307, 410, 412)
 
@@ -166,9 +166,12 @@ class OperatorCalls:
             return ""
         try:
             with Path(self._token_file).open(encoding="ascii") as file:
-                return file.read(MAX_TOKEN).strip()
+                token = file.read(MAX_TOKEN + 1).strip()
         except (OSError, UnicodeDecodeError) as e:
             raise StoreUnavailable(f"the pod's token cannot be read: {e}") from e
+        if not token.isprintable() or len(token) >= MAX_TOKEN:
+            raise StoreRefused(f"{self._token_file} holds no token: {len(token)} characters or more, or not one line")
+        return token
 
     def _raw(self, url: str, wanted: _Call, token: str) -> Reply:
         headers = {**wanted.headers, **({"Authorization": f"Bearer {token}"} if token else {})}
