@@ -6,13 +6,14 @@ import shlex
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from everstep_operator.api.parse import parse_spec, parse_status
+from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Status
+from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod, DeleteService, Plan
 from everstep_operator.plan.check import check
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.planner import plan
-from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, RoundView, Snapshot, WorkerPod
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 TEMPLATE = {
@@ -37,6 +38,7 @@ class World:
         self.refused: str | None = None
         self.collisions: tuple[str, ...] = ()
         self.uids = 0
+        self.view: RoundView | None = None
 
     def snapshot(self) -> Snapshot:
         # Through the wire format, as the API server keeps it: what is lost there must not matter.
@@ -46,7 +48,7 @@ class World:
             "uid-1",
             1,
             "1",
-            parse_spec(self.spec),
+            TrainingJobSpec.model_validate(self.spec),
             parse_status(self.status.to_wire()),
             START,
             self.deleting,
@@ -60,6 +62,7 @@ class World:
             self.progress,
             self.collisions,
             self.refused,
+            world=self.view,
         )
 
     def reconcile(self) -> str:
@@ -90,10 +93,17 @@ class World:
                 case CreatePod(name, index, incarnation, body, _):
                     if name not in self.pods:
                         self.uids += 1
-                        round_ = int(body["metadata"]["labels"]["everstep.dev/round"])
+                        round_ = int(body["metadata"]["labels"].get("everstep.dev/round", "0"))
                         node = f"n{1 + index % 2}"
                         self.pods[name] = WorkerPod(
-                            name, f"p{self.uids}", index, incarnation, round_, PodPhase.PENDING, node=node
+                            name,
+                            f"p{self.uids}",
+                            index,
+                            incarnation,
+                            round_,
+                            PodPhase.PENDING,
+                            node=node,
+                            created_at=self.now,
                         )
                 case DeletePod(name, uid, _, _):
                     if name in self.pods and self.pods[name].uid == uid:

@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everstep_operator.api.conditions import ConditionType
-from everstep_operator.api.parse import parse_spec
 from everstep_operator.api.status import Restarts, Status
+from everstep_operator.api.types import RendezvousBackend, TrainingJobSpec
 from everstep_operator.plan.actions import CreatePod, DeleteJob, Plan
 from everstep_operator.plan.check import check
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.lifecycle import is_finished
 from everstep_operator.plan.planner import plan
-from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, RoundView, Snapshot, WorkerPod
 
 PASSES = 12  # more than any settled job needs
 SECRET = "hunter2-wandb-key"
@@ -251,18 +251,20 @@ moments = st.one_of(st.none(), st.integers(-(10**6), 10**6).map(lambda s: timede
 
 @st.composite
 def odd_pods(draw: st.DrawFn) -> Any:
-    round_ = draw(st.integers(-1, 6))
+    life = draw(st.integers(-1, 6))
+    round_ = 0 if draw(st.booleans()) else life
     number = draw(st.integers(-1, 5))
     uid = draw(st.text("abcdef", min_size=8, max_size=8))
     deleted, ended = draw(moments), draw(moments)
-    name = f"digits-w{number}-{round_ - 1}" if draw(st.booleans()) else draw(st.text("abc", min_size=1, max_size=5))
+    incarnation = round_ - 1 if round_ else life
+    name = f"digits-w{number}-{incarnation}" if draw(st.booleans()) else draw(st.text("abc", min_size=1, max_size=5))
     exit_ = draw(
         st.one_of(st.none(), st.tuples(st.integers(-(2**31), 2**31 - 1), texts, texts))
     )  # fmt: skip
 
     def at(start: Any) -> WorkerPod:
         return WorkerPod(
-            name, uid, number, round_ - 1, round_,
+            name, uid, number, incarnation, round_,
             phase=phase, ready=ready, node=node,
             deleted_at=None if deleted is None else start + deleted,
             reason=reason, disruption=disruption, waiting=waiting, unschedulable=unschedulable,
@@ -284,7 +286,42 @@ odd_progress = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+indices = st.integers(0, 6)
+odd_views = st.one_of(
+    st.none(),
+    st.builds(
+        RoundView,
+        round=st.sampled_from([0, 1, 7, 2**53 - 1]),
+        members=st.lists(st.tuples(st.integers(0, 2**16), st.sampled_from([0, 1, 2**53 - 1])), max_size=4).map(tuple),
+        gone=st.lists(indices, max_size=3).map(tuple),
+        joining=st.lists(indices, max_size=3).map(tuple),
+        closed=texts,
+        finished=st.booleans(),
+    ),
+)
+odd_rosters = st.one_of(
+    st.none(),
+    st.fixed_dictionaries(
+        {
+            "wanted": st.integers(0, 5),
+            "nextIncarnation": st.sampled_from([0, 3, 99_999_999]),
+            "workers": st.lists(
+                st.fixed_dictionaries(
+                    {
+                        "first": indices,
+                        "last": indices,
+                        "incarnation": st.sampled_from([0, 1, 99_999_999]),
+                        "started": st.booleans(),
+                    }
+                ),
+                max_size=4,
+            ),
+        }
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pods=st.lists(odd_pods(), max_size=6),
     progress=odd_progress,
@@ -292,6 +329,9 @@ odd_progress = st.builds(
     world=st.tuples(st.integers(0, 5), st.integers(0, 4), st.booleans()),
     refused=texts,
     reported=st.booleans(),
+    backend=st.sampled_from(RendezvousBackend),
+    view=odd_views,
+    roster=odd_rosters,
 )
 def test_snapshot_of_odd_values_has_a_plan_that_can_be_stored(
     plan_world: ModuleType,
@@ -301,26 +341,37 @@ def test_snapshot_of_odd_values_has_a_plan_that_can_be_stored(
     world: tuple[int, int, bool],
     refused: str | None,
     reported: bool,
+    backend: RendezvousBackend,
+    view: RoundView | None,
+    roster: dict[str, Any] | None,
 ) -> None:
     start = plan_world.START
     now = start + timedelta(hours=1)
     round_, size, formed = world
     made = Status.model_validate(
-        {"startTime": start, "world": {"round": round_, "size": size, "formedAt": start if formed else None}}
+        {
+            "startTime": start,
+            "world": {"round": round_, "size": size, "formedAt": start if formed else None},
+            "roster": roster,
+        }
     )
     seen = {p.uid: p for p in (at(now) for at in pods)}
     times = dict.fromkeys(
         ("updated_at", "started_at", "restored_at", "trained_at", "first_step_at"), now if reported else None
     )
+    etcd = {"etcd": {"endpoints": ["http://e:2379"]}} if backend is RendezvousBackend.ETCD else {}
+    raw = {**plan_world.World().spec, "rendezvous": {"backend": backend, **etcd}}
+    spec = TrainingJobSpec.model_validate(raw)
     snapshot = Snapshot(
         now,
-        JobView("default", "digits", "uid-1", 1, "1", parse_spec(plan_world.World().spec), made, start),
+        JobView("default", "digits", "uid-1", 1, "1", spec, made, start),
         tuple(seen.values()),
         True,
         {name: NodeView(name, ready, start) for name, ready in nodes.items()},
         Progress(**progress, **times),
         (),
         refused,
+        world=view,
     )
     decided = plan(snapshot)
     check(snapshot, decided)
@@ -329,7 +380,8 @@ def test_snapshot_of_odd_values_has_a_plan_that_can_be_stored(
     wire.encode()  # what cannot be encoded cannot be written
     for action in decided.actions:
         if isinstance(action, CreatePod):
-            assert action.index < snapshot.job.spec.replicas or action.index < size
+            made = decided.status.roster
+            assert action.index < snapshot.job.spec.replicas or action.index < size or made is not None
         assert not isinstance(action, DeleteJob)
 
 

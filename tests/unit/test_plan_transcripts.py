@@ -31,8 +31,17 @@ def replay(world: object, text: str) -> str:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda p: p.stem)
 def test_transcript_replayed_prints_the_same(path: Path, plan_world: ModuleType) -> None:
+    compare(path, plan_world.World())
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("elastic/*.txt")), ids=lambda p: p.stem)
+def test_transcript_of_agents_that_form_rounds_prints_the_same(path: Path, elastic_world: ModuleType) -> None:
+    compare(path, elastic_world.ElasticWorld())
+
+
+def compare(path: Path, world: object) -> None:
     text = path.read_text()
-    now = replay(plan_world.World(), text)
+    now = replay(world, text)
     if os.environ.get("EVERSTEP_REWRITE"):
         path.write_text(now)
     assert now == text

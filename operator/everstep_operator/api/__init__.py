@@ -11,7 +11,9 @@ from everstep_operator.api.status import (
     Progress,
     RecoveryRecord,
     Restarts,
+    Roster,
     Status,
+    WorkerRange,
     World,
 )
 from everstep_operator.api.types import (
@@ -50,11 +52,13 @@ __all__ = [
     "Rendezvous",
     "RendezvousBackend",
     "Restarts",
+    "Roster",
     "Rule",
     "RuleAction",
     "SpecError",
     "Status",
     "TrainingJobSpec",
+    "WorkerRange",
     "World",
     "event_type",
     "parse_spec",

@@ -59,8 +59,6 @@ _NORMAL = frozenset(
 NOT_YET = frozenset(
     {
         EventReason.NODE_EXCLUDED,
-        EventReason.QUORUM_LOST,
-        EventReason.INSUFFICIENT_CAPACITY,
         EventReason.PREEMPTION_NOTICED,
         EventReason.HANG_DETECTED,
         EventReason.STRAGGLER_DETECTED,

@@ -16,9 +16,13 @@ from everstep_operator.api.base import Count, Int32, StatusModel, Timestamp
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
 
 MAX_RECOVERIES = 10
+MAX_WORKERS = 4096
+MAX_INCARNATION = 99_999_999  # eight digits of a pod's name
 MAX_LOG_LINES = 20
 
 Workers = Annotated[Int32, Field(ge=0)]
+WorkerIndex = Annotated[Int32, Field(ge=0, le=MAX_WORKERS - 1)]
+Incarnation = Annotated[Int32, Field(ge=0, le=MAX_INCARNATION)]
 LogLine = Annotated[str, StringConstraints(max_length=1000)]
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_METRIC_NAME)]
 MetricText = Annotated[str, StringConstraints(max_length=32)]
@@ -39,6 +43,34 @@ class World(StatusModel):
     since: Timestamp | None = Field(default=None, description="When the round was published.")
     formed_at: Timestamp | None = Field(
         default=None, description="When all of its workers were Ready for the first time."
+    )
+    formed_round: Count | None = Field(
+        default=None,
+        description="Where the agents form rounds: the round that size, since and formedAt speak of. A greater `round` "
+        "is being formed.",
+    )
+
+
+class WorkerRange(StatusModel):
+    """Neighbouring workers that are in the same incarnation."""
+
+    first: WorkerIndex = Field(description="Index of the first of them.")
+    last: WorkerIndex = Field(description="Index of the last of them.")
+    incarnation: Incarnation = Field(description="Their incarnation: a pod is named <job>-w<index>-<incarnation>.")
+    started: bool = Field(
+        default=False, description="Whether their pods have been Ready: a missing one was lost, and not still to come."
+    )
+
+
+class Roster(StatusModel):
+    """The workers that should exist, where the agents form rounds: published before a pod is created or deleted."""
+
+    wanted: Workers = Field(default=0, description="Workers that this roster was made for; 0 while suspended.")
+    next_incarnation: Incarnation = Field(
+        default=0, description="Incarnation of an index that is added. Greater than any that was taken out."
+    )
+    workers: tuple[WorkerRange, ...] = Field(
+        default=(), max_length=MAX_WORKERS, description="Which indices, in which incarnation."
     )
 
 
@@ -88,6 +120,11 @@ class Restarts(StatusModel):
     last_at: Timestamp | None = Field(
         default=None, description="When the last charged restart was decided; the back-off runs from it."
     )
+    incident_at: Timestamp | None = Field(
+        default=None,
+        description="When the last incident began, where workers are replaced one by one: those that were there before "
+        "and follow within seconds are counted with it.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -107,7 +144,7 @@ class RecoveryRecord(StatusModel):
     worker: Count | None = Field(default=None, description="Index of the worker that was lost first.")
     node: Annotated[str, StringConstraints(max_length=253)] | None = Field(default=None, description="Node it ran on.")
     rung: Annotated[str, StringConstraints(max_length=32)] = Field(
-        description="Step of the recovery ladder: in-process, re-fork, recreate, shrink, from-storage."
+        description="Step of the recovery ladder: in-process, re-fork, recreate, shrink, regrow, from-storage."
     )
     detect_ms: Count | None = Field(default=None, description="Milliseconds from the fault to its notice, when known.")
     rendezvous_ms: Count | None = Field(default=None, description="Milliseconds from the notice to the new round.")
@@ -166,6 +203,9 @@ class Status(StatusModel):
         default=None, description="When it became Complete or Failed; spec.ttlSecondsAfterFinished runs from it."
     )
     world: World = Field(default=World(), description="The membership that trains now.")
+    roster: Roster | None = Field(
+        default=None, description="The workers that should exist. Absent with backend c10d, where `world` says it."
+    )
     progress: Progress = Field(default=Progress(), description="How far the training is.")
     checkpoint: CheckpointStatus = Field(default=CheckpointStatus(), description="The newest known commit.")
     restarts: Restarts = Field(default=Restarts(), description="Restarts so far and the budget's counters.")

@@ -36,17 +36,23 @@ class Restart:
     restarts: Restarts
 
 
-def judge(snapshot: Snapshot, loss: Loss) -> Fail | Restart:
-    """Judge a loss by what is known of the job."""
+def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Restart:
+    """Judge a loss by what is known of the job. `follows`: it belongs to an incident that was counted already."""
     job, seen = snapshot.job, snapshot.progress
     before = job.status.progress
     step = seen.step if seen.step is not None else before.step
     reporting = seen.updated_at is not None or before.updated_at is not None
-    return decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting)
+    return decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows)
 
 
 def decide(
-    now: datetime, recovery: Recovery, restarts: Restarts, loss: Loss, step: int | None, reporting: bool
+    now: datetime,
+    recovery: Recovery,
+    restarts: Restarts,
+    loss: Loss,
+    step: int | None,
+    reporting: bool,
+    follows: bool = False,
 ) -> Fail | Restart:
     """Judge one loss.
 
@@ -63,6 +69,8 @@ def decide(
             charge = Charge.USER_CODE
         case None if loss.cause is Cause.STORE_UNUSABLE:
             return Fail("CheckpointStoreUnusable", f"worker {loss.index}: {loss.detail}")
+    if follows and (charge is not Charge.USER_CODE or _is_charged(restarts)):
+        return Restart(restarts)
     counted = _count(now, recovery, restarts, loss, charge, step)
     if charge is Charge.USER_CODE and counted.in_window > recovery.max_restarts:
         return Fail(
@@ -87,6 +95,11 @@ def not_before(recovery: Recovery, restarts: Restarts) -> datetime | None:
     back_off = recovery.backoff_seconds
     seconds = min(back_off.max, back_off.initial * 2 ** min(restarts.in_window - 1, 30))
     return restarts.last_at + timedelta(seconds=seconds)
+
+
+def _is_charged(restarts: Restarts) -> bool:
+    """Whether the program has paid for the incident: all of its workers may fail of one mistake in it."""
+    return restarts.last_at is not None and (restarts.incident_at is None or restarts.last_at >= restarts.incident_at)
 
 
 def _rule(recovery: Recovery, loss: Loss) -> RuleAction | None:
@@ -114,4 +127,5 @@ def _count(now: datetime, recovery: Recovery, old: Restarts, loss: Loss, charge:
         without_progress=without,
         last_step=step if step is not None else old.last_step,
         last_at=now if charged else old.last_at,
+        incident_at=old.incident_at,
     )

@@ -22,6 +22,15 @@ REFUSED_RETRY = timedelta(seconds=15)
 
 
 @dataclass(frozen=True, slots=True)
+class Over:
+    """A pod that must go, and how long it may take to end."""
+
+    pod: WorkerPod
+    why: str
+    grace_seconds: int
+
+
+@dataclass(frozen=True, slots=True)
 class Carried:
     """`waits` is what is waited for, empty if nothing is."""
 
@@ -33,16 +42,15 @@ class Carried:
 def carry(
     snapshot: Snapshot,
     wanted: Status,
-    over: Iterable[tuple[WorkerPod, str]],
+    over: Iterable[Over],
     missing: Sequence[int],
     create: Callable[[int], CreatePod],
     *,
-    grace_seconds: int = SURVIVOR_GRACE_SECONDS,
     workers: int,
 ) -> Carried:
-    """`over` are pods that must go, each with its reason; `missing` are indices without a pod, of `workers`."""
+    """`over` are pods that must go; `missing` are indices without a pod, of `workers`."""
     job = snapshot.job
-    actions: list[Action] = [a for p, why in over if (a := _remove(snapshot, p, grace_seconds, why)) is not None]
+    actions: list[Action] = [a for one in over if (a := _remove(snapshot, one)) is not None]
     if snapshot.service_uid is None and workers > 0:
         actions.insert(0, CreateService(names.service_name(job.name), pods.service(job), "workers need host names"))
     if not missing:
@@ -67,14 +75,15 @@ def or_deadline(snapshot: Snapshot, requeue: Requeue | None) -> Requeue | None:
     return Requeue(due - snapshot.now, "activeDeadlineSeconds") if requeue is None and due is not None else requeue
 
 
-def _remove(snapshot: Snapshot, pod: WorkerPod, patience: int, why: str) -> DeletePod | None:
+def _remove(snapshot: Snapshot, over: Over) -> DeletePod | None:
     """Take a pod away. On a lost node nobody would confirm it, so it is taken by force: what may still run there is
     fenced by the commit log."""
+    pod = over.pod
     lost = on_lost_node(pod, snapshot.nodes, snapshot.now)
     if pod.deleted_at is not None and not lost:
         return None
-    grace = 0 if lost or pod.finished else patience
-    return DeletePod(pod.name, pod.uid, grace, f"node {pod.node} is lost" if lost else why)
+    grace = 0 if lost or pod.finished else over.grace_seconds
+    return DeletePod(pod.name, pod.uid, grace, f"node {pod.node} is lost" if lost else over.why)
 
 
 def blocked(snapshot: Snapshot, current: Mapping[int, WorkerPod]) -> str | None:

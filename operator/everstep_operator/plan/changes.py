@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason
-from everstep_operator.api.status import Status
+from everstep_operator.api.status import Status, World
 from everstep_operator.plan import recovery
 from everstep_operator.plan.actions import Event
 from everstep_operator.plan.snapshot import Snapshot
@@ -13,20 +16,50 @@ def events(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
     """Rounds that formed, recoveries that ended, commits."""
     before = snapshot.job.status
     found = []
-    if observed.world.formed_at is not None and before.world.formed_at is None:
+    if _formed(before.world, observed.world):
         world = observed.world
-        found.append(Event(EventReason.WORLD_FORMED, f"round {world.round} formed with {world.size} workers"))
-    if observed.recoveries != before.recoveries and observed.recoveries:
+        number = world.round if world.formed_round is None else world.formed_round
+        text = f"round {number} formed with {world.size} workers" if number else f"{world.size} workers are ready"
+        found.append(Event(EventReason.WORLD_FORMED, text))
+    if observed.recoveries != before.recoveries and observed.recoveries and not recovery.is_open(observed.recoveries):
         found += _recovered(snapshot, observed)
     return (*found, *_commits(snapshot, observed))
 
 
+def of_capacity(snapshot: Snapshot, observed: Status, unplaced: Collection[int]) -> tuple[Event, ...]:
+    """Too few workers to train, or no node for `unplaced` ones: said when it begins."""
+    before, ready = snapshot.job.status, observed.condition(ConditionType.READY)
+    found = []
+    waits = ready is not None and ready.reason == ReadyReason.WAITING_FOR_QUORUM
+    if waits and observed.world.formed_at is not None and _holds(before, ConditionType.QUORUM_REACHED):
+        found.append(Event(EventReason.QUORUM_LOST, ready.message if ready is not None else "", warning=True))
+    stalled = observed.condition(ConditionType.STALLED)
+    if unplaced and _holds(observed, ConditionType.STALLED) and not _holds(before, ConditionType.STALLED):
+        text = stalled.message if stalled is not None else ""
+        found.append(Event(EventReason.INSUFFICIENT_CAPACITY, text, warning=True))
+    return tuple(found)
+
+
+def _formed(before: World, now: World) -> bool:
+    if now.formed_at is None:
+        return False
+    return before.formed_at is None or (before.formed_round, before.size) != (now.formed_round, now.size)
+
+
+def _holds(status: Status, type_: ConditionType) -> bool:
+    condition = status.condition(type_)
+    return condition is not None and condition.status is ConditionStatus.TRUE
+
+
 def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
     done = observed.recoveries[0]
+    if done.rung == recovery.REGROW:
+        return [Event(EventReason.WORKER_REPLACED, f"the world has its {observed.world.size} workers again")]
+    size = f" with {observed.world.size} workers" if done.rung == recovery.SHRINK else ""
     found = [
         Event(
-            EventReason.WORKER_REPLACED,
-            f"training goes on {recovery.total_ms(done) / 1000:.1f} s after worker {done.worker} was lost "
+            EventReason.WORLD_RESIZED if done.rung == recovery.SHRINK else EventReason.WORKER_REPLACED,
+            f"training goes on{size} {recovery.total_ms(done) / 1000:.1f} s after worker {done.worker} was lost "
             f"({done.cause}); {done.lost_steps if done.lost_steps is not None else 'unknown'} steps are retaken",
         )
     ]

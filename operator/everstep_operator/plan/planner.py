@@ -9,12 +9,14 @@ The shape of a pass:
 Invariant: which pods should exist is a function of the published status and the spec alone. An operator that wakes up
 with an old status can therefore only create pods that were replaced since, which the commit log refuses (ADR 0001).
 
-There are two ways to do 2 to 4: `recreate`, for the c10d backend, whose every change recreates all workers (ADR 0002).
+There are two ways to do 2 to 4. With backend c10d every change is a new round that recreates all workers: `recreate`
+(ADR 0002). With the others the agents form the rounds, and a worker is replaced alone: `elastic` (ADR 0010).
 """
 
 from __future__ import annotations
 
-from everstep_operator.plan import lifecycle, recreate
+from everstep_operator.api.types import RendezvousBackend
+from everstep_operator.plan import elastic, lifecycle, recreate
 from everstep_operator.plan.actions import Plan
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.untrusted import harmless
@@ -32,4 +34,6 @@ def plan(snapshot: Snapshot) -> Plan:
         return Plan(job.status, reason=f"managed by {job.spec.managed_by}")
     if lifecycle.is_finished(job.status):
         return lifecycle.after_finish(snapshot)
-    return recreate.plan(snapshot)
+    if job.spec.rendezvous.backend is RendezvousBackend.C10D:
+        return recreate.plan(snapshot)
+    return elastic.plan(snapshot)

@@ -12,22 +12,13 @@ from typing import Any
 
 from everstep.contract import env, labels
 from everstep.contract.messages import REPORT_PATH
-from everstep_operator.plan import names
+from everstep_operator.plan import names, rendezvous
 from everstep_operator.plan.snapshot import JobView, Settings
 
 TOKEN_VOLUME = "everstep-token"
 TOKEN_DIR = "/var/run/secrets/everstep.dev"
 TOKEN_SECONDS = 3600
 DEFAULT_GRACE_SECONDS = 30
-
-# Stock c10d waits 30 s for late joiners and needs 15 s to notice a dead agent; a fixed-size world knows whom to expect.
-_RENDEZVOUS_TUNING = {
-    "last_call_timeout": 1,
-    "keep_alive_interval": 1,
-    "keep_alive_max_attempt": 3,
-    "heartbeat_timeout": 3,
-    "close_timeout": 5,
-}
 
 
 def owner_reference(job: JobView) -> dict[str, Any]:
@@ -69,13 +60,28 @@ def grace_seconds(job: JobView) -> int:
 
 
 def worker_pod(job: JobView, index: int, round_: int, size: int, settings: Settings) -> dict[str, Any]:
-    """The pod of worker `index` in round `round_` of `size` workers."""
+    """The pod of worker `index` in round `round_` of `size` workers, with backend c10d."""
+    incarnation = names.incarnation_of_round(round_)
+    environment = {**_everstep(job, index, incarnation, settings), env.ROUND: str(round_)}
+    body = _pod(job, index, incarnation, {**environment, **rendezvous.of_round(job, index, round_, size)})
+    body["metadata"]["labels"][labels.ROUND] = str(round_)
+    return body
+
+
+def agent_pod(job: JobView, index: int, incarnation: int, settings: Settings) -> dict[str, Any]:
+    """The pod of worker `index` whose agent joins rounds: it has no round of its own, and may be in many."""
+    environment = _everstep(job, index, incarnation, settings)
+    return _pod(job, index, incarnation, {**environment, **rendezvous.of_agents(job, settings)})
+
+
+def _pod(job: JobView, index: int, incarnation: int, identity: dict[str, str]) -> dict[str, Any]:
+    """The template as it is, with who the pod is. `identity` are variables that the user cannot set."""
     template = copy.deepcopy(job.spec.template)
     spec: dict[str, Any] = template.get("spec", {})
     meta: dict[str, Any] = template.get("metadata", {}) or {}
-    name = names.pod_name(job.name, index, names.incarnation_of_round(round_))
+    name = names.pod_name(job.name, index, incarnation)
     container = next(c for c in spec["containers"] if c.get("name") == labels.WORKER_CONTAINER)
-    _inject_environment(container, job, index, round_, size, settings)
+    _inject_environment(container, job, identity)
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     mounts = [m for m in (container.get("volumeMounts") or ()) if m.get("name") != TOKEN_VOLUME]
     container["volumeMounts"] = [*mounts, {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIR, "readOnly": True}]
@@ -92,11 +98,10 @@ def worker_pod(job: JobView, index: int, round_: int, size: int, settings: Setti
             "name": name,
             "namespace": job.namespace,
             "labels": {
-                **(meta.get("labels") or {}),
+                **{k: v for k, v in (meta.get("labels") or {}).items() if k != labels.ROUND},
                 **_labels(job),
                 labels.WORKER_INDEX: str(index),
-                labels.INCARNATION: str(names.incarnation_of_round(round_)),
-                labels.ROUND: str(round_),
+                labels.INCARNATION: str(incarnation),
             },
             "annotations": {"kubectl.kubernetes.io/default-container": "worker", **(meta.get("annotations") or {})},
             "ownerReferences": [owner_reference(job)],
@@ -115,20 +120,17 @@ def _token_volume() -> dict[str, Any]:
     return {"name": TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
 
 
-def _inject_environment(
-    container: dict[str, Any], job: JobView, index: int, round_: int, size: int, settings: Settings
-) -> None:
-    identity = {**_everstep(job, index, round_, settings), **_rendezvous(job, index, round_, size)}
+def _inject_environment(container: dict[str, Any], job: JobView, identity: dict[str, str]) -> None:
     tuning = {
-        # Every restart is the operator's decision, so that it is charged to the right side, once (ADR 0002).
-        "PET_MAX_RESTARTS": "0",
+        "PET_MAX_RESTARTS": str(rendezvous.restarts_in_place(job)),
         "PET_MONITOR_INTERVAL": "0.1",
         "PYTHONUNBUFFERED": "1",
         # A process that is asked to stop commits first: it has as long as its pod, not torchrun's 30 seconds.
         env.GRACE_SECONDS: str(grace_seconds(job)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_seconds(job)),
     }
-    theirs = [e for e in (container.get("env") or ()) if e.get("name") not in identity and e.get("name") not in _FIELDS]
+    reserved = {*identity, *_FIELDS, env.ROUND}
+    theirs = [e for e in (container.get("env") or ()) if e.get("name") not in reserved]
     taken = {e.get("name") for e in theirs}
     ours = {**identity, **{k: v for k, v in tuning.items() if k not in taken}}
     container["env"] = [
@@ -153,15 +155,14 @@ def _literal(value: str) -> str:
     return value.replace("$", "$$")
 
 
-def _everstep(job: JobView, index: int, round_: int, settings: Settings) -> dict[str, str]:
+def _everstep(job: JobView, index: int, incarnation: int, settings: Settings) -> dict[str, str]:
     found = {
         env.JOB_NAME: job.name,
         env.JOB_NAMESPACE: job.namespace,
         env.JOB_UID: job.uid,
         env.JOB_CREATED: str(int(job.created_at.timestamp())),
         env.WORKER_INDEX: str(index),
-        env.INCARNATION: str(names.incarnation_of_round(round_)),
-        env.ROUND: str(round_),
+        env.INCARNATION: str(incarnation),
     }
     if settings.report_url:
         found[env.REPORT_URL] = settings.report_url.rstrip("/") + REPORT_PATH
@@ -174,25 +175,3 @@ def _everstep(job: JobView, index: int, round_: int, settings: Settings) -> dict
         if checkpoint.every_steps is not None:
             found[env.CHECKPOINT_EVERY_STEPS] = str(checkpoint.every_steps)
     return found
-
-
-def _rendezvous(job: JobView, index: int, round_: int, size: int) -> dict[str, str]:
-    """torchrun reads each of its flags from PET_<FLAG>, so the user's command line stays as it is."""
-    # The host reaches its own store without waiting for its DNS record.
-    host = "localhost" if index == 0 else names.rendezvous_host(job.name, job.namespace, round_)
-    conf = {
-        "is_host": int(index == 0),
-        "join_timeout": job.spec.rendezvous.join_timeout_seconds,
-        "read_timeout": job.spec.rendezvous.join_timeout_seconds,
-        **_RENDEZVOUS_TUNING,
-    }
-    return {
-        "PET_NNODES": str(size),
-        "PET_NPROC_PER_NODE": str(job.spec.processes()),
-        "PET_RDZV_BACKEND": job.spec.rendezvous.backend,
-        "PET_RDZV_ENDPOINT": f"{host}:{labels.RENDEZVOUS_PORT}",
-        "PET_RDZV_ID": f"{job.uid}-{round_}",
-        "PET_RDZV_CONF": ",".join(f"{k}={v}" for k, v in sorted(conf.items())),
-        # With the store shared, half of the hard kills were never recovered from (torch 2.13).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }

@@ -8,16 +8,19 @@ from everstep_operator.api.status import MAX_RECOVERIES, RecoveryRecord
 from everstep_operator.plan.failure import Loss
 from everstep_operator.plan.snapshot import Progress
 
-RUNG = "recreate"
+# Rungs of the ladder that the operator itself climbs.
+RECREATE, SHRINK, REGROW = "recreate", "shrink", "regrow"
 
 
-def opened(now: datetime, loss: Loss, old: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
+def opened(
+    now: datetime, loss: Loss, old: tuple[RecoveryRecord, ...], rung: str = RECREATE
+) -> tuple[RecoveryRecord, ...]:
     record = RecoveryRecord(
         at=now,
         cause=loss.cause,
         worker=loss.index,
         node=loss.node,
-        rung=RUNG,
+        rung=rung,
         detect_ms=_ms(loss.at, now),
     )
     return (record, *old)[:MAX_RECOVERIES]
@@ -49,6 +52,34 @@ def completed(
         }
     )
     return (done, *records[1:])
+
+
+def completed_as(
+    records: tuple[RecoveryRecord, ...], progress: Progress, step_before: int | None, rung: str
+) -> tuple[RecoveryRecord, ...]:
+    """The same where the agents form the rounds: the clock runs from the loss, and what was reported before it was
+    about an older round. `rung` is the one that brought the training back."""
+    if not is_open(records) or progress.first_step_at is None:
+        return records
+    start = progress.lost_at or records[0].at
+    if progress.first_step_at <= start:
+        return records
+    # Members that kept their memory restored nothing, and took nothing again but the step that failed.
+    steps = step_before if progress.restored_step is not None else None
+    done = completed(records, progress, start, steps)
+    return (done[0].model_copy(update={"rung": rung}), *done[1:])
+
+
+def regrown(now: datetime, progress: Progress, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
+    """The world has its size again after the newest recovery shrank it. Written when it has taken a step."""
+    if not records or records[0].rung != SHRINK or is_open(records):
+        return records
+    taken = _ms(progress.restored_at, progress.first_step_at) if progress.first_step_at is not None else None
+    before = records[0]
+    grown = RecoveryRecord(
+        at=now, cause=before.cause, worker=before.worker, node=before.node, rung=REGROW, first_step_ms=taken or 0
+    )
+    return (grown, *records)[:MAX_RECOVERIES]
 
 
 def total_ms(record: RecoveryRecord) -> int:

@@ -14,7 +14,7 @@ from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import RecoveryRecord, Restarts, Status, World
 from everstep_operator.plan import budget, changes, lifecycle, names, pods, recovery, status
 from everstep_operator.plan.actions import CreatePod, Event, Plan, Requeue
-from everstep_operator.plan.carry import SURVIVOR_GRACE_SECONDS, Carried, blocked, carry, or_deadline
+from everstep_operator.plan.carry import SURVIVOR_GRACE_SECONDS, Carried, Over, blocked, carry, or_deadline
 from everstep_operator.plan.failure import Loss, losses
 from everstep_operator.plan.lifecycle import Failed
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
@@ -224,13 +224,13 @@ def _carry(snapshot: Snapshot, wanted: Status, current: dict[int, WorkerPod]) ->
         name = names.pod_name(job.name, index, incarnation)
         return CreatePod(name, index, incarnation, body, f"worker {index} of round {world.round}")
 
+    # A suspended job's workers are healthy: they get the time that their template asks for.
+    grace = pods.grace_seconds(job) if job.spec.suspend else SURVIVOR_GRACE_SECONDS
     return carry(
         snapshot,
         wanted,
-        ((p, f"round {p.round} is over") for p in over),
+        [Over(p, f"round {p.round} is over", grace) for p in over],
         [i for i in range(world.size) if i not in current],
         create,
         workers=world.size,
-        # A suspended job's workers are healthy: they get the time that their template asks for.
-        grace_seconds=pods.grace_seconds(job) if job.spec.suspend else SURVIVOR_GRACE_SECONDS,
     )

@@ -85,6 +85,7 @@ class Progress:
     productive_seconds: float = 0.0
     # The current round's recovery, in the operator's clock:
     published_at: datetime | None = None  # to the microsecond, where the status keeps seconds
+    lost_at: datetime | None = None  # the same of the last loss, where rounds are not the operator's
     trained_at: datetime | None = None  # the first rank has completed a step in this round
     started_at: datetime | None = None  # all ranks have reported START
     restored_at: datetime | None = None  # all ranks have restored
@@ -100,9 +101,10 @@ class RoundView:
 
     round: int  # the last that was formed; 0: none yet
     members: tuple[tuple[int, int], ...] = ()  # (index, incarnation) of each, in rank order
-    gone: tuple[int, ...] = ()  # indices of members that are no longer in it
+    gone: tuple[int, ...] = ()  # indices of members that are no longer in it, but for those that had finished
     joining: tuple[int, ...] = ()  # indices that wait for the next
     closed: str | None = None  # why there will be no further round
+    finished: bool = False  # closed because the processes of all members have succeeded
 
 
 @dataclass(frozen=True, slots=True)

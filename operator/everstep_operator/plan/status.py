@@ -19,9 +19,11 @@ from everstep_operator.api.status import (
     Progress,
     RecoveryRecord,
     Restarts,
+    Roster,
     Status,
     World,
 )
+from everstep_operator.api.types import RendezvousBackend
 from everstep_operator.plan import names
 from everstep_operator.plan.snapshot import Snapshot
 
@@ -35,6 +37,7 @@ class Verdict:
     reason: ReadyReason
     message: str
     stalled: str | None = None  # why the operator cannot go on by itself
+    quorum: tuple[bool, str] | None = None  # whether enough train, in words; None: when all workers are ready
 
 
 def build(
@@ -44,6 +47,7 @@ def build(
     world: World,
     existing: int,
     ready: int,
+    roster: Roster | None = None,
     restarts: Restarts | None = None,
     recoveries: tuple[RecoveryRecord, ...] | None = None,
     failure: Failure | None = None,
@@ -51,15 +55,19 @@ def build(
 ) -> Status:
     """The whole status. What is not given is carried over from the status observed."""
     job, old = snapshot.job, snapshot.job.status
+    if roster is None and job.spec.rendezvous.backend is not RendezvousBackend.C10D:
+        roster = old.roster
+    begun = world.round > 0 or (roster is not None and roster.wanted > 0)
     return Status(
         observed_generation=job.generation,
         replicas=existing,
         ready_replicas=ready,
         selector=names.selector(job.name),
         # A job that has never had workers waits, for a queue perhaps: its deadline has not begun.
-        start_time=old.start_time or (snapshot.now if world.round > 0 else None),
+        start_time=old.start_time or (snapshot.now if begun else None),
         completion_time=old.completion_time or finished_at,
         world=world,
+        roster=roster,
         progress=_progress(snapshot),
         checkpoint=_checkpoint(snapshot),
         restarts=restarts if restarts is not None else old.restarts,
@@ -140,11 +148,7 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
                 :MAX_MESSAGE
             ],
         ),
-        ConditionType.QUORUM_REACHED: (
-            not over and ready >= world.size > 0,
-            "AllReady" if ready >= world.size > 0 else "Waiting",
-            f"{ready} of {world.size} workers are ready",
-        ),
+        ConditionType.QUORUM_REACHED: _quorum(verdict, world, ready, over),
     }
     for type_, its_reason, otherwise in _OF_ONE_REASON:
         holds = reason is its_reason
@@ -162,6 +166,18 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
         for type_, (status, why, text) in wanted.items()
     }
     return tuple(c for _, c in sorted({**old, **made}.items()))
+
+
+def _quorum(verdict: Verdict, world: World, ready: int, over: bool) -> tuple[bool, str, str]:
+    if verdict.quorum is not None:
+        reached, words = verdict.quorum
+        return (reached and not over, "Reached" if reached else "Waiting", words[:MAX_MESSAGE])
+    all_ready = ready >= world.size > 0
+    return (
+        all_ready and not over,
+        "AllReady" if all_ready else "Waiting",
+        f"{ready} of {world.size} workers are ready",
+    )
 
 
 def _condition(

@@ -81,6 +81,7 @@ def _progress(seen: Progress, secrets: tuple[str, ...]) -> Progress:
     names = sorted(name for name in seen.metrics if 0 < len(encodable(name)) <= MAX_METRIC_NAME)
     return replace(
         seen,
+        round=min(max(seen.round, 0), SAFE_INT_MAX),
         step=_bounded(seen.step, SAFE_INT_MAX),
         total_steps=_bounded(seen.total_steps, SAFE_INT_MAX),
         epoch=_bounded(seen.epoch, SAFE_INT_MAX),

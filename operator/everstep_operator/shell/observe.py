@@ -68,9 +68,8 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
     """A pod of ours; None when its labels do not say which worker it is."""
     found = pod.metadata.labels
     try:
-        index, incarnation, round_ = (
-            int(found[name]) for name in (labels.WORKER_INDEX, labels.INCARNATION, labels.ROUND)
-        )
+        index, incarnation = int(found[labels.WORKER_INDEX]), int(found[labels.INCARNATION])
+        round_ = int(found.get(labels.ROUND, "0"))  # a pod whose agent joins rounds has none of its own
     except (KeyError, ValueError):
         return None
     conditions = {c.type: c for c in pod.status.conditions}

@@ -32,7 +32,8 @@ class JobProgress:
         self._error: str | None = None
         self._damaged: str | None = None
         self._step_seconds: float | None = None
-        self._open_round(status.world.round, None)
+        self._lost_at: datetime | None = None
+        self._open_round(status.world.formed_round or status.world.round, None)
 
     def _open_round(self, round_: int, published_at: datetime | None) -> None:
         self._round, self._published_at = round_, published_at
@@ -52,12 +53,16 @@ class JobProgress:
         if round_ > self._round:
             self._open_round(round_, now)
 
+    def lost(self, now: datetime) -> None:
+        """This operator has just noticed the loss that is now recovered from, in a job whose agents form the rounds."""
+        self._lost_at = now
+
     def accept(self, report: Report, now: datetime) -> bool:
         """Take in one report; whether it changed something that should be acted on at once."""
         if report.round < self._round or report.rank >= MAX_RANKS:
             return False
         if report.round > self._round:
-            # Published by another leader, whose status write has not reached this cache yet.
+            # Formed by the agents, or published by a leader whose status write has not reached this cache yet.
             self._open_round(report.round, None)
         self._updated_at = now
         self._world_size = max(1, report.world_size)
@@ -142,6 +147,7 @@ class JobProgress:
             checkpoint_damaged=self._damaged,
             productive_seconds=self._productive,
             published_at=self._published_at,
+            lost_at=self._lost_at,
             started_at=self._started_at,
             restored_at=self._restored_at,
             restored_step=self._restored_step,

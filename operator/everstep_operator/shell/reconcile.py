@@ -153,6 +153,8 @@ class Reconciler:
         old, new = job.status, decided.status
         if new.world.round > old.world.round:
             memory.progress.published(new.world.round, now)
+        if recovery.is_open(new.recoveries) and new.recoveries != old.recoveries:
+            memory.progress.lost(now)
         self._count(old, new)
         await self._recorder.write_events(job, decided.events)
 

@@ -131,7 +131,8 @@ class Wiring:
         worker = observe.worker_pod(pod)
         if key is None or job is None or worker is None or controller_uid(pod.metadata) != job.metadata.uid:
             raise ReportRefused(f"pod {identity.pod_name} belongs to no TrainingJob")
-        if report.round != worker.round:
+        # A pod whose agent joins rounds has none of its own; its reports are sorted by the round that each names.
+        if worker.round > 0 and report.round != worker.round:
             raise ReportRefused(f"pod {identity.pod_name} is of round {worker.round}, not {report.round}")
         if self._reconciler.progress_of(job).accept(report, self._clock.now()):
             self._queue.add(key)

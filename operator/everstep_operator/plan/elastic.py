@@ -1,0 +1,281 @@
+"""The way of the backends `everstep` and `etcd`: one worker at a time (ADR 0010).
+
+What is published is `status.roster`: which indices should exist, each in which incarnation. A loss raises the
+incarnation of that index and of no other; agents agree among themselves who trains meanwhile. Invariant: no pod is
+deleted but one that was replaced, was taken out by a resize, or has no work left: survivors keep their pods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import assert_never
+
+from everstep_operator.api.conditions import ConditionType, ReadyReason
+from everstep_operator.api.events import EventReason
+from everstep_operator.api.status import RecoveryRecord, Restarts, Status
+from everstep_operator.plan import (
+    budget,
+    changes,
+    condition,
+    lifecycle,
+    pods,
+    recovery,
+    roster,
+    sizing,
+    standing,
+    status,
+)
+from everstep_operator.plan.actions import CreatePod, Event, Plan
+from everstep_operator.plan.carry import SURVIVOR_GRACE_SECONDS, Carried, Over, carry, or_deadline
+from everstep_operator.plan.failure import Loss, losses_among
+from everstep_operator.plan.lifecycle import Failed
+from everstep_operator.plan.roster import Roster
+from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.standing import Standing
+
+# Losses of workers that were there when an incident began, so soon after it, are part of it.
+INCIDENT = timedelta(seconds=10)
+
+
+@dataclass(frozen=True, slots=True)
+class _Complete:
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Revise:
+    """Publish this roster. `reason` None: the Ready condition says what it would say anyway."""
+
+    roster: Roster
+    message: str
+    reason: ReadyReason | None = None
+    restarts: Restarts | None = None
+    recoveries: tuple[RecoveryRecord, ...] | None = None
+    event: Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Keep:
+    pass
+
+
+_Judgement = _Complete | Failed | _Revise | _Keep
+
+
+def plan(snapshot: Snapshot) -> Plan:
+    """The plan for a job that is neither finished nor somebody else's."""
+    job = snapshot.job
+    published = roster.read(job.status.roster)
+    current = published.current(job.name, snapshot.pods)
+    match _judge(snapshot, published, current):
+        case _Complete(size):
+            return lifecycle.complete(snapshot, len(current), size)
+        case Failed() as failed:
+            return lifecycle.fail(snapshot, len(current), failed)
+        case _Revise() as change:
+            return _publish(snapshot, change)
+        case _Keep():
+            return _converge(snapshot, published, current)
+        case other:
+            assert_never(other)
+
+
+def _judge(snapshot: Snapshot, published: Roster, current: dict[int, WorkerPod]) -> _Judgement:
+    job = snapshot.job
+    wanted = sizing.wanted(job.spec)
+    if job.spec.suspend:
+        return _suspend(snapshot, published)
+    if job.status.roster is None or published.wanted == 0:
+        return _open(snapshot, published, wanted)
+    seen = standing.of(snapshot, published, current)
+    lost = losses_among(snapshot, current, {index: life.started for index, life in published.lives.items()})
+    if standing.all_succeeded(snapshot, seen, current, lost):
+        return _Complete(len(seen.members))
+    if (late := lifecycle.overdue(snapshot)) is not None:
+        return late
+    if missed := standing.missed(snapshot, seen, current, lost):
+        return _judge_loss(snapshot, published, current, seen, missed)
+    target = roster.revised(published, wanted, (), replaced=_regrows(snapshot))
+    if wanted != published.wanted:
+        message = f"resizing from {published.wanted} to {wanted} workers"
+        return _Revise(target, message, ReadyReason.RESIZING, event=Event(EventReason.WORLD_RESIZED, message))
+    if (newer := roster.caught_up(snapshot, target)) != published:
+        return _Revise(newer, "the published workers were not those that are wanted, or behind their pods")
+    return _Keep()
+
+
+def _suspend(snapshot: Snapshot, published: Roster) -> _Judgement:
+    """A roster of no workers, so that an operator with an old view cannot bring the pods back."""
+    message = "spec.suspend is true: no workers"
+    if snapshot.job.status.roster is None:
+        published = roster.opening(snapshot, 0)
+    elif published.wanted == 0 and not published.lives and roster.caught_up(snapshot, published) == published:
+        return _Keep()
+    none = roster.caught_up(snapshot, roster.revised(published, 0, published.lives, replaced=False))
+    return _Revise(none, message, ReadyReason.SUSPENDED, event=Event(EventReason.JOB_SUSPENDED, message))
+
+
+def _open(snapshot: Snapshot, published: Roster, wanted: int) -> _Judgement:
+    message = f"creating {wanted} workers"
+    if snapshot.job.status.roster is None:
+        return _Revise(roster.opening(snapshot, wanted), message, ReadyReason.PENDING)
+    before = snapshot.job.status.condition(ConditionType.READY)
+    resumed = before is not None and before.reason == ReadyReason.SUSPENDED
+    return _Revise(
+        roster.revised(published, wanted, (), replaced=True),
+        message,
+        ReadyReason.PENDING,
+        event=Event(EventReason.JOB_RESUMED, message) if resumed else None,
+    )
+
+
+def _judge_loss(
+    snapshot: Snapshot, published: Roster, current: dict[int, WorkerPod], seen: Standing, lost: tuple[Loss, ...]
+) -> _Judgement:
+    root = lost[0]
+    follows = _follows(snapshot, current.get(root.index))
+    match budget.judge(snapshot, root, follows=follows):
+        case budget.Fail(reason, message, event):
+            return Failed(reason, message, root, event)
+        case budget.Restart(restarts):
+            pass
+        case other:
+            assert_never(other)
+    indices = {loss.index for loss in lost}
+    hit = not indices.isdisjoint(seen.members)
+    replaced = not _can_do_without(snapshot, published, indices)
+    if hit and replaced:
+        # Who has finished would be missed by those that come back: one result is no result.
+        indices |= {i for i, p in current.items() if p.phase is PodPhase.SUCCEEDED}
+    if not follows:
+        restarts = restarts.model_copy(update={"incident_at": snapshot.now})
+    records = snapshot.job.status.recoveries
+    if hit and not (follows and recovery.is_open(records)):
+        records = recovery.opened(snapshot.now, root, records, recovery.RECREATE if replaced else recovery.SHRINK)
+    more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+    message = root.sentence + more
+    what = f"replacing {_workers(indices)}" if replaced else "going on without a replacement (spec.elastic.regrow)"
+    return _Revise(
+        roster.revised(published, sizing.wanted(snapshot.job.spec), indices, replaced=replaced),
+        message,
+        ReadyReason.RECOVERING if hit else None,
+        restarts,
+        records,
+        Event(EventReason.WORKER_LOST, f"{message}; {what}", warning=True),
+    )
+
+
+def _follows(snapshot: Snapshot, pod: WorkerPod | None) -> bool:
+    """Whether a loss belongs to the last incident: soon after it, and of a worker that was there when it began."""
+    began = snapshot.job.status.restarts.incident_at
+    if began is None or snapshot.now - began > INCIDENT:
+        return False
+    return pod is None or pod.created_at is None or pod.created_at <= began
+
+
+def _regrows(snapshot: Snapshot) -> bool:
+    elastic = snapshot.job.spec.elastic
+    return elastic is None or elastic.regrow
+
+
+def _can_do_without(snapshot: Snapshot, published: Roster, lost: set[int]) -> bool:
+    """Whether lost workers stay lost: `regrow: false`, and enough are left."""
+    left = len(published.lives) - len(lost)
+    return not _regrows(snapshot) and sizing.bounds(snapshot.job.spec).largest(left) > 0
+
+
+def _workers(indices: set[int]) -> str:
+    shown = sorted(indices)
+    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    return f"worker{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown[:8]))}{more}"
+
+
+def _publish(snapshot: Snapshot, change: _Revise) -> Plan:
+    """Announce the roster, then carry it out in the same pass. No pod that it keeps is touched."""
+    job = snapshot.job
+    current = change.roster.current(job.name, snapshot.pods)
+    wanted = _status(snapshot, change.roster, current, change)
+    carried = _carry(snapshot, wanted, change.roster, current)
+    news = () if change.event is None else (change.event,)
+    return Plan(
+        wanted,
+        carried.actions,
+        events=(*news, *_events(snapshot, wanted, current)),
+        requeue=carried.requeue,
+        publish=True,
+        reason=f"publish workers {change.roster}: {change.message}" + (f"; {carried.waits}" if carried.waits else ""),
+    )
+
+
+def _converge(snapshot: Snapshot, published: Roster, current: dict[int, WorkerPod]) -> Plan:
+    observed = _status(snapshot, published, current, None)
+    carried = _carry(snapshot, observed, published, current)
+    requeue = carried.requeue or condition.patience(snapshot, current)
+    ready = observed.condition(ConditionType.READY)
+    return Plan(
+        observed,
+        carried.actions,
+        _events(snapshot, observed, current),
+        or_deadline(snapshot, requeue),
+        reason=carried.waits or (ready.message if ready is not None else ""),
+    )
+
+
+def _events(snapshot: Snapshot, observed: Status, current: dict[int, WorkerPod]) -> tuple[Event, ...]:
+    unplaced = condition.starved(snapshot, current)
+    return (*changes.of_capacity(snapshot, observed, unplaced), *changes.events(snapshot, observed))
+
+
+def _status(snapshot: Snapshot, wanted: Roster, current: dict[int, WorkerPod], change: _Revise | None) -> Status:
+    job, seen = snapshot.job, standing.of(snapshot, wanted, current)
+    world = standing.world(snapshot, seen)
+    if wanted.wanted == 0:
+        world = world.model_copy(update={"size": 0, "formed_at": None, "formed_round": None})
+    records = change.recoveries if change is not None and change.recoveries is not None else job.status.recoveries
+    if change is None and seen.stands:
+        rung = recovery.RECREATE if seen.size >= wanted.wanted else recovery.SHRINK
+        records = recovery.completed_as(records, snapshot.progress, job.status.restarts.last_step, rung)
+        if seen.size >= wanted.wanted and condition.trains(snapshot, seen):
+            records = recovery.regrown(snapshot.now, snapshot.progress, records)
+    verdict = condition.verdict(snapshot, wanted, current, seen)
+    if change is not None and change.reason is not None:
+        verdict = condition.of_change(verdict, change.reason, change.message)
+    return status.build(
+        snapshot,
+        verdict,
+        world=world,
+        existing=len(current),
+        ready=sum(p.ready or p.phase is PodPhase.SUCCEEDED for p in current.values()),
+        roster=roster.write(roster.marked(wanted, current)),
+        restarts=change.restarts if change is not None else None,
+        recoveries=records,
+    )
+
+
+def _carry(snapshot: Snapshot, wanted: Status, made: Roster, current: dict[int, WorkerPod]) -> Carried:
+    """What leaves exactly the pods of the roster."""
+    job = snapshot.job
+    kept = {p.uid for p in current.values()}
+    over = [p for p in snapshot.pods if p.uid not in kept and made.is_over(job.name, p, job.status.world.round)]
+
+    def create(index: int) -> CreatePod:
+        incarnation = made.lives[index].incarnation
+        body = pods.agent_pod(job, index, incarnation, snapshot.settings)
+        return CreatePod(made.name(job.name, index), index, incarnation, body, f"worker {index}")
+
+    def end(pod: WorkerPod) -> Over:
+        if pod.index in made.lives:
+            return Over(pod, "it was replaced", SURVIVOR_GRACE_SECONDS)
+        # It is healthy, so it gets the time that its template asks for.
+        return Over(pod, "it is not wanted any more", pods.grace_seconds(job))
+
+    return carry(
+        snapshot,
+        wanted,
+        [end(p) for p in over],
+        # One that has started is not missing but lost: it comes back in another incarnation, or is not missed.
+        [index for index, life in made.lives.items() if index not in current and not life.started],
+        create,
+        workers=len(made.lives),
+    )

@@ -1,0 +1,85 @@
+"""torchrun's settings for the rendezvous of a job, by backend.
+
+torchrun reads each of its flags from PET_<FLAG>, so the user's command line stays as it is. Invariant: nothing here
+depends on `replicas` where agents form the rounds and the job is elastic, so that pods made before and after a resize
+ask for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from everstep.contract import labels
+from everstep_operator.api.types import RendezvousBackend
+from everstep_operator.plan import names, sizing
+from everstep_operator.plan.snapshot import JobView, Settings
+
+# Stock c10d waits 30 s for late joiners and needs 15 s to notice a dead agent; a fixed-size world knows whom to expect.
+_RENDEZVOUS_TUNING = {
+    "last_call_timeout": 1,
+    "keep_alive_interval": 1,
+    "keep_alive_max_attempt": 3,
+    "heartbeat_timeout": 3,
+    "close_timeout": 5,
+}
+
+
+# The name under which each backend is registered with torchrun.
+_HANDLERS = {RendezvousBackend.EVERSTEP: "everstep", RendezvousBackend.ETCD: "etcd-v3"}
+
+
+def restarts_in_place(job: JobView) -> int:
+    """How often an agent may start its processes again before its pod fails.
+
+    c10d: never, so that the operator decides, and each failure is charged to the right side, once (ADR 0002). Else the
+    budget of the job: torchrun counts a lost peer as a failure too, and without restarts each loss would end all pods.
+    """
+    return 0 if job.spec.rendezvous.backend is RendezvousBackend.C10D else job.spec.recovery.max_restarts
+
+
+def of_round(job: JobView, index: int, round_: int, size: int) -> dict[str, str]:
+    """c10d: the store is on worker 0 and dies with its round, whose number is in the run id."""
+    # The host reaches its own store without waiting for its DNS record.
+    host = "localhost" if index == 0 else names.rendezvous_host(job.name, job.namespace, round_)
+    conf = {
+        "is_host": int(index == 0),
+        "join_timeout": job.spec.rendezvous.join_timeout_seconds,
+        "read_timeout": job.spec.rendezvous.join_timeout_seconds,
+        **_RENDEZVOUS_TUNING,
+    }
+    return {
+        "PET_NNODES": str(size),
+        "PET_NPROC_PER_NODE": str(job.spec.processes()),
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"{host}:{labels.RENDEZVOUS_PORT}",
+        "PET_RDZV_ID": f"{job.uid}-{round_}",
+        "PET_RDZV_CONF": _conf(conf),
+        # With the store shared, half of the hard kills were never recovered from (torch 2.13).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def of_agents(job: JobView, settings: Settings) -> dict[str, str]:
+    """everstep, etcd: agents agree on rounds in a store that no worker holds, under one run id for the whole job."""
+    wanted = job.spec.rendezvous
+    sizes = sizing.bounds(job.spec)
+    conf: dict[str, str | int] = {"timeout": wanted.join_timeout_seconds}
+    if sizes.allowed:
+        conf["allowed"] = ":".join(map(str, sizes.allowed))
+    if job.spec.elastic is not None and job.spec.elastic.shrink_after_seconds > 0:
+        conf["shrink_after"] = job.spec.elastic.shrink_after_seconds
+    endpoint = settings.report_url.rstrip("/")
+    if wanted.etcd is not None:
+        endpoint, conf["prefix"] = ",".join(wanted.etcd.endpoints), wanted.etcd.prefix
+    return {
+        "PET_NNODES": f"{sizes.minimum}:{sizes.maximum}",
+        "PET_NPROC_PER_NODE": str(job.spec.processes()),
+        "PET_RDZV_BACKEND": _HANDLERS[wanted.backend],
+        "PET_RDZV_ENDPOINT": endpoint,
+        "PET_RDZV_ID": job.uid,
+        "PET_RDZV_CONF": _conf(conf),
+    }
+
+
+def _conf(settings: Mapping[str, str | int]) -> str:
+    return ",".join(f"{key}={value}" for key, value in sorted(settings.items()))

@@ -1,0 +1,48 @@
+"""How many workers a job may train with: the sizes of its spec, and what is wanted of them now. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep_operator.api.types import TrainingJobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """World sizes in workers: `allowed`, increasing, or all from `minimum` to `maximum`."""
+
+    minimum: int
+    maximum: int
+    allowed: tuple[int, ...] = ()
+
+    def largest(self, available: int) -> int:
+        """The largest size that `available` workers can make; 0 if none."""
+        if self.allowed:
+            return max((size for size in self.allowed if size <= available), default=0)
+        size = min(available, self.maximum)
+        return size if size >= self.minimum else 0
+
+
+def bounds(spec: TrainingJobSpec) -> Sizes:
+    """Every size that the job may have while its `elastic` stays as it is. A fixed job has one."""
+    elastic = spec.elastic
+    if elastic is None:
+        return Sizes(spec.replicas, spec.replicas)
+    allowed = tuple(sorted(set(elastic.sizes)))
+    if not allowed and elastic.group_size > 1:
+        allowed = tuple(range(elastic.min_replicas, elastic.max_replicas + 1, elastic.group_size))
+    return Sizes(allowed[0] if allowed else elastic.min_replicas, elastic.max_replicas, allowed)
+
+
+def wanted(spec: TrainingJobSpec) -> int:
+    """Workers that should exist now: the largest allowed size that `replicas` reaches; 0 while suspended."""
+    return 0 if spec.suspend else bounds(spec).largest(spec.replicas)
+
+
+def present(spec: TrainingJobSpec) -> Sizes:
+    """The sizes that a round may have now: none above what is wanted, so that nobody is waited for who is not wanted.
+
+    What the round store tells agents: those that run were started with the sizes of an older spec.
+    """
+    all_, most = bounds(spec), bounds(spec).largest(spec.replicas)
+    return Sizes(all_.minimum, most, tuple(size for size in all_.allowed if size <= most))

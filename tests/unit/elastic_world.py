@@ -1,0 +1,103 @@
+"""The toy cluster with agents that form rounds, as the round store's document would show it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plan_world import TEMPLATE, World
+
+from everstep_operator.api.status import Status
+from everstep_operator.api.types import TrainingJobSpec
+from everstep_operator.plan import roster, sizing
+from everstep_operator.plan.actions import Plan
+from everstep_operator.plan.snapshot import Progress, RoundView
+
+
+class ElasticWorld(World):
+    """A job of 4 workers, at least 2, with the operator's own round store. `form` and `gone-from` are the agents'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = {
+            "replicas": 4,
+            "elastic": {"minReplicas": 2, "maxReplicas": 8},
+            "rendezvous": {"backend": "everstep"},
+            "template": TEMPLATE,
+        }
+        self.view: RoundView | None = RoundView(0)
+        self.unread: RoundView | None = None
+
+    def published(self) -> roster.Roster:
+        return roster.read(self.status.roster)
+
+    def current(self, index: int) -> str:
+        return self.published().name("digits", index) if index in self.published().lives else f"no worker {index}"
+
+    def do_fixed(self) -> None:
+        """Without `elastic`: all workers or none."""
+        del self.spec["elastic"]
+
+    def do_sizes(self, *sizes: str) -> None:
+        self.spec["elastic"]["sizes"] = [int(s) for s in sizes]  # type: ignore[index]
+
+    def do_empty_status(self) -> None:
+        self.status = Status()
+
+    def do_etcd(self) -> None:
+        """Rounds that the operator cannot see."""
+        self.spec["rendezvous"] = {"backend": "etcd", "etcd": {"endpoints": ["http://etcd:2379"]}}
+        self.view = None
+
+    def do_form(self) -> str:
+        """The agents that are ready form a round, if they are enough; the round store raises the number first."""
+        assert self.view is not None
+        ready = [
+            (p.index, p.incarnation)
+            for i in sorted(self.published().lives)
+            if (p := self.pods.get(self.current(i))) is not None and p.ready and p.deleted_at is None
+        ]
+        size = sizing.present(TrainingJobSpec.model_validate(self.spec)).largest(len(ready))
+        if size == 0:
+            return "no round"
+        number = max(self.view.round, self.status.world.round) + 1
+        self.status = self.status.model_copy(update={"world": self.status.world.model_copy(update={"round": number})})
+        before = dict(self.view.members)
+        ready.sort(key=lambda m: (before.get(m[0]) != m[1], m[0]))  # survivors first, as the agents choose
+        self.view = RoundView(number, tuple(sorted(ready[:size])), joining=tuple(sorted(i for i, _ in ready[size:])))
+        return f"round {number}: {' '.join(f'w{i}-{n}' for i, n in self.view.members)}"
+
+    def do_gone_from(self, *indexes: str) -> None:
+        """The agents say that these are not in the round any more."""
+        assert self.view is not None
+        self.view = replace(self.view, gone=tuple(sorted({*self.view.gone, *map(int, indexes)})))
+
+    def do_close(self) -> None:
+        assert self.view is not None
+        self.view = replace(self.view, closed="finished", finished=True)
+
+    def do_step(self, step: str, restored: str = "") -> None:
+        super().do_step(step, restored)
+        if self.view is not None:
+            self.progress = replace(self.progress, round=self.view.round)
+
+    def do_unschedulable(self, index: str, why: str = "0/2 nodes are available") -> None:
+        self.change(self.current(int(index)), node=None, unschedulable=why)
+
+    def do_roster(self) -> str:
+        return str(self.published())
+
+    def apply(self, decided: Plan, stop_after: int | None = None) -> None:
+        opened = decided.status.recoveries != self.status.recoveries
+        super().apply(decided, stop_after)
+        if opened and self.status.recoveries and self.status.recoveries[0].first_step_ms is None:
+            self.progress = replace(self.progress, lost_at=self.now)  # as the reconciler tells JobProgress
+
+    def take_status(self, status: object) -> None:
+        self.status = status  # type: ignore[assignment]  # progress is of the agents' rounds, not of the operator's
+
+    def do_operator_restart(self) -> None:
+        """What was reported is forgotten, and the round is not read yet."""
+        self.progress, self.unread, self.view = Progress(), self.view, None
+
+    def do_round_read(self) -> None:
+        self.view = self.unread

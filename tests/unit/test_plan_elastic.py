@@ -1,0 +1,450 @@
+"""What holds for every history of a job whose agents form the rounds: one worker at a time, always (ADR 0010).
+
+The transcripts in transcripts/elastic say what the planner does; this says what it never does.
+"""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from everstep_operator.api.status import Status
+from everstep_operator.api.types import TrainingJobSpec
+from everstep_operator.plan import roster, sizing
+from everstep_operator.plan.actions import CreatePod, DeletePod, Plan
+from everstep_operator.plan.check import PlanError, check
+from everstep_operator.plan.failure import Charge, losses_among
+from everstep_operator.plan.lifecycle import is_finished
+from everstep_operator.plan.planner import plan
+from everstep_operator.plan.snapshot import Exit, PodPhase, RoundView, Snapshot, WorkerPod
+
+PASSES = 20
+index = st.integers(0, 5)
+faults = st.one_of(
+    st.tuples(st.just("ready"), index),
+    st.tuples(st.just("ready"), index),
+    st.tuples(st.just("form")),
+    st.tuples(st.just("form")),
+    st.tuples(st.just("gone_from"), index),
+    st.tuples(st.just("succeed"), index),
+    st.tuples(st.just("fail"), index, st.sampled_from([1, 84, 86, 137, 143])),
+    st.tuples(st.just("evict"), index),
+    st.tuples(st.just("delete"), index),
+    st.tuples(st.just("gone"), index),
+    st.tuples(st.just("node"), st.sampled_from(["n1", "n2"]), st.booleans()),
+    st.tuples(st.just("scale"), st.integers(2, 6)),
+    st.tuples(st.just("bounds"), st.integers(1, 2), st.integers(6, 8)),
+    st.tuples(st.just("regrow"), st.booleans()),
+    st.tuples(st.just("suspend"), st.booleans()),
+    st.tuples(st.just("report"), st.integers(0, 50)),
+    st.tuples(st.just("advance"), st.sampled_from([0.5, 3, 60, 4000])),
+    st.tuples(st.just("refuse"), st.booleans()),
+    st.tuples(st.just("keep")),  # an operator keeps this snapshot and will act on it much later
+    st.tuples(st.just("wake")),  # … now
+    st.tuples(st.just("crash"), st.integers(0, 6)),
+    st.tuples(st.just("act")),
+    st.tuples(st.just("act")),
+)
+
+
+class History:
+    """The toy cluster with a compare-and-swap, an operator that may be cut or stale, and the invariants as it goes."""
+
+    def __init__(self, module: ModuleType, *, etcd: bool) -> None:
+        self.world: Any = module.ElasticWorld()
+        self.world.spec["recovery"] = {"maxRestarts": 50, "noProgressLimit": 1000}
+        if etcd:
+            self.world.do_etcd()
+        self.version = 0
+        self.kept: tuple[int, Snapshot] | None = None
+        self.finished: dict[str, Any] | None = None
+        self.published: set[tuple[int, int]] = set()
+
+    def do(self, name: str, *args: Any) -> None:
+        getattr(self, name)(*args)
+        if self.finished is not None:
+            assert self.world.status.to_wire() == self.finished, "a finished job changed"
+
+    def pod(self, index: int) -> str | None:
+        name = self.world.current(index)
+        return name if name in self.world.pods else None
+
+    def running(self, index: int) -> str | None:
+        name = self.pod(index)
+        return None if name is None or self.world.pods[name].finished else name
+
+    def ready(self, index: int) -> None:
+        name = self.running(index)
+        if name is not None and self.world.pods[name].deleted_at is None:
+            self.world.do_ready(str(index))
+
+    def form(self) -> None:
+        if self.world.view is not None and self.finished is None and self.world.view.closed is None:
+            before = self.world.status
+            self.world.do_form()
+            self.version += self.world.status != before
+
+    def gone_from(self, index: int) -> None:
+        if self.world.view is not None and index in dict(self.world.view.members):
+            self.world.do_gone_from(str(index))
+
+    def succeed(self, index: int) -> None:
+        if self.running(index):
+            self.world.do_succeed(str(index))
+
+    def fail(self, index: int, code: int) -> None:
+        if (name := self.running(index)) is not None:
+            exit_ = Exit(code, "Error", "", self.world.now)
+            self.world.change(name, phase=PodPhase.FAILED, ready=False, exit=exit_)
+
+    def evict(self, index: int) -> None:
+        if self.running(index):
+            self.world.do_evict(str(index))
+
+    def delete(self, index: int) -> None:
+        if self.pod(index):
+            self.world.do_delete(str(index))
+
+    def gone(self, index: int) -> None:
+        if self.pod(index):
+            self.world.do_gone(str(index))
+
+    def node(self, name: str, back: bool) -> None:
+        (self.world.do_node_back if back else self.world.do_node_lost)(name)
+
+    def scale(self, replicas: int) -> None:
+        self.world.spec["replicas"] = replicas
+
+    def bounds(self, least: int, most: int) -> None:
+        self.world.spec["elastic"].update(minReplicas=least, maxReplicas=most)
+
+    def regrow(self, wanted: bool) -> None:
+        self.world.spec["elastic"]["regrow"] = wanted
+
+    def suspend(self, wanted: bool) -> None:
+        self.world.spec["suspend"] = wanted
+
+    def report(self, step: int) -> None:
+        if self.world.status.world.formed_at is not None:
+            self.world.do_step(str(step))
+
+    def advance(self, seconds: float) -> None:
+        self.world.do_advance(str(seconds))
+
+    def refuse(self, refused: bool) -> None:
+        self.world.do_refuse("quota" if refused else "")
+
+    def keep(self) -> None:
+        self.kept = (self.version, self.world.snapshot())
+
+    def wake(self) -> None:
+        if self.kept is not None:
+            self.carry_out(*self.kept, None)
+
+    def act(self) -> None:
+        self.carry_out(self.version, self.world.snapshot(), None)
+
+    def crash(self, after: int) -> None:
+        self.carry_out(self.version, self.world.snapshot(), after)
+
+    def carry_out(self, version: int, snapshot: Snapshot, stop_after: int | None) -> Plan:
+        decided = plan(snapshot)
+        assert plan(snapshot) == decided, "the same snapshot gave another plan"
+        check(snapshot, decided)
+        self.judged(snapshot, decided)
+        before, pods = self.world.status, dict(self.world.pods)
+        writes = decided.publish or decided.status != snapshot.job.status
+        if writes and version != self.version:
+            return decided  # the compare-and-swap is refused, and the pass ends
+        self.world.apply(decided, stop_after)
+        if not writes:
+            self.world.status = before  # what the plan leaves as it saw it is not written
+        self.version += self.world.status != before
+        self.carried(before, pods)
+        return decided
+
+    def judged(self, snapshot: Snapshot, decided: Plan) -> None:
+        """What a plan may conclude from what it was shown."""
+        old, new = roster.read(snapshot.job.status.roster), roster.read(decided.status.roster)
+        current = old.current("digits", snapshot.pods)
+        lost = losses_among(snapshot, current, {i: life.started for i, life in old.lives.items()})
+        known = {loss.index for loss in lost} | {p.index for p in snapshot.pods if p.incarnation > 0}
+        finished = {i for i, p in current.items() if p.phase is PodPhase.SUCCEEDED}
+        for i, life in new.lives.items():
+            if i in old.lives and life.incarnation != old.lives[i].incarnation:
+                assert i in known or (i in finished and lost), f"worker {i} was replaced, and was not lost"
+        restarts, charged = snapshot.job.status.restarts, decided.status.restarts.user_code
+        if charged != restarts.user_code:
+            assert charged == restarts.user_code + 1
+            assert any(loss.charge is Charge.USER_CODE for loss in lost), "charged without a failure of the program"
+
+    def carried(self, before: Status, pods: dict[str, WorkerPod]) -> None:
+        """What holds for the cluster after any prefix of any plan, of an operator with any view."""
+        status = self.world.status
+        made = roster.read(status.roster)
+        self.published |= {(i, life.incarnation) for i, life in made.lives.items()}
+        assert status.world.round >= before.world.round
+        assert made.next_incarnation >= roster.read(before.roster).next_incarnation
+        for name in self.world.pods.keys() - pods.keys():
+            pod = self.world.pods[name]
+            assert (pod.index, pod.incarnation) in self.published, f"{name} was created, and nobody published it"
+        over = is_finished(status)
+        for name in pods.keys() - self.world.pods.keys():
+            pod, life = pods[name], made.lives.get(pods[name].index)
+            assert over or life is None or life.incarnation != pod.incarnation, f"{name} is wanted, and was deleted"
+        current = made.current("digits", self.world.pods.values())
+        assert len(current) <= made.wanted or over
+        if over and self.finished is None:
+            self.finished = status.to_wire()
+
+    def settle(self) -> None:
+        """No more faults: nodes are back, agents meet, time passes. The job must come to its full size."""
+        self.do("suspend", False)
+        self.do("regrow", True)
+        for name in ("n1", "n2"):
+            self.do("node", name, True)
+        self.do("refuse", False)
+        for _ in range(PASSES):
+            self.do("advance", 400)  # beyond any back-off
+            decided = self.carry_out(self.version, self.world.snapshot(), None)
+            if self.finished is not None:
+                return
+            self.world.pods = {n: p for n, p in self.world.pods.items() if p.deleted_at is None}
+            for i in sorted(roster.read(self.world.status.roster).lives):
+                self.do("ready", i)
+            self.do("form")
+            if not decided.actions and not decided.publish and self.at_rest():
+                return
+        raise AssertionError(f"not at rest after {PASSES} passes: {decided}")
+
+    def at_rest(self) -> bool:
+        lives = roster.read(self.world.status.roster).lives
+        alive = {p.index: p.incarnation for p in self.world.pods.values() if p.deleted_at is None}
+        whole = {i: life.incarnation for i, life in lives.items()} == alive
+        done = any(p.finished for p in self.world.pods.values())
+        trains = self.world.view is None or dict(self.world.view.members) == alive or done
+        return whole and len(lives) == self.world.spec["replicas"] and trains
+
+
+@pytest.mark.parametrize("etcd", [False, True])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(events=st.lists(faults, max_size=30))
+def test_history_of_faults_cut_anywhere_ends_at_full_size_and_breaks_no_rule(
+    elastic_world: ModuleType, etcd: bool, events: list[tuple[Any, ...]]
+) -> None:
+    history = History(elastic_world, etcd=etcd)
+    for name, *args in [("act",), *events]:
+        history.do(name, *args)
+    history.settle()
+
+
+def formed(module: ModuleType, replicas: int = 4, **elastic: Any) -> Any:
+    world = module.ElasticWorld()
+    world.spec["replicas"] = replicas
+    world.spec["elastic"].update(elastic)
+    world.do_settle()
+    world.do_ready(*map(str, range(replicas)))
+    world.do_form()
+    world.do_settle()
+    world.do_advance("60")
+    return world
+
+
+@settings(max_examples=60, deadline=None)
+@given(lost=st.sets(st.integers(0, 5), min_size=1, max_size=6), stop=st.integers(0, 12), seed=st.integers(0, 3))
+def test_any_workers_lost_and_any_crash_of_the_operator_leave_the_others_pods_and_end_at_full_size(
+    elastic_world: ModuleType, lost: set[int], stop: int, seed: int
+) -> None:
+    world = formed(elastic_world, 6)
+    before = {p.index: p.uid for p in world.pods.values()}
+    ways = [lambda i: world.do_fail(i, "137"), world.do_gone, world.do_evict, world.do_delete]
+    for i in lost:
+        ways[(i + seed) % 4](str(i))
+    world.apply(plan(world.snapshot()), stop)
+    world.pods = {n: p for n, p in world.pods.items() if p.deleted_at is None}
+    world.do_settle()
+    after = {p.index: p.uid for p in world.pods.values()}
+    assert set(after) == set(range(6))
+    assert {i for i in after if after[i] != before[i]} == lost
+    world.do_ready(*map(str, range(6)))
+    world.do_form()
+    world.do_settle()
+    assert world.status.world.size == 6
+    assert world.status.restarts.user_code == 0
+
+
+def test_stale_operator_creates_only_what_was_published_and_deletes_nothing_that_is_wanted(
+    elastic_world: ModuleType,
+) -> None:
+    world = formed(elastic_world)
+    old = world.snapshot()
+    world.do_fail("1", "137")
+    world.do_settle()
+    world.do_ready("1")
+    stale = Snapshot(old.now, old.job, tuple(world.pods.values()), old.service_uid, old.nodes, world=old.world)
+    decided = plan(stale)
+    # It takes worker 1 for lost, publishes, and is refused; what it would do without publishing is nothing.
+    assert decided.publish
+    assert not [a for a in decided.actions if isinstance(a, DeletePod)]
+
+
+def test_pod_of_a_later_roster_is_not_ended_by_an_older_one(elastic_world: ModuleType) -> None:
+    made = roster.Roster(2, 1, {0: roster.Life(0), 1: roster.Life(2)})
+
+    def is_over(index: int, incarnation: int, name: str | None = None, round_: int = 0) -> bool:
+        name = name or f"digits-w{index}-{incarnation}"
+        return made.is_over("digits", WorkerPod(name, "u", index, incarnation, round_, PodPhase.RUNNING), 4)
+
+    assert [is_over(1, n) for n in (0, 1, 2, 3)] == [True, True, False, False]
+    assert [is_over(5, n) for n in (0, 1, 2)] == [True, False, False]
+    assert is_over(1, 3, "stranger")
+    # Left over from a time with backend c10d; a later round is not this roster's to judge.
+    assert [is_over(0, n - 1, round_=n) for n in (4, 5)] == [True, False]
+
+
+def test_roster_that_somebody_edited_back_takes_the_incarnations_of_the_pods(elastic_world: ModuleType) -> None:
+    """Case 15."""
+    world = formed(elastic_world)
+    for _ in range(2):
+        world.do_fail("1", "137")
+        world.do_settle()
+        world.do_ready("1")
+        world.do_settle()
+        world.do_advance("60")
+    pods = sorted(world.pods)
+    assert "digits-w1-2" in pods
+    edited = roster.Roster(4, 0, {i: roster.Life(0) for i in range(3)})
+    world.status = world.status.model_copy(update={"roster": roster.write(edited)})
+    world.do_settle()
+    assert sorted(world.pods) == pods
+    assert str(world.published()) == "0@0 1@2 2-3@0"
+
+
+def test_rounds_below_the_minimum_are_never_called_running(elastic_world: ModuleType) -> None:
+    world = formed(elastic_world, minReplicas=3)
+    world.view = RoundView(2, ((0, 0), (1, 0)))
+    world.reconcile()
+    ready = world.status.condition("Ready")
+    assert ready.status == "False"
+    assert ready.reason == "Recovering"
+
+
+def test_live_resize_leaves_every_pod_that_stays(elastic_world: ModuleType) -> None:
+    world = formed(elastic_world)
+    before = {p.name: p.uid for p in world.pods.values()}
+    for size in (7, 5, 2, 8, 4):
+        world.do_job(f"replicas={size}")
+        world.do_settle()
+        assert len(world.pods) == size
+    assert {n: p.uid for n, p in world.pods.items() if p.index < 2} == {
+        n: uid for n, uid in before.items() if n in ("digits-w0-0", "digits-w1-0")
+    }
+
+
+@pytest.mark.parametrize(
+    ("elastic", "replicas", "wanted", "allowed"),
+    [
+        ({"minReplicas": 2, "maxReplicas": 8}, 5, 5, ()),
+        ({"minReplicas": 2, "maxReplicas": 8, "sizes": [8, 2, 4]}, 6, 4, (2, 4)),
+        ({"minReplicas": 2, "maxReplicas": 8, "groupSize": 2}, 6, 6, (2, 4, 6)),
+        (None, 3, 3, ()),
+    ],
+)
+def test_sizes_that_agents_may_form_now_end_at_what_is_wanted(
+    elastic_world: ModuleType, elastic: dict[str, Any] | None, replicas: int, wanted: int, allowed: tuple[int, ...]
+) -> None:
+    raw = {"replicas": replicas, "template": elastic_world.TEMPLATE, "rendezvous": {"backend": "everstep"}}
+    spec = TrainingJobSpec.model_validate({**raw, **({"elastic": elastic} if elastic else {})})
+    assert sizing.wanted(spec) == wanted
+    sizes = sizing.present(spec)
+    assert (sizes.maximum, sizes.allowed) == (wanted, allowed)
+    assert sizes.largest(wanted) == wanted
+    assert sizes.largest(sizes.minimum - 1) == 0
+
+
+lives = st.dictionaries(st.integers(0, 4095), st.tuples(st.integers(0, 99_999_999), st.booleans()), max_size=40)
+
+
+@given(lives, st.integers(0, 4096), st.integers(0, 99_999_999))
+def test_roster_written_and_read_again_is_the_same(
+    made: dict[int, tuple[int, bool]], wanted: int, following: int
+) -> None:
+    before = roster.Roster(wanted, following, {i: roster.Life(*made[i]) for i in sorted(made)})
+    assert roster.read(roster.write(before)) == before
+
+
+@given(lives, st.integers(0, 60), st.sets(st.integers(0, 4095)), st.booleans())
+def test_revised_roster_never_uses_a_name_twice(
+    made: dict[int, tuple[int, bool]], wanted: int, lost: set[int], replaced: bool
+) -> None:
+    known = {i: roster.Life(min(n, 1000), s) for i, (n, s) in sorted(made.items())}
+    old = roster.Roster(len(known), 0, known)
+    lost &= set(known)
+    new = roster.revised(old, wanted, lost, replaced=replaced)
+    back = roster.revised(new, len(known), (), replaced=True)
+    used = {(i, life.incarnation) for i, life in known.items()}
+    for i, life in new.lives.items():
+        assert (i in known and i not in lost) == ((i, life.incarnation) in used)
+    gone = used - {(i, life.incarnation) for i, life in new.lives.items()}
+    assert not gone & {(i, life.incarnation) for i, life in back.lives.items()}
+    assert len(back.lives) == len(known)
+
+
+def test_four_thousand_workers_of_different_incarnations_fit_the_status(elastic_world: ModuleType) -> None:
+    made = {i: roster.Life(99_999_000 + i % 2, started=True) for i in range(4096)}
+    wire = Status(roster=roster.write(roster.Roster(4096, 99_999_999, made))).to_wire()
+    assert len(str(wire)) < 400_000  # an object of the API server has at most 1.5 MiB
+    same = {i: roster.Life(7, started=True) for i in range(4096)}
+    assert len(roster.write(roster.Roster(4096, 8, same)).workers) == 1
+
+
+def test_check_refuses_a_plan_that_deletes_a_survivor(elastic_world: ModuleType) -> None:
+    world = formed(elastic_world)
+    world.do_fail("1", "137")
+    snapshot = world.snapshot()
+    decided = plan(snapshot)
+    survivor = world.pods["digits-w2-0"]
+    worse = Plan(
+        decided.status, (*decided.actions, DeletePod(survivor.name, survivor.uid, 1, "no reason")), publish=True
+    )
+    with pytest.raises(PlanError, match="digits-w2-0 is one of the published workers"):
+        check(snapshot, worse)
+    unpublished = Plan(decided.status, decided.actions)
+    with pytest.raises(PlanError, match="not published"):
+        check(snapshot, unpublished)
+
+
+def test_thirty_pods_lost_one_after_the_other_are_one_incident(elastic_world: ModuleType) -> None:
+    """Case 54: each of thirty failures is seen in a pass of its own; the job is not failed for want of progress."""
+    world = elastic_world.ElasticWorld()
+    world.spec.update(replicas=40, elastic={"minReplicas": 2, "maxReplicas": 40})
+    world.do_settle()
+    world.do_ready(*map(str, range(40)))
+    world.do_form()
+    world.do_step("10")
+    world.do_settle()
+    world.do_advance("60")
+    for i in range(30):
+        world.do_fail(str(i), "137")
+        world.do_advance("0.1")
+        created = [a for a in plan(world.snapshot()).actions if isinstance(a, CreatePod)]
+        assert [a.index for a in created] == [i]
+        world.reconcile()
+    assert not is_finished(world.status)
+    assert world.status.restarts.without_progress == 0
+    assert world.status.restarts.infrastructure == 1
+    assert len(world.status.recoveries) == 1
+
+
+def test_world_spec_is_not_changed_by_planning(elastic_world: ModuleType) -> None:
+    world = formed(elastic_world)
+    before = copy.deepcopy(world.spec)
+    world.do_advance(str(timedelta(hours=1).total_seconds()))
+    world.reconcile()
+    assert world.spec == before
