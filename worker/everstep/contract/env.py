@@ -26,3 +26,6 @@ TERMINATION_LOG = "EVERSTEP_TERMINATION_LOG"
 
 # Seconds from SIGTERM to SIGKILL that a training process has.
 GRACE_SECONDS = "EVERSTEP_GRACE_SECONDS"
+
+# The Unix socket on which an agent tells its training processes of rounds.
+AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"

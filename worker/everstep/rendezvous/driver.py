@@ -75,6 +75,11 @@ class Driver:
         self._thread: threading.Thread | None = None
         self._away = False
 
+    @property
+    def agent(self) -> str:
+        """What this agent calls itself."""
+        return self._member.agent
+
     # --- joining
 
     def join(self, timeout: float, *, store_port: int | None = None, after: int | None = None) -> Round:
@@ -132,6 +137,11 @@ class Driver:
             while self._standing == seen and (left := deadline - self._clock()) > 0:
                 self._changed.wait(left)
             return self._standing
+
+    def seen(self) -> Document | None:
+        """What the store held when this agent last looked. Asks nobody."""
+        with self._changed:
+            return decoded(self._view)
 
     def document(self) -> Document | None:
         """What the store holds now. Asks it."""

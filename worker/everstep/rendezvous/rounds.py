@@ -219,7 +219,7 @@ def is_member(document: Document, agent: str) -> bool:
 def growth(document: Document) -> int:
     """How many more members the round would have if it were formed again now; 0 if that would not make it larger."""
     remaining = document.remaining()
-    if not document.joining:
+    if not document.joining or document.done:  # nobody grows who is about to end
         return 0
     here = {member.agent for member in remaining}
     everyone = (*remaining, *(member for member in document.joining if member.agent not in here))
@@ -316,7 +316,9 @@ def _reach(document: Document, event: Reach) -> Document | Refused:
     # Nobody is taken out: other reports of the same fault may be on their way. The next round is formed in the light of
     # all that have come when the members are back.
     if not event.reaches and is_member(document, low) and is_member(document, high) and document.broken is None:
-        document = replace(document, broken=f"{event.by} does not reach {event.target}"[:MAX_REASON])
+        why = f"{event.by} does not reach {event.target}"[:MAX_REASON]
+        history = _remember(document, Setback(document.round, event.by, why, False))
+        document = replace(document, broken=why, history=history)
     return document
 
 

@@ -10,12 +10,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import re
-import secrets
-import socket
 import time
 from datetime import timedelta
-from urllib.parse import urlsplit
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
@@ -30,7 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from everstep.contract import env
-from everstep.contract.document import MAX_AGENT, Member, Sizes
+from everstep.contract.document import Member, Sizes
 from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.errors import (
@@ -44,6 +40,7 @@ from everstep.rendezvous.errors import (
 )
 from everstep.rendezvous.links import Links
 from everstep.rendezvous.participant import Broken, Closed, Growing, Round, Whole
+from everstep.rendezvous.place import agent_id, own_address
 from everstep.rendezvous.rounds import Refused
 from everstep.rendezvous.store import RoundStore
 
@@ -65,8 +62,8 @@ class RoundHandler(RendezvousHandler):
             sizes = Sizes(parameters.min_nodes, parameters.max_nodes, settings.allowed)
         except DocumentInvalid as e:
             raise ConfigurationInvalid(f"--nnodes and --rdzv-conf allowed: {e}") from e
-        self._address = parameters.local_addr or _own_address(settings.urls)
-        agent = _agent_id()
+        self._address = parameters.local_addr or own_address(settings.urls)
+        agent = agent_id()
         self._links = Links(agent, "::" if ":" in self._address else "")
         member = Member(
             index=int(os.environ.get(env.WORKER_INDEX, "-1")),
@@ -201,23 +198,3 @@ class RoundHandler(RendezvousHandler):
             self._left = True
             atexit.unregister(self._leave)
             self._driver.leave()
-
-
-def _agent_id() -> str:
-    """Unique to this life of this process, and readable in a log."""
-    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[: MAX_AGENT - 30]
-    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _own_address(urls: tuple[str, ...]) -> str:
-    """The address of this machine on the way to the store: the name that a machine gives itself need not be known."""
-    for url in urls:
-        split = urlsplit(url)
-        try:
-            found = socket.getaddrinfo(split.hostname, split.port, type=socket.SOCK_DGRAM)
-            with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-                probe.connect(found[0][4])  # sends nothing
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return socket.getfqdn()

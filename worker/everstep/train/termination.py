@@ -22,6 +22,7 @@ LOG = "/dev/termination-log"
 MAX_ERROR = 400  # characters
 MAX_LINES = 12
 MAX_LINE = 120
+_TOLD = "__everstep_told__"
 
 
 def write(error: str, exit_code: int, lines: list[str], environ: Mapping[str, str] = os.environ) -> None:
@@ -46,7 +47,11 @@ def write(error: str, exit_code: int, lines: list[str], environ: Mapping[str, st
 
 
 def write_error(error: BaseException) -> None:
-    """The record of an exception; its `exit_code` attribute is used if it has one, else 1, as Python does."""
+    """The record of an exception, once; its `exit_code` attribute is used if it has one, else 1, as Python does."""
+    if getattr(error, _TOLD, False):
+        return
+    with contextlib.suppress(AttributeError):
+        setattr(error, _TOLD, True)
     text = f"{type(error).__name__}: {error}"
     lines = "".join(traceback.format_exception(error)).splitlines()
     write(text, int(getattr(error, "exit_code", 1)), [line for line in lines if line.strip()])

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-SOCKET = "EVERSTEP_AGENT_SOCKET"
+from everstep.contract import env
+
 MAX_LINE = 64 * 1024
 
 
@@ -79,7 +80,7 @@ class AgentRounds:
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ) -> AgentRounds | None:
         """By the environment; None without an agent that announces rounds."""
-        path = environ.get(SOCKET)
+        path = environ.get(env.AGENT_SOCKET)
         return cls(path) if path else None
 
     def newest(self) -> Round | None:

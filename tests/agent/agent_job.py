@@ -1,0 +1,167 @@
+"""`everstep-run` agents on the loopback, each a process of its own, and what their training processes wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LIMIT = 90.0  # seconds that any wait may take, on a machine that does much else
+
+
+@dataclass(eq=False)
+class Agent:
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def warm(self) -> list[int]:
+        return children(self.pid)
+
+    def trainers(self) -> list[int]:
+        """The pids of its training processes: what the warm parent forked first hosts stores."""
+        return [pid for warm in self.warm() for pid in sorted(children(warm))[1:]]
+
+
+class Job:
+    """Agents of one job; `script` and its arguments are theirs. Use as a context manager."""
+
+    def __init__(self, folder: Path, endpoint: str, *argv: str, nodes: str = "2:3", flags: Iterable[str] = ()) -> None:
+        self.folder, self._endpoint, self._argv, self._nodes = folder, endpoint, argv, nodes
+        self._flags = tuple(flags)
+        self._job = uuid.uuid4().hex
+        self.agents: list[Agent] = []
+        self._read: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            if agent.process.poll() is None:
+                self.kill(agent)
+
+    def start(self, count: int = 1, conf: str = "last_call=20,ttl=3") -> list[Agent]:
+        made = []
+        for _ in range(count):
+            argv = [
+                sys.executable, "-m", "everstep.agent.main", f"--nnodes={self._nodes}",
+                "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={self._endpoint}", f"--rdzv-id={self._job}",
+                f"--rdzv-conf={conf}", *self._flags, *self._argv,
+            ]  # fmt: skip
+            log = self.folder / f"agent-{len(self.agents)}.log"
+            variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            with log.open("wb") as out:
+                process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True, env=variables)
+            made.append(Agent(len(self.agents), process, log))
+            self.agents.append(made[-1])
+        return made
+
+    def kill(self, agent: Agent) -> float:
+        """End an agent as a power cut would, with all that it started; when."""
+        os.kill(agent.pid, signal.SIGSTOP)  # so that it starts no other meanwhile
+        pids = [agent.pid, *agent.warm(), *(pid for warm in agent.warm() for pid in children(warm))]
+        at = time.monotonic()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.process.wait()
+        return at
+
+    # --- what the session script says
+
+    def events(self, pid: int) -> list[dict[str, Any]]:
+        path = self.folder / f"{pid}.jsonl"
+        at, told = self._read.get(path, (0, []))
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(at)
+                whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                told = told + [json.loads(line) for line in whole.splitlines()]
+                self._read[path] = (at + len(whole) + 1, told)
+        return told
+
+    def steps(self, pid: int) -> list[dict[str, Any]]:
+        return [event for event in self.events(pid) if event["kind"] == "step"]
+
+    def trains(self, pids: Iterable[int], since: float, size: int, count: int = 2) -> list[dict[str, Any]]:
+        """The first step of each of these after that moment in a world of that size; empty while one has not made
+        `count` of them."""
+        found = []
+        for pid in pids:
+            fresh = [e for e in self.steps(pid)[-500:] if e["at"] > since and e["world"] == size]
+            if len(fresh) < count:
+                return []
+            found.append(fresh[0])
+        return found
+
+    def world(self, agents: Iterable[Agent], since: float, count: int = 2) -> list[dict[str, Any]]:
+        """Wait until the processes of these agents, and no others, train together; their first steps."""
+        agents = list(agents)
+
+        def found() -> list[dict[str, Any]]:
+            pids = [pid for agent in agents for pid in agent.trainers()]
+            return self.trains(pids, since, len(pids), count) if len(pids) >= len(agents) else []
+
+        return self.until(found, f"no world of agents {[a.number for a in agents]}")
+
+    def differing(self) -> dict[int, set[str]]:
+        """Steps after which two processes had different parameters. What a killed one did last may be lost with it."""
+        alive = {pid for agent in self.agents for pid in agent.trainers() if agent.process.poll() is None}
+        found: dict[int, set[str]] = {}
+        for path in self.folder.glob("*.jsonl"):
+            steps = self.steps(int(path.stem))
+            for e in steps if int(path.stem) in alive else steps[:-1]:
+                found.setdefault(e["step"], set()).add(e["digest"])
+        return {step: digests for step, digests in found.items() if len(digests) > 1}
+
+    # ---
+
+    def until(self, true: Callable[[], Any], problem: str, seconds: float = LIMIT) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (value := true()):
+            if time.monotonic() > deadline:
+                logs = "\n".join(f"--- agent {a.number}\n{a.log.read_text()[-4000:]}" for a in self.agents)
+                raise AssertionError(f"{problem}\n{logs}")
+            time.sleep(0.005)
+        return value
+
+    def codes(self) -> list[int]:
+        """Wait for all agents; their exit codes."""
+        self.until(lambda: all(a.process.poll() is not None for a in self.agents), "an agent does not end")
+        return [a.process.returncode for a in self.agents]
+
+    def left_behind(self) -> list[int]:
+        """Processes that are still there and were started by an agent of this job, by its id in their environment."""
+        found = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"TORCHELASTIC_RUN_ID={self._job}".encode() in environ.read_bytes():
+                    found.append(int(environ.parent.name))
+        return found
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process started, and that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(stat.parent.name))
+    return found

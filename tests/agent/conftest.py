@@ -1,0 +1,49 @@
+"""What the agent's tests share: their helpers on the path, and a real etcd for jobs of several agents."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent / "rendezvous"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from agent_job import Job  # noqa: E402
+from etcd_server import EtcdCluster  # noqa: E402
+from testcluster import programs  # noqa: E402  tests/conftest.py put it on the path
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Building takes longer than any test may."""
+    if not session.config.option.collectonly and any("job" in getattr(i, "fixturenames", ()) for i in session.items):
+        programs.etcd()
+
+
+@pytest.fixture(scope="session")
+def agents_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"), 1)
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def job(agents_etcd: EtcdCluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """`job(script, arguments…)`: its agents are started by the test, and ended with it. None leaves a process."""
+    made: list[Job] = []
+
+    def make(*argv: Any, **options: Any) -> Job:
+        endpoint = agents_etcd.urls[0].removeprefix("http://")
+        made.append(Job(tmp_path, endpoint, *map(str, argv), **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.__exit__()
+        one.until(lambda one=one: not one.left_behind(), "processes were left behind", 10)

@@ -1,0 +1,84 @@
+"""The command line is torchrun's: every flag of the torch that is installed is taken, obeyed or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from everstep.agent.arguments import UsageError, parser, read, streams
+
+
+def options(of: object) -> set[str]:
+    return {option for action in of._actions for option in action.option_strings}  # type: ignore[attr-defined]
+
+
+def test_every_flag_of_torchrun_is_known_in_both_spellings() -> None:
+    assert options(get_args_parser()) <= options(parser({}))
+
+
+def test_flags_are_read_from_the_environment_as_torchrun_reads_them() -> None:
+    environ = {
+        "PET_NNODES": "2:4",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_RDZV_BACKEND": "etcd-v3",
+        "PET_RDZV_ENDPOINT": "h:2379",
+        "PET_RDZV_ID": "job",
+        "PET_RDZV_CONF": "last_call=3, ttl=4",
+        "PET_MAX_RESTARTS": "5",
+        "PET_MODULE": "1",
+        "PET_REDIRECTS": "0:3,1:1",
+    }
+    found = read(["pkg.train", "--lr", "0.1"], environ)
+    assert (found.nodes, found.processes, found.backend, found.run_id) == ((2, 4), "2", "etcd-v3", "job")
+    assert found.rendezvous == {"last_call": "3", "ttl": "4"}
+    assert (found.max_restarts, found.program.module, found.program.arguments) == (5, True, ("--lr", "0.1"))
+    assert [streams(found.redirects, slot) for slot in range(3)] == [(True, True), (True, False), (False, False)]
+    assert read(["--nnodes=3", "t.py"], environ).nodes == (3, 3)
+
+
+def test_what_comes_after_the_script_is_the_scripts() -> None:
+    found = read(["--nproc_per_node", "3", "train.py", "--nnodes", "9", "-m"], {})
+    assert found.program.arguments == ("--nnodes", "9", "-m")
+    assert (found.processes, found.nodes) == ("3", (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("argv", "local", "ours"),
+    [
+        (["t.py"], True, True),
+        (["--standalone", "t.py"], True, True),
+        (["--nnodes=2", "t.py"], False, False),  # torch's static rendezvous
+        (["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1", "t.py"], False, False),
+        (["--nnodes=2", "--rdzv-backend=etcd-v3", "--rdzv-endpoint=h:1", "t.py"], False, True),
+        (["--master-port=29500", "t.py"], False, False),
+    ],
+)
+def test_a_rendezvous_that_is_torchs_own_is_left_to_torchrun(argv: list[str], local: bool, ours: bool) -> None:
+    found = read(argv, {})
+    assert (found.local, found.ours) == (local, ours)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--nnodes=0", "t.py"], "--nnodes=0"),
+        (["--nnodes=3:2", "t.py"], "--nnodes=3:2"),
+        (["--nproc-per-node=many", "t.py"], "--nproc-per-node=many"),
+        (["--max-restarts=-1", "t.py"], "--max-restarts=-1"),
+        (["--max-restarts=1.5", "t.py"], "--max-restarts=1.5"),
+        (["--tee=4", "t.py"], "--tee=4"),
+        (["--redirects=0:9", "t.py"], "--redirects"),
+        (["--rdzv-conf=last_call", "t.py"], "--rdzv-conf"),
+        (["--local-ranks-filter=a", "t.py"], "--local-ranks-filter"),
+        (["--standalone", "--nnodes=2", "t.py"], "--standalone"),
+        (["--module", "--no-python", "t.py"], "--module and --no-python"),
+        (["--numa-binding=node", "t.py"], "--numa-binding: everstep-run does not do this; torchrun does"),
+        (["--event-log-handler=console", "t.py"], "--event-log-handler"),
+        (["--shutdown-timeout=soon", "t.py"], "--shutdown-timeout=soon"),
+        (["--no-such-flag", "t.py"], "no-such-flag"),
+        ([], "training_script"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_by_the_flags_name(argv: list[str], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        read(argv, {})

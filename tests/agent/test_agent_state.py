@@ -1,0 +1,433 @@
+"""What an agent does next, situation by situation, and in any order of events that can be."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from everstep.agent import events as e
+from everstep.agent import state as machine
+from everstep.agent.events import Fault, Purpose
+from everstep.agent.state import LINGER_SECONDS, MOST_OUTSIDE, Config, Life, State, begin, decide
+from everstep.contract import exit_codes
+from everstep.contract.document import Member, Setback
+from everstep.rendezvous.participant import Broken, Closed, Growing, Round, Whole
+from everstep.rendezvous.rounds import FINISHED
+
+WALKS = int(os.environ.get("EVERSTEP_WALKS", "300"))
+KILL = signal.SIGKILL
+
+
+def round_of(number: int, *names: str, rank: int = 0) -> Round:
+    return Round(number, rank, tuple(Member(i, name, address="h", store_port=9) for i, name in enumerate(names)))
+
+
+class Play:
+    """An agent with one process or more, and what it was told to do last."""
+
+    def __init__(self, processes: int = 1, **config: Any) -> None:
+        self.state = begin(Config(processes, **config))
+        self.told: tuple[e.Instruction, ...] = ()
+        self._pid = 100
+
+    def take(self, event: e.Event) -> tuple[e.Instruction, ...]:
+        self.state, self.told = decide(self.state, event)
+        for instruction in self.told:
+            if isinstance(instruction, e.Fork):
+                for slot in instruction.slots:
+                    self._pid += 1
+                    self.state = machine.started(self.state, slot, self._pid)
+        return self.told
+
+    def pid(self, slot: int = 0) -> int:
+        return self.state.slots[slot].pid
+
+    def form(self, number: int, *names: str, keeps: bool = False, history: tuple[Setback, ...] = ()) -> Any:
+        return self.take(e.Formed(round_of(number, *names), keeps, history))
+
+    def exits(self, slot: int, code: int, fault: Fault = Fault.OUTSIDE, why: str = "x") -> Any:
+        return self.take(e.Exited(slot, self.pid(slot), code, fault, why))
+
+    def speak(self, number: int) -> None:
+        """All processes say hello, are ready and train in the round."""
+        for slot in range(len(self.state.slots)):
+            self.take(e.Hello(slot, self.pid(slot)))
+        for slot in range(len(self.state.slots)):
+            self.take(e.Ready(slot, self.pid(slot)))
+        for slot in range(len(self.state.slots)):
+            self.take(e.Trains(slot, self.pid(slot), number, 5))
+
+
+def plain(processes: int = 2, **config: Any) -> Play:
+    """An agent whose processes do not speak, in round 1 with another."""
+    play = Play(processes, **config)
+    play.take(e.Began(False))
+    play.form(1, "a", "b")
+    return play
+
+
+def keeping(processes: int = 1, **config: Any) -> Play:
+    """An agent whose processes speak, in round 1 with two others."""
+    play = plain(processes, **config)
+    play.form(1, "a", "b", "c")
+    play.speak(1)
+    return play
+
+
+def kinds(told: tuple[e.Instruction, ...]) -> list[str]:
+    return [type(instruction).__name__ for instruction in told]
+
+
+# --- processes that do not speak
+
+
+def test_the_first_round_is_joined_before_processes_are_forked_in_it() -> None:
+    play = Play(2)
+    assert play.take(e.Began(False)) == (e.Join(0),)
+    (fork,) = play.form(1, "a", "b")
+    assert fork == e.Fork((0, 1), round_of(1, "a", "b"))
+
+
+def test_when_the_round_is_over_they_are_killed_at_once_and_forked_anew_when_all_are_gone() -> None:
+    play = plain()
+    assert play.take(e.Changed(1, Broken("b is gone"))) == (e.Signal((0, 1), KILL), e.Join(1))
+    assert play.exits(0, -9) == ()
+    assert play.form(2, "a") == ()
+    assert play.exits(1, -9) == (e.Fork((0, 1), round_of(2, "a")),)
+
+
+def test_a_program_error_ends_the_round_for_all_is_charged_and_others_processes_here_are_killed() -> None:
+    play = plain(max_restarts=1)
+    told = play.exits(1, 1, Fault.PROGRAM, "ValueError")
+    assert told == (e.Break(1, "ValueError"), e.Charge(1, "ValueError"), e.Signal((0,), KILL), e.Join(1))
+    assert play.take(e.Charged(1)) == ()
+
+
+def test_more_failures_than_allowed_end_the_agent_with_the_code_of_the_last_and_the_job_where_nobody_restarts_it() -> (
+    None
+):
+    play = plain(max_restarts=1)
+    play.exits(1, 3, Fault.PROGRAM, "ValueError")
+    told = play.take(e.Charged(2))
+    assert kinds(told) == ["CloseJob"]  # the other process is being killed already
+    (finish,) = play.exits(0, -9)
+    assert isinstance(finish, e.Finish)
+    assert finish.code == 3
+    assert "ValueError; 1 restarts are allowed" in finish.why
+
+
+def test_where_an_operator_restarts_workers_the_others_are_not_ended_with_this_one() -> None:
+    play = plain(alone=False)
+    play.exits(1, 3, Fault.PROGRAM, "ValueError")
+    assert play.take(e.Charged(1)) == ()
+    assert kinds(play.exits(0, -9)) == ["Finish"]
+
+
+def test_what_looks_like_a_lost_peer_is_charged_only_if_no_other_was_lost() -> None:
+    play = plain()
+    told = play.exits(0, 1, Fault.PEER, "connection closed")
+    timer = next(i for i in told if isinstance(i, e.Timer))
+    assert timer.purpose is Purpose.SETTLE
+    assert "Charge" not in kinds(told)
+    assert play.take(e.Elapsed(timer)) == (e.Charge(1, "connection closed", unless_others=True),)
+
+
+def test_kills_from_outside_are_not_charged_until_there_are_too_many_in_a_row() -> None:
+    play = plain(1)
+    for number in range(1, MOST_OUTSIDE + 1):
+        assert "Charge" not in kinds(play.exits(0, -9))
+        play.form(number + 1, "a", "b")
+    assert "Charge" in kinds(play.exits(0, -9))
+
+
+def test_an_agent_whose_processes_succeeded_waits_for_the_others_and_repeats_if_one_is_lost() -> None:
+    play = plain(1)
+    assert play.exits(0, 0) == (e.Done(1), e.Timer(LINGER_SECONDS, Purpose.LINGER, 1))
+    assert play.take(e.Changed(1, Growing(1, None))) == ()
+    assert play.take(e.Changed(1, Broken("b is gone"))) == (e.Join(1),)
+    assert kinds(play.form(2, "a", "b")) == ["Fork"]
+    play.exits(0, 0)
+    assert play.take(e.Changed(2, Closed(FINISHED))) == (e.Finish(0, FINISHED),)
+
+
+def test_who_waited_long_enough_for_the_others_goes() -> None:
+    play = plain(1)
+    timer = play.exits(0, 0)[1]
+    assert kinds(play.take(e.Elapsed(timer))) == ["Finish"]
+    assert play.take(e.Elapsed(timer)) == ()
+
+
+@pytest.mark.parametrize("code", [exit_codes.FENCED, exit_codes.STORE_UNUSABLE, exit_codes.PREEMPTED])
+def test_an_end_that_no_restart_can_mend_ends_the_agent_with_the_same_code(code: int) -> None:
+    play = plain()
+    told = play.exits(0, code, Fault.PROGRAM)
+    assert told[0] == e.Signal((1,), signal.SIGTERM)
+    (finish,) = play.exits(1, 0)
+    assert finish.code == code
+
+
+def test_a_signal_is_passed_on_and_followed_by_sigkill_when_the_time_is_over() -> None:
+    play = plain(shutdown_seconds=7)
+    told = play.take(e.Asked(signal.SIGTERM))
+    assert told == (e.Signal((0, 1), signal.SIGTERM), e.Timer(7, Purpose.GRACE))
+    play.exits(0, exit_codes.PREEMPTED)
+    assert play.take(e.Elapsed(told[1])) == (e.Signal((1,), KILL),)
+    (finish,) = play.exits(1, -9)
+    assert finish.code == exit_codes.PREEMPTED
+
+
+def test_no_round_and_no_prospect_of_one_ends_the_agent() -> None:
+    play = Play()
+    play.take(e.Began(False))
+    assert play.take(e.NotFormed("timed out")) == (e.Finish(1, "timed out"),)
+
+
+# --- processes that speak
+
+
+def test_the_round_is_told_to_a_process_that_says_hello_and_the_job_learns_that_it_keeps_its_processes() -> None:
+    play = plain(1)
+    assert play.take(e.Hello(0, play.pid())) == (e.Announce((0,), round_of(1, "a", "b"), False),)
+    assert play.take(e.Ready(0, play.pid())) == (e.KeepProcesses(1),)
+
+
+def test_survivors_keep_their_processes_and_tell_them_of_the_next_round() -> None:
+    play = keeping()
+    assert play.take(e.Changed(1, Broken("c is gone"))) == (e.Join(1),)
+    announce, timer = play.form(2, "a", "b", history=(Setback(1, "c", "SIGKILL", False),))
+    assert announce == e.Announce((0,), round_of(2, "a", "b"), False)
+    assert timer.purpose is Purpose.COME
+
+
+def test_a_dead_process_is_replaced_while_the_others_train_on_and_its_agent_joins_when_the_new_one_is_ready() -> None:
+    play = keeping()
+    told = play.exits(0, -9, Fault.OUTSIDE, "SIGKILL")
+    assert told == (e.StepOut(1, "SIGKILL"), e.Fork((0,), None))
+    play.take(e.Hello(0, play.pid()))
+    assert play.take(e.Ready(0, play.pid())) == (e.Join(1),)
+
+
+def test_growth_is_announced_as_a_world_that_still_works_together() -> None:
+    play = keeping()
+    assert play.take(e.Changed(1, Growing(1, None))) == (e.Join(1),)
+    assert play.form(2, "a", "b", "c", "d") == (e.Announce((0,), round_of(2, "a", "b", "c", "d"), True),)
+
+
+@pytest.mark.parametrize(
+    ("names", "history"),
+    [
+        (("a", "b", "d"), ()),  # one of those with whom it trained is not there any more
+        (("a", "b", "c", "d"), (Setback(1, "c", "its process died", False),)),
+        (("a", "b", "c", "d"), (Setback(2, "d", "died while it came", False),)),
+    ],
+)
+def test_a_world_that_lost_something_is_not_announced_as_whole(names: Any, history: Any) -> None:
+    play = keeping()
+    play.take(e.Changed(1, Growing(1, None)))
+    announce, _ = play.form(3, *names, history=history)
+    assert not announce.whole
+
+
+def test_a_new_agent_of_a_job_that_keeps_its_processes_joins_when_its_own_is_ready() -> None:
+    play = Play()
+    assert play.take(e.Began(True)) == (e.Fork((0,), None),)
+    assert play.take(e.Hello(0, play.pid())) == ()
+    assert play.take(e.Ready(0, play.pid())) == (e.Join(0),)
+
+
+def test_a_process_that_dies_while_its_agent_joins_is_replaced_and_the_agent_steps_out_of_the_round_it_gets() -> None:
+    play = keeping()
+    play.take(e.Changed(1, Broken("c is gone")))
+    assert play.exits(0, -9) == (e.Fork((0,), None),)
+    assert kinds(play.form(2, "a", "b")) == ["StepOut"]
+    assert play.take(e.Ready(0, play.pid())) == (e.Join(2),)
+
+
+def test_a_collective_that_fails_breaks_the_round_unless_it_is_over_within_a_second() -> None:
+    play = keeping()
+    (timer,) = play.take(e.Hurt(0, play.pid(), 1, "reset"))
+    assert play.take(e.Elapsed(timer)) == (e.Break(1, "reset"), e.Join(1))
+    again = keeping()
+    (timer,) = again.take(e.Hurt(0, again.pid(), 1, "reset"))
+    again.take(e.Changed(1, Broken("c is gone")))
+    assert again.take(e.Elapsed(timer)) == ()
+
+
+def test_a_process_that_does_not_come_into_the_round_is_replaced() -> None:
+    play = keeping()
+    play.take(e.Changed(1, Broken("c is gone")))
+    _, timer = play.form(2, "a", "b")
+    assert play.take(e.Elapsed(timer)) == (e.Signal((0,), KILL), e.StepOut(2, "a process ended"))
+    assert play.exits(0, -9) == (e.Fork((0,), None),)
+    on_time = keeping()
+    on_time.take(e.Changed(1, Broken("c is gone")))
+    _, timer = on_time.form(2, "a", "b")
+    on_time.take(e.Trains(0, on_time.pid(), 2, 6))
+    assert on_time.take(e.Elapsed(timer)) == ()
+
+
+def test_of_two_processes_the_living_one_waits_for_the_new_one() -> None:
+    play = keeping(2)
+    assert play.exits(1, -9, why="SIGKILL") == (e.StepOut(1, "SIGKILL"), e.Fork((1,), None))
+    assert play.state.slots[0].life is Life.LIVE
+    play.take(e.Hello(1, play.pid(1)))
+    assert play.take(e.Ready(1, play.pid(1))) == (e.Join(1),)
+
+
+# --- any order of events
+
+
+class Walk:
+    """Random events that can be, judged at each step; `seed` replays it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.play = Play(self.random.randint(1, 3), max_restarts=self.random.choice([0, 2, 99]))
+        self.speaks = self.random.random() < 0.7
+        self.number = 0
+        self.joining = False
+        self.timers: list[e.Timer] = []
+        self.charged: set[int] = set()
+        self.finished = False
+
+    @property
+    def state(self) -> State:
+        return self.play.state
+
+    def take(self, event: e.Event) -> None:
+        before = self.state
+        told = self.play.take(event)
+        assert not (self.finished and told), f"after Finish: {told}"
+        for instruction in told:
+            self.judge(before, event, instruction)
+
+    def judge(self, before: State, event: e.Event, instruction: e.Instruction) -> None:
+        match instruction:
+            case e.Join(after):
+                assert not self.joining, "it joins twice"
+                assert after == self.number
+                self.joining = True
+            case e.Fork(slots, round_):
+                exited = {event.slot} if isinstance(event, e.Exited) else set()
+                for slot in slots:
+                    assert slot in exited or before.slots[slot].life is not Life.LIVE or before.slots[slot].killed
+                if round_ is not None:
+                    assert round_.number == self.number
+                    assert not self.joining
+            case e.Announce(slots, round_, _):
+                assert round_.number == self.number
+                assert all(self.state.slots[slot].life is Life.LIVE for slot in slots)
+            case e.Timer():
+                self.timers.append(instruction)
+            case e.Finish():
+                assert all(slot.life is not Life.LIVE for slot in self.state.slots), "it ends before its processes"
+                self.finished = True
+            case e.StepOut(number) | e.Break(number) | e.Done(number) | e.KeepProcesses(number):
+                assert number == self.number
+            case _:
+                pass
+
+    def events(self) -> list[e.Event]:
+        found: list[e.Event] = []
+        for slot, place in enumerate(self.state.slots):
+            if place.life is not Life.LIVE:
+                continue
+            pid = place.pid
+            if place.killed:
+                found.append(e.Exited(slot, pid, -9, Fault.OUTSIDE, "killed"))
+                continue
+            found += [
+                e.Exited(slot, pid, -9, Fault.OUTSIDE, "SIGKILL"),
+                e.Exited(slot, pid, 1, Fault.PROGRAM, "ValueError"),
+                e.Exited(slot, pid, 1, Fault.PEER, "connection closed"),
+                e.Exited(slot, pid, 0, Fault.OUTSIDE, ""),
+                e.Hurt(slot, pid, self.number, "reset"),
+            ]
+            if self.speaks:
+                known = e.Ready(slot, pid) if place.speaks else e.Hello(slot, pid)
+                found += [known] * 4 if not place.ready else [e.Trains(slot, pid, self.number, 3)] * 4
+        if self.joining:
+            found += [self.forms()] * 6
+        elif self.number:
+            found += [
+                e.Changed(self.number, Broken("one is gone")),
+                e.Changed(self.number, Growing(1, None)),
+                e.Changed(self.number, Whole()),
+                e.Changed(self.number - 1, Broken("an old one")),
+            ]
+        if self.timers:
+            found.append(e.Elapsed(self.random.choice(self.timers)))
+        if self.random.random() < 0.02:
+            found += [e.Asked(signal.SIGTERM), e.Charged(self.random.choice([None, 1, 100]))]
+        return found
+
+    def forms(self) -> e.Formed:
+        names = ["me", *self.random.sample(["a", "b", "c"], self.random.randint(0, 3))]
+        history = tuple(Setback(self.number, n, "lost", False) for n in names if self.random.random() < 0.2)
+        return e.Formed(round_of(self.number + 1, *names), False, history)
+
+    def step(self, event: e.Event) -> None:
+        if isinstance(event, e.Formed):
+            self.number, self.joining = event.round.number, False
+        self.take(event)
+
+    def run(self) -> None:
+        self.take(e.Began(self.speaks and self.random.random() < 0.5))
+        for _ in range(80):
+            choices = self.events()
+            if self.finished or not choices:
+                break
+            self.step(self.random.choice(choices))
+        self.settle()
+
+    def settle(self) -> None:
+        """No more faults: it ends, or all its processes are in the newest round."""
+        for _ in range(60):
+            if self.finished:
+                return
+            killed = [e for e in self.events() if isinstance(e, e_exited) and "killed" in e.why]
+            asked = self.state.ending is not None
+            if killed:
+                self.step(killed[0])
+            elif asked:
+                slot = next(i for i, s in enumerate(self.state.slots) if s.life is Life.LIVE)
+                self.step(e.Exited(slot, self.play.pid(slot), -15, Fault.OUTSIDE, "SIGTERM"))
+            else:
+                self.speak_up()
+                if self.joining:
+                    self.step(replace(self.forms(), history=()))
+            if self.at_rest():
+                return
+        raise AssertionError(f"it does not come to rest: {self.state}")
+
+    def speak_up(self) -> None:
+        for slot, place in enumerate(self.state.slots):
+            if self.speaks and place.life is Life.LIVE and not place.killed:
+                self.take(e.Hello(slot, self.play.pid(slot)))
+                self.take(e.Ready(slot, self.play.pid(slot)))
+
+    def at_rest(self) -> bool:
+        state = self.state
+        settled = state.round is not None and not state.over and not state.joining
+        full = all(s.life is not Life.EMPTY and not s.killed for s in state.slots)
+        return settled and full and (not state.keeps or all(s.ready or s.life is Life.SUCCEEDED for s in state.slots))
+
+
+e_exited = e.Exited
+
+
+def test_in_any_order_of_events_no_rule_is_broken_and_the_agent_comes_to_rest() -> None:
+    finished = 0
+    for seed in range(WALKS):
+        walk = Walk(seed)
+        try:
+            walk.run()
+        except Exception as error:
+            raise AssertionError(f"Walk({seed}): {error}") from error
+        finished += walk.finished
+    assert 0 < finished < WALKS

@@ -1,0 +1,237 @@
+"""torchrun's command line, read without importing torch.
+
+Every flag can be given as `PET_<FLAG>` in the environment too, as torchrun reads it. Flags that say how torchrun starts
+or watches its processes are taken and mean nothing here: processes are forked from a warm parent, and their ends are
+told, not polled. Invariant: a flag is obeyed, or refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+OUR_BACKENDS = ("everstep", "etcd-v3")
+# Optimizers import torch._dynamo when they are first used, and that takes longer than torch itself.
+MODULES = "torch,torch.distributed,torch._dynamo"
+# What torchrun has no flag for. Modules that the warm parent imports once for all processes:
+PRELOAD = "EVERSTEP_PRELOAD"
+# Seconds that a process may take to come into a new round before it is replaced:
+RECOVERY_SECONDS = "EVERSTEP_RECOVERY_SECONDS"
+
+
+class UsageError(ValueError):
+    """A flag or its value; the text names it and what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What each training process runs: a script, a module (`python -m`), or any executable."""
+
+    target: str
+    arguments: tuple[str, ...]
+    module: bool = False
+    executable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """One `everstep-run`. `local`: there is one agent, and it needs no round store."""
+
+    program: Program
+    nodes: tuple[int, int]
+    processes: str  # a number, or what to count
+    backend: str
+    endpoint: str
+    run_id: str
+    rendezvous: Mapping[str, str]
+    local: bool
+    max_restarts: int
+    role: str
+    log_dir: str | None
+    redirects: str
+    tee: str
+    filter: frozenset[int] | None
+    address: str | None
+    signals: tuple[str, ...]
+    shutdown_seconds: float
+    virtual_local_rank: bool
+    preload: tuple[str, ...]
+    recovery_seconds: float
+
+    @property
+    def ours(self) -> bool:
+        """Whether this rendezvous is ours; every other one is torchrun's to do."""
+        return self.local or self.backend in OUR_BACKENDS
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UsageError(message)
+
+
+def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The flags; see `torchrun --help` for what torchrun itself says about each."""
+    p = _Parser(
+        prog="everstep-run",
+        description="Runs a training script as torchrun does, and goes on when processes, agents or nodes are lost.",
+        epilog="Every flag of torchrun can be given; also as PET_<FLAG> in the environment.",
+        allow_abbrev=True,
+    )
+
+    def value(*names: str, default: str = "", text: str) -> None:
+        both = _spellings(names)
+        name = names[-1].removeprefix("--").replace("-", "_")
+        default = environ.get(f"PET_{name.upper()}", default)
+        p.add_argument(
+            *both, dest=name, default=default, help=f"{text} (default: {default or 'none'})".replace("%", "%%")
+        )
+
+    def switch(*names: str, text: str) -> None:
+        both = _spellings(names)
+        name = names[-1].removeprefix("--").replace("-", "_")
+        p.add_argument(
+            *both, dest=name, action="store_true", default=environ.get(f"PET_{name.upper()}", "0") == "1", help=text
+        )
+
+    value("--nnodes", default="1:1", text="agents, as N or MIN:MAX")
+    value("--nproc-per-node", default="1", text="processes for each agent: a number, auto, gpu, cpu")
+    value("--rdzv-backend", default="static", text="everstep, etcd-v3, or one of torch's own, which torchrun runs")
+    value("--rdzv-endpoint", text="where the rendezvous is, host:port")
+    value("--rdzv-id", default="none", text="name of the job; all its agents give the same, and no other job's")
+    value("--rdzv-conf", text="settings of the rendezvous, as key=value,key=value")
+    switch("--standalone", text="one agent, no rendezvous to configure")
+    value("--max-restarts", default="0", text="failures of the program that the whole job may survive")
+    value("--role", default="default", text="name in front of each line of output that is teed")
+    switch("-m", "--module", text="the script is a module, run as python -m does")
+    switch("--no-python", text="the script is an executable")
+    switch("--run-path", text="taken for torchrun's sake: a script is always run in a forked Python")
+    value("--log-dir", text="folder for log and error files")
+    value("-r", "--redirects", default="0", text="to log files and no console: 0 none, 1 stdout, 2 stderr, 3 both")
+    value("-t", "--tee", default="0", text="to log files and console, counted as in --redirects")
+    value("--local-ranks-filter", text="local ranks that may write to the console, as 0,1")
+    value("--node-rank", default="0", text="for torch's static rendezvous")
+    value("--master-addr", default="127.0.0.1", text="for torch's static rendezvous")
+    value("--master-port", text="for torch's static rendezvous")
+    value("--local-addr", text="address of this machine for the others")
+    value("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", text="signals that are passed on")
+    value("--shutdown-timeout", default="30", text="seconds between the signal and SIGKILL")
+    switch("--virtual-local-rank", text="LOCAL_RANK is 0 everywhere, and each process sees its own device only")
+    for name, default in (("--monitor-interval", "0.1"), ("--start-method", "spawn")):
+        value(name, default=default, text="taken for torchrun's sake, without meaning here")
+    for name in ("--event-log-handler", "--logs-specs", "--numa-binding"):
+        value(name, text="torchrun's; refused here")
+    for name in ("--duplicate-stdout-filters", "--duplicate-stderr-filters"):
+        value(name, text="torchrun's; refused here")
+    p.add_argument("training_script", help="the script, module or executable")
+    p.add_argument("training_script_args", nargs=argparse.REMAINDER, help="what it is given")
+    return p
+
+
+def _spellings(names: tuple[str, ...]) -> list[str]:
+    """With underscores too, as torchrun takes them."""
+    return [*names, *("--" + n[2:].replace("-", "_") for n in names if "-" in n[2:])]
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
+    """Raises UsageError; ends Python for `--help`, as argparse does."""
+    a = parser(environ).parse_args(list(argv))
+    low, high = _nodes(a.nnodes)
+    local = a.standalone or (high == 1 and a.rdzv_backend == "static" and not (a.rdzv_endpoint or a.master_port))
+    if a.standalone and high > 1:
+        raise UsageError(f"--nnodes={a.nnodes}: --standalone is for one agent")
+    found = Arguments(
+        program=Program(a.training_script, tuple(a.training_script_args), a.module, a.no_python),
+        nodes=(low, high),
+        processes=_processes(a.nproc_per_node),
+        backend=a.rdzv_backend,
+        endpoint=a.rdzv_endpoint,
+        run_id=a.rdzv_id,
+        rendezvous=_pairs(a.rdzv_conf),
+        local=local,
+        max_restarts=int(_number("--max-restarts", a.max_restarts, whole=True)),
+        role=a.role,
+        log_dir=a.log_dir or None,
+        redirects=_streams("--redirects", a.redirects),
+        tee=_streams("--tee", a.tee),
+        filter=_ranks(a.local_ranks_filter),
+        address=a.local_addr or None,
+        signals=tuple(s.strip() for s in a.signals_to_handle.split(",") if s.strip()),
+        shutdown_seconds=_number("--shutdown-timeout", a.shutdown_timeout),
+        virtual_local_rank=a.virtual_local_rank,
+        preload=tuple(m.strip() for m in environ.get(PRELOAD, MODULES).split(",") if m.strip()),
+        recovery_seconds=_number(RECOVERY_SECONDS, environ.get(RECOVERY_SECONDS, "300")),
+    )
+    if found.ours:
+        _refuse(a)
+    return found
+
+
+def _refuse(a: argparse.Namespace) -> None:
+    if a.module and a.no_python:
+        raise UsageError("--module and --no-python exclude each other")
+    names = ("logs_specs", "numa_binding", "duplicate_stdout_filters", "duplicate_stderr_filters")
+    given = [name for name in names if getattr(a, name)]
+    if a.event_log_handler not in ("", "null"):
+        given.append("event_log_handler")
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise UsageError(f"{flags}: everstep-run does not do this; torchrun does, with the same --rdzv-backend")
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise UsageError(f"--nnodes={text}: N or MIN:MAX with 1 <= MIN <= MAX is expected")
+    return low, high
+
+
+def _processes(text: str) -> str:
+    if text in ("auto", "gpu", "cpu") or (text.isdecimal() and int(text) >= 1):
+        return text
+    raise UsageError(f"--nproc-per-node={text}: a number of at least 1, auto, gpu or cpu is expected")
+
+
+def _number(flag: str, text: str, *, whole: bool = False) -> float:
+    try:
+        number = int(text) if whole else float(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 1e9:
+        raise UsageError(f"{flag}={text}: a number of at least 0 is expected")
+    return number
+
+
+def _pairs(text: str) -> dict[str, str]:
+    found = {}
+    for part in (p.strip() for p in text.split(",")):
+        key, equals, value = part.partition("=")
+        if part and not (equals and key.strip()):
+            raise UsageError(f"--rdzv-conf: {part!r}: key=value is expected")
+        if part:
+            found[key.strip()] = value.strip()
+    return found
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise UsageError(f"--local-ranks-filter={text}: local ranks with commas between are expected, as 0,1")
+    return frozenset(int(part) for part in text.split(","))
+
+
+def _streams(flag: str, text: str) -> str:
+    """`N`, or `RANK:N,RANK:N`, where N is 0 none, 1 stdout, 2 stderr, 3 both."""
+    if re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
+        return text
+    raise UsageError(f"{flag}={text}: 0, 1, 2 or 3, or such a number for each local rank as 0:3,1:0, is expected")
+
+
+def streams(text: str, local_rank: int) -> tuple[bool, bool]:
+    """Whether stdout and stderr are meant for this local rank, by a value that `read` has checked."""
+    if ":" in text:
+        text = dict(part.split(":") for part in text.split(",")).get(str(local_rank), "0")
+    return bool(int(text) & 1), bool(int(text) & 2)

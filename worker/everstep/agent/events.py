@@ -1,0 +1,223 @@
+"""What happens to an agent, and what it may be told to do: the words between `state` and `loop`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from everstep.contract.document import Setback
+from everstep.rendezvous.participant import Round, Standing
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The agent starts. `keeps`: the job's other processes keep their memory from round to round."""
+
+    keeps: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """This agent is in a new round. `history`: the job's newest setbacks."""
+
+    round: Round
+    keeps: bool
+    history: tuple[Setback, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotFormed:
+    """There is no round for this agent, now or later."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What is known of the round that this agent is in."""
+
+    round: int
+    standing: Standing
+
+
+class Fault(Enum):
+    """Whose fault the end of a process was."""
+
+    PROGRAM = auto()  # the training program's own
+    PEER = auto()  # it says that it lost a peer: perhaps somebody else's
+    OUTSIDE = auto()  # killed from outside
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A process ended: `code` 0 to 255, or minus the signal."""
+
+    slot: int
+    pid: int
+    code: int
+    fault: Fault
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A process speaks with us: it recovers by itself."""
+
+    slot: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A process has built what it trains, and waits for a round."""
+
+    slot: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trains:
+    """A process is in round `round`, after `step` completed steps."""
+
+    slot: int
+    pid: int
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hurt:
+    """A collective of round `round` failed in a process."""
+
+    slot: int
+    pid: int
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Charged:
+    """The job's count of charged failures; None: the store did not say."""
+
+    restarts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A signal asks the agent to stop."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """The time that a `Timer` asked for is over."""
+
+    timer: Timer
+
+
+Event = (
+    Began | Formed | NotFormed | Changed | Exited | Hello | Ready | Trains | Hurt | Charged | Asked | Elapsed
+)  # fmt: skip
+
+
+# --- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Ask for a round newer than `after`."""
+
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Start a process in each of these slots; in `round`, or to get ready for one."""
+
+    slots: tuple[int, ...]
+    round: Round | None
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell processes of a round. `whole`: those of the round that they are in still work together."""
+
+    slots: tuple[int, ...]
+    round: Round
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    slots: tuple[int, ...]
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOut:
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Charge a failure to the job; `Charged` answers. `unless_others`: not if another set the same round back."""
+
+    round: int
+    why: str
+    unless_others: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepProcesses:
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseJob:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Leave, and end the agent with this exit code."""
+
+    code: int
+    why: str
+
+
+class Purpose(Enum):
+    SETTLE = auto()  # who else set the round back?
+    HURT = auto()  # is the round over, of which a collective failed?
+    COME = auto()  # are all processes in the round?
+    GRACE = auto()  # have the processes ended that were asked to?
+    LINGER = auto()  # have the other agents finished, too?
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Say `Elapsed` after so many seconds."""
+
+    seconds: float
+    purpose: Purpose
+    round: int = 0
+    why: str = ""
+
+
+Instruction = (
+    Join | Fork | Announce | Signal | StepOut | Break | Charge | Done | KeepProcesses | CloseJob | Finish | Timer
+)  # fmt: skip

@@ -1,0 +1,292 @@
+"""Carries out what `state` decides: one asyncio loop, in which nothing waits but tasks.
+
+Invariant: events are decided one at a time, in the order in which they came; what a process says before its fork is
+known here waits for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import tempfile
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from everstep.agent import events as e
+from everstep.agent import state as machine
+from everstep.agent.arguments import Arguments, UsageError
+from everstep.agent.environ import Setting, environment
+from everstep.agent.faults import judge, memory_kills
+from everstep.agent.membership import Membership, open_driver
+from everstep.agent.output import Files, Output
+from everstep.agent.processes import Switchboard, WarmError, WarmParent
+from everstep.agent.state import Config, Life
+from everstep.contract import env
+from everstep.rendezvous.participant import Round
+from everstep.train import termination
+
+log = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 10.0  # for what is to be told to the others at the end
+
+
+@dataclass(slots=True)
+class Running:
+    """A process that was forked."""
+
+    slot: int
+    rank: int
+    files: Files
+
+
+class Agent:
+    """One worker's agent, from its start to its exit code."""
+
+    def __init__(self, arguments: Arguments, environ: Mapping[str, str]) -> None:
+        self._arguments, self._environ = arguments, dict(environ)
+        self._events: deque[e.Event] = deque()
+        self._woken = asyncio.Event()
+        self._folder = tempfile.mkdtemp(prefix="everstep-agent-")
+        self._warm = WarmParent(arguments.preload, self._warm_environ(), self._exited)
+        self._switchboard = Switchboard(os.path.join(self._folder, "s"), self._said)
+        self._running: dict[int, Running] = {}
+        self._pids: dict[int, int] = {}  # by slot
+        self._early: list[tuple[int, Mapping[str, Any] | int]] = []  # of processes whose fork is under way
+        self._forking = 0
+        self._signals: dict[int, int] = {}  # for slots whose process is under way
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stores = 0
+        self._memory_kills = memory_kills()
+        self._finish: e.Finish | None = None
+
+    async def run(self) -> int:
+        """The exit code. Raises UsageError, RendezvousFailed, WarmError before anything was started for good."""
+        a = self._arguments
+        try:
+            await self._switchboard.start()
+            await self._warm.start()
+            await self._start_stores()
+            processes = await self._count()
+            driver, timeout = await asyncio.to_thread(open_driver, a, processes, self._environ)
+            self._membership = Membership(driver, timeout, self._post)
+            self._membership.start()
+            self._setting = Setting(
+                self._environ, processes, a.run_id, a.role, a.max_restarts, self._switchboard.path, a.virtual_local_rank
+            )
+            self._output = Output(a, self._environ)
+            alone = env.JOB_UID not in self._environ
+            config = Config(processes, a.max_restarts, alone, a.recovery_seconds, a.shutdown_seconds)
+            self._state = machine.begin(config)
+            self._listen()
+            try:
+                self._post(e.Began(not a.local and await self._membership.keeps()))
+                finish = await self._decide_all()
+            finally:
+                await self._membership.flush(LEAVE_SECONDS)
+                await self._membership.leave()
+                await self._output.close()
+            self._tell_end(finish)
+            return finish.code
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._switchboard.close()
+            await self._warm.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- events
+
+    def _post(self, event: e.Event) -> None:
+        self._events.append(event)
+        self._woken.set()
+
+    async def _decide_all(self) -> e.Finish:
+        while self._finish is None:
+            await self._woken.wait()
+            self._woken.clear()
+            while self._events and self._finish is None:
+                event = self._events.popleft()
+                self._state, instructions = machine.decide(self._state, event)
+                for instruction in instructions:
+                    log.debug("%s -> %s", event, instruction)
+                    self._carry_out(instruction)
+        return self._finish
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for name in self._arguments.signals:
+            number = getattr(signal, name, None)
+            if number is None:
+                raise UsageError(f"--signals-to-handle: {name}: no such signal")
+            loop.add_signal_handler(number, self._post, e.Asked(int(number)))
+
+    def _exited(self, pid: int, code: int) -> None:
+        if pid not in self._running:
+            if self._forking:
+                self._early.append((pid, code))
+            elif pid == self._stores:
+                log.error("the process that hosts stores ended (%d); another is started", code)
+                self._spawn(self._start_stores())
+            return
+        self._spawn(self._ended(pid, code))
+
+    async def _ended(self, pid: int, code: int) -> None:
+        process = self._running.pop(pid)
+        await self._output.ended(process.slot)
+        kills = memory_kills()
+        fault, why = judge(code, process.files.error, kills > self._memory_kills)
+        self._memory_kills = kills
+        if code != 0 and self._state.slots[process.slot].pid == pid and not self._state.slots[process.slot].killed:
+            log.warning("rank %d (local rank %d, pid %d): %s", process.rank, process.slot, pid, why)
+        self._post(e.Exited(process.slot, pid, code, fault, f"rank {process.rank}: {why}"))
+
+    def _said(self, pid: int, message: Mapping[str, Any]) -> None:
+        process = self._running.get(pid)
+        if process is None:
+            if self._forking:
+                self._early.append((pid, message))
+            return
+        slot = process.slot
+        match message["kind"]:
+            case "hello":
+                self._post(e.Hello(slot, pid))
+            case "ready":
+                self._post(e.Ready(slot, pid))
+            case "joined":
+                self._post(e.Trains(slot, pid, int(message["round"]), int(message["step"])))
+            case "broken":
+                self._post(e.Hurt(slot, pid, int(message["round"]), f"rank {process.rank}: {message['reason']}"[:180]))
+            case _:
+                pass  # of a newer library
+
+    # --- instructions
+
+    def _carry_out(self, instruction: e.Instruction) -> None:
+        match instruction:
+            case e.Join(after):
+                self._membership.join(after, self._switchboard.open_store())
+            case e.Fork(slots, round_):
+                self._spawn(self._fork(slots, round_))
+            case e.Announce(slots, round_, whole):
+                for slot in slots:
+                    self._announce(slot, round_, whole)
+            case e.Signal(slots, number):
+                for slot in slots:
+                    pid = self._state.slots[slot].pid
+                    if pid:
+                        self._warm.signal(pid, number)
+                    else:
+                        self._signals[slot] = number
+            case e.Timer():
+                self._spawn(self._elapse(instruction))
+            case e.Finish():
+                self._finish = instruction
+            case e.StepOut() | e.Break() | e.Charge() | e.Done() | e.KeepProcesses() | e.CloseJob():
+                self._membership.change(instruction)
+            case _:
+                assert_never(instruction)
+
+    async def _fork(self, slots: tuple[int, ...], round_: Round | None) -> None:
+        self._forking += 1
+        try:
+            for slot in slots:
+                await self._fork_one(slot, round_)
+        except WarmError as error:
+            self._post(e.NotFormed(str(error)))
+        finally:
+            self._forking -= 1
+            early, self._early = self._early, []
+            for pid, what in early:
+                if isinstance(what, int):
+                    self._exited(pid, what)
+                else:
+                    self._said(pid, what)
+
+    async def _fork_one(self, slot: int, round_: Round | None) -> None:
+        rank = round_.first_process + slot if round_ is not None else slot
+        files = self._output.open(slot, rank)
+        program = self._arguments.program
+        pid = await self._warm.fork(
+            {
+                "kind": "program",
+                "target": program.target,
+                "arguments": program.arguments,
+                "module": program.module,
+                "executable": program.executable,
+                "environment": environment(self._setting, slot, round_, str(files.error)),
+                "stdout": files.stdout,
+                "stderr": files.stderr,
+            }
+        )
+        self._running[pid] = Running(slot, rank, files)
+        self._state = machine.started(self._state, slot, pid)
+        if (number := self._signals.pop(slot, None)) is not None:
+            self._warm.signal(pid, number)
+
+    def _announce(self, slot: int, round_: Round, whole: bool) -> None:
+        first = round_.members[0]
+        pid = self._state.slots[slot].pid
+        if pid in self._running:
+            self._running[pid].rank = round_.first_process + slot
+        self._switchboard.tell(
+            pid,
+            kind="round",
+            round=round_.number,
+            rank=round_.first_process + slot,
+            world_size=round_.processes,
+            store=[first.address, first.store_port],
+            whole=whole,
+        )
+
+    async def _elapse(self, timer: e.Timer) -> None:
+        await asyncio.sleep(timer.seconds)
+        self._post(e.Elapsed(timer))
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the agent failed", exc_info=error)
+            self._post(e.NotFormed(f"the agent failed: {type(error).__name__}: {error}"))
+
+    # --- around it
+
+    def _warm_environ(self) -> dict[str, str]:
+        found = dict(self._environ)
+        many = self._arguments.processes != "1"
+        if many:  # what OpenMP reads when it is loaded is the same for all that is forked
+            found.setdefault("OMP_NUM_THREADS", "1")
+        return found
+
+    async def _start_stores(self) -> None:
+        environ = {**self._environ, env.AGENT_SOCKET: self._switchboard.path}
+        command = {"kind": "stores", "environment": environ, "stdout": None, "stderr": None}
+        self._stores = await self._warm.fork(command)
+
+    async def _count(self) -> int:
+        wanted = self._arguments.processes
+        if wanted.isdecimal():
+            return int(wanted)
+        found = await self._switchboard.ask_stores(kind="devices")
+        gpus, cpus = int(found["gpus"]), int(found["cpus"])
+        if wanted == "gpu" and not gpus:
+            raise UsageError("--nproc-per-node=gpu: torch sees no GPU here")
+        return cpus if wanted == "cpu" else gpus or cpus
+
+    def _tell_end(self, finish: e.Finish) -> None:
+        if finish.code == 0:
+            log.info("%s", finish.why)
+            return
+        log.error("exit code %d: %s", finish.code, finish.why)
+        if all(slot.life is not Life.LIVE for slot in self._state.slots):
+            termination.write(finish.why, finish.code, [], self._environ)

@@ -1,0 +1,56 @@
+"""`everstep-run`: torchrun's command line, our agent.
+
+A rendezvous that is torch's own (`c10d`, `static`) is torchrun's to do: then this process becomes torchrun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+from everstep.agent.arguments import Arguments, UsageError, read
+from everstep.agent.loop import Agent
+from everstep.agent.processes import WarmError
+from everstep.rendezvous.errors import RendezvousFailed
+
+log = logging.getLogger("everstep.agent")
+
+USAGE = 2
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the agent, and end Python with its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    logging.basicConfig(
+        level=os.environ.get("EVERSTEP_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s.%(msecs)03d everstep-run: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    try:
+        arguments = read(argv, os.environ)
+        if not arguments.ours:
+            log.info("--rdzv-backend=%s is torch's: torchrun does it, without a warm parent", arguments.backend)
+            os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *argv])  # noqa: S606
+        code = asyncio.run(_run(arguments))
+    except UsageError as e:
+        sys.exit(_usage(e))
+    except (RendezvousFailed, WarmError) as e:
+        log.error("%s", e)
+        sys.exit(1)
+    sys.exit(code)
+
+
+async def _run(arguments: Arguments) -> int:
+    return await Agent(arguments, os.environ).run()
+
+
+def _usage(error: UsageError) -> int:
+    sys.stderr.write(f"everstep-run: {error}\n")
+    return USAGE
+
+
+if __name__ == "__main__":
+    main()

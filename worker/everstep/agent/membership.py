@@ -1,0 +1,192 @@
+"""An agent's place in the rendezvous: which store, which sizes, which member; and its changes, in order.
+
+Invariants: changes reach the store in the order in which they were decided, and each is repeated until the store has
+answered; a join begins when all changes before it are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import assert_never
+
+from everstep.agent.arguments import Arguments, UsageError
+from everstep.agent.events import (
+    Break,
+    Changed,
+    Charge,
+    Charged,
+    CloseJob,
+    Done,
+    Event,
+    Formed,
+    KeepProcesses,
+    NotFormed,
+    StepOut,
+)
+from everstep.contract import env
+from everstep.contract.document import Document, DocumentInvalid, Member, Sizes
+from everstep.rendezvous.backends import open_store
+from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
+from everstep.rendezvous.driver import WHOLE, Driver
+from everstep.rendezvous.errors import JoinRefused, JoinTimedOut, RendezvousClosed, RendezvousFailed, StoreRefused
+from everstep.rendezvous.joining import Settings
+from everstep.rendezvous.links import Links
+from everstep.rendezvous.memory import MemoryStore
+from everstep.rendezvous.participant import Patience, Round, Standing
+from everstep.rendezvous.place import agent_id, own_address
+from everstep.rendezvous.rounds import Refused
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+CHARGE_SECONDS = 5.0  # for which the store is asked; then the agent counts for itself
+AGAIN_SECONDS = 0.2
+LOCAL = "127.0.0.1"
+
+Change = StepOut | Break | Charge | Done | KeepProcesses | CloseJob
+
+
+class Membership:
+    """`post` takes events in the loop's thread."""
+
+    def __init__(self, driver: Driver, timeout: float, post: Callable[[Event], None]) -> None:
+        self._driver, self._timeout, self._post = driver, timeout, post
+        self._changes: asyncio.Queue[tuple[Change | None, Callable[[], None] | None]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._round: Round | None = None
+
+    def start(self) -> None:
+        self._tasks.append(asyncio.create_task(self._change_all()))
+
+    async def keeps(self) -> bool:
+        """Whether the job's processes keep their memory, as far as the store can say now."""
+        try:
+            document = await asyncio.to_thread(self._driver.document)
+        except RendezvousFailed:
+            return False
+        return document is not None and document.in_process and document.closed is None
+
+    def change(self, change: Change) -> None:
+        self._changes.put_nowait((change, None))
+
+    def join(self, after: int, store_port: int) -> None:
+        """Ask for a round newer than `after`, once all changes are made; `Formed` or `NotFormed` answers."""
+
+        def begin() -> None:
+            self._tasks.append(asyncio.create_task(self._join(after, store_port)))
+
+        self._changes.put_nowait((None, begin))
+
+    async def leave(self) -> None:
+        """Say goodbye, and end all that is under way."""
+        await asyncio.to_thread(self._driver.leave)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def flush(self, seconds: float) -> None:
+        """Wait until all changes are made, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changes.join(), seconds)
+
+    async def _change_all(self) -> None:
+        while True:
+            change, then = await self._changes.get()
+            try:
+                if change is not None:
+                    await self._make(change)
+                if then is not None:
+                    then()
+            finally:
+                self._changes.task_done()
+
+    async def _make(self, change: Change) -> None:
+        clock = asyncio.get_running_loop().time
+        until = clock() + CHARGE_SECONDS
+        while True:
+            try:
+                done = await asyncio.to_thread(self._apply, change)
+                break
+            except StoreRefused as e:
+                log.warning("%s: %s", change, e)
+                done = None
+                break
+            except RendezvousFailed as e:
+                if isinstance(change, Charge) and clock() > until:
+                    log.warning("the round store does not count this failure: %s", e)
+                    done = None
+                    break
+                await asyncio.sleep(AGAIN_SECONDS)
+        if isinstance(done, Refused):
+            log.debug("%s: %s", change, done.reason)
+        if isinstance(change, Charge):
+            if isinstance(done, Document):
+                self._post(Charged(done.restarts))
+            elif done is None:
+                self._post(Charged(None))
+
+    def _apply(self, change: Change) -> Document | Refused:
+        driver = self._driver
+        match change:
+            case StepOut(number, why):
+                return driver.step_out(number, why)
+            case Break(number, why):
+                return driver.break_round(number, why)
+            case Done(number):
+                return driver.done(number)
+            case KeepProcesses(number):
+                return driver.keep_processes(number)
+            case CloseJob(why):
+                return driver.close_job(why)
+            case Charge(number, why, unless_others):
+                document = driver.document() if unless_others else None
+                others = () if document is None else document.history
+                if any(s.round == number and s.agent != driver.agent for s in others):
+                    return Refused("another set the round back")
+                return driver.charge(number, why)
+            case _:
+                assert_never(change)
+
+    async def _join(self, after: int, store_port: int) -> None:
+        try:
+            formed = await asyncio.to_thread(self._driver.join, self._timeout, store_port=store_port, after=after)
+        except (RendezvousClosed, JoinTimedOut, JoinRefused, StoreRefused, DocumentInvalid) as e:
+            self._post(NotFormed(str(e)))
+            return
+        document = self._driver.seen()
+        keeps = document is not None and document.in_process
+        self._round = formed
+        self._post(Formed(formed, keeps, () if document is None else document.history))
+        await self._watch(formed)
+
+    async def _watch(self, formed: Round) -> None:
+        seen: Standing = WHOLE
+        while self._round is formed:
+            now = await asyncio.to_thread(self._driver.wait, LOOK_SECONDS, seen)
+            if now != seen and self._round is formed:
+                seen = now
+                self._post(Changed(formed.number, now))
+
+
+def open_driver(arguments: Arguments, processes: int, environ: Mapping[str, str]) -> tuple[Driver, float]:
+    """The agent's driver, and the seconds that one rendezvous may take. Raises UsageError, RendezvousFailed."""
+    low, high = arguments.nodes
+    agent = agent_id()
+    index = int(environ.get(env.WORKER_INDEX, "-1"))
+    incarnation = int(environ.get(env.INCARNATION, "0"))
+    if arguments.local:
+        member = Member(index, agent, incarnation, processes, LOCAL)
+        patience = Settings(patience=Patience(0.0, 0.0), spread=0.0)
+        return Driver(MemoryStore(), member, Sizes(1, 1), patience), Configuration(()).timeout
+    try:
+        store, settings = open_store(arguments.backend, arguments.endpoint, arguments.rendezvous, arguments.run_id)
+        sizes = Sizes(low, high, settings.allowed)
+    except (ConfigurationInvalid, DocumentInvalid) as e:
+        raise UsageError(str(e)) from e
+    address = arguments.address or own_address(settings.urls)
+    links = Links(agent, "::" if ":" in address else "")
+    member = Member(index, agent, incarnation, processes, address, link_port=links.port)
+    return Driver(store, member, sizes, settings.settings, links=links), settings.timeout

@@ -1,0 +1,102 @@
+"""The first thing in a forked process: become the training program.
+
+Its surroundings are those of `python script.py`: its own environment, arguments, `sys.path`, `__main__` and random
+numbers. Invariant: an error that ends it is in the error file, with its traceback, and in the pod's last words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from everstep.agent.warm import prefer_for_oom
+from everstep.train import termination
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def main(command: Mapping[str, Any]) -> None:
+    """Run what the command says, in this process. Raises what the program raises, SystemExit included."""
+    for descriptor, path in ((1, command["stdout"]), (2, command["stderr"])):
+        if path is not None:
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+    for stream in (sys.stdout, sys.stderr):  # torchrun's `python -u` mixes the lines of processes
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    os.environ.clear()
+    os.environ.update(command["environment"])
+    time.tzset()
+    prefer_for_oom()
+    if command["kind"] == "stores":
+        from everstep.agent import stores  # noqa: PLC0415 - imports torch
+
+        stores.main()
+        return
+    target, arguments = command["target"], list(command["arguments"])
+    if command["executable"]:
+        os.execvp(target, [target, *arguments])  # noqa: S606 - a program of the user's
+    random.seed()  # else all processes would begin with the parent's
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    sys.argv = [target, *arguments]
+    hook = sys.excepthook
+    sys.excepthook = lambda *error: _last_words(hook, *error)
+    if command["module"]:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(target).resolve().parent)
+        _run(target)
+
+
+def _run(path: str) -> None:
+    """As the interpreter does: `__main__` stays what it is until the process ends."""
+    main_module = ModuleType("__main__")
+    main_module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = main_module
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as e:
+        sys.stderr.write(f"everstep-run: can't open file {path!r}: {e.strerror}\n")
+        sys.exit(2)
+    exec(compile(source, path, "exec"), main_module.__dict__)  # noqa: S102 - this is what we are for
+
+
+def _last_words(hook: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    ours = str(Path(__file__).parent)
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename.startswith(ours) or trace.tb_frame.f_code.co_filename.startswith("<frozen")
+    ):
+        trace = trace.tb_next
+    with contextlib.suppress(Exception):
+        _write_error(error)
+    with contextlib.suppress(Exception):
+        if not isinstance(error, KeyboardInterrupt):
+            termination.write_error(error)
+    hook(kind, error.with_traceback(trace), trace)
+
+
+def _write_error(error: BaseException) -> None:
+    """What torch's `record` writes, unless it did."""
+    path = os.environ.get(ERROR_FILE)
+    if not path or Path(path).exists():
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    callstack = "".join(traceback.format_exception(error))
+    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+    message = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+    Path(path).write_text(json.dumps(message))

@@ -1,0 +1,131 @@
+"""The warm parent: imports what training needs once, and forks training processes on command.
+
+    python -m everstep.agent.warm FD PARENT MODULE,MODULE
+
+Commands and answers are JSON lines on the socket FD. Invariants: it has one thread of Python, so a fork is whole;
+it makes no CUDA context; it dies with the agent, and what it forked dies with it; every end of a child is told once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+MAX_LINE = 1024 * 1024
+PR_SET_PDEATHSIG = 1
+MORE_LIKELY = 100  # added to oom_score_adj: of agent and process, the process goes
+
+
+def main(argv: list[str]) -> None:
+    descriptor, parent, modules = int(argv[1]), int(argv[2]), [m for m in argv[3].split(",") if m]
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the agent passes on what it wants to
+    commands = socket.socket(fileno=descriptor)
+    for module in modules:
+        _import(module)
+    program = Parent(commands).serve()
+    if program is not None:
+        # In a child, and outside of all that the parent had on its stack.
+        from everstep.agent import program as run  # noqa: PLC0415 - the parent has no use for it
+
+        run.main(program)
+
+
+class Parent:
+    """Serves until the agent is gone; in a child, returns what it is to run."""
+
+    def __init__(self, commands: socket.socket) -> None:
+        self._commands = commands
+        self._pid = os.getpid()
+
+    def serve(self) -> Mapping[str, Any] | None:
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap())
+        self._tell(warm=True)
+        read = b""
+        while True:
+            data = self._commands.recv(65536)
+            if not data:
+                return None
+            *lines, read = (read + data).split(b"\n")
+            for line in lines:
+                program = self._fork(json.loads(line))
+                if program is not None:
+                    return program
+            if len(read) > MAX_LINE:
+                raise ValueError(f"a command of more than {MAX_LINE} bytes")
+
+    def _fork(self, command: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        # Told before its end is, however soon that comes.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._commands.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.setpgid(0, 0)
+                die_with(self._pid)
+                return command
+            self._tell(forked=command["id"], pid=pid)
+        except OSError as e:
+            self._tell(forked=command["id"], error=str(e))
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        return None
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._tell(exited=pid, code=os.waitstatus_to_exitcode(status))
+
+    def _tell(self, **message: Any) -> None:
+        try:
+            self._commands.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            os._exit(1)  # the agent is gone
+
+
+def die_with(parent: int) -> None:
+    """End this process when its parent ends, as the kernel sees to it. Where there is no such call (not Linux), it
+    lives on."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        return
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def prefer_for_oom() -> None:
+    """When memory runs out, this process is to go, not the agent."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+") as file:
+            now = int(file.read())
+            file.seek(0)
+            file.write(str(min(1000, now + MORE_LIKELY)))
+    except (OSError, ValueError):
+        pass
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as e:  # the program says it again, if it needs the module
+        sys.stderr.write(f"everstep-run: --preload {module}: {type(e).__name__}: {e}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv)
