@@ -1,0 +1,182 @@
+"""Agents of one job on the loopback, under any launcher, and what their training processes wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("train.py")
+START = 120.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """A column of the table: how agents are started."""
+
+    name: str
+    module: str  # python -m
+    backend: str
+    conf: str = ""
+    session: bool = False
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Line:
+    pid: int
+    rank: int
+    world: int
+    step: int
+    at: float
+
+
+class NeverError(RuntimeError):
+    """It did not happen within the time that was given."""
+
+
+@dataclass(eq=False)
+class Job:
+    folder: Path
+    way: Way
+    etcd: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _read: dict[Path, tuple[int, list[Line]]] = field(default_factory=dict)
+    _port: int = 0
+
+    def start(self, count: int = 1) -> list[subprocess.Popen[bytes]]:
+        way = self.way
+        if way.backend == "c10d" and not self._port:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self._port = probe.getsockname()[1]
+        endpoint = f"127.0.0.1:{self._port}" if way.backend == "c10d" else self.etcd
+        made = []
+        for _ in range(count):
+            argv = [
+                sys.executable, "-m", way.module, "--nnodes=2:3", "--max-restarts=1000",
+                f"--rdzv-backend={way.backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self.id}",
+                *([f"--rdzv-conf={way.conf}"] if way.conf else []), str(SCRIPT), str(self.folder),
+                *(["--session"] if way.session else []),
+            ]  # fmt: skip
+            log = self.folder / f"agent-{len(self.agents)}.log"
+            environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **dict(way.environ)}
+            with log.open("wb") as out:
+                agent = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True, env=environ)
+            self.agents.append(agent)
+            made.append(agent)
+        return made
+
+    def below(self, agent: subprocess.Popen[bytes]) -> list[int]:
+        """All that the agent started, and what that started."""
+        found, open_ = [], [agent.pid]
+        while open_:
+            more = children(open_.pop())
+            found += more
+            open_ += more
+        return found
+
+    def trainer(self, agent: subprocess.Popen[bytes]) -> int:
+        """The pid of its training process that made the newest step."""
+        below = set(self.below(agent))
+        mine = [line for line in self.lines() if line.pid in below]
+        if not mine:
+            raise NeverError("this agent has no training process")
+        return max(mine, key=lambda line: line.at).pid
+
+    def first(self) -> subprocess.Popen[bytes]:
+        """The agent of rank 0."""
+        alive = [a for a in self.agents if a.poll() is None]
+        newest = max((line for line in self.lines() if line.rank == 0), key=lambda line: line.at)
+        return next(a for a in alive if newest.pid in self.below(a))
+
+    def kill(self, agent: subprocess.Popen[bytes]) -> float:
+        """As a power cut would; when. Stopped first, so that it starts nothing meanwhile."""
+        os.kill(agent.pid, signal.SIGSTOP)
+        below = self.below(agent)
+        at = time.monotonic()
+        for pid in (agent.pid, *below):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+        return at
+
+    def stop(self, agent: subprocess.Popen[bytes]) -> float:
+        """SIGSTOP it and what it started; when."""
+        at = time.monotonic()
+        for pid in (agent.pid, *self.below(agent)):
+            os.kill(pid, signal.SIGSTOP)
+        return at
+
+    def close(self) -> None:
+        for agent in self.agents:
+            if agent.poll() is None:
+                self.kill(agent)
+
+    def lines(self) -> list[Line]:
+        for path in self.folder.glob("*.steps"):
+            at, told = self._read.get(path, (0, []))
+            with path.open("rb") as file:
+                file.seek(at)
+                whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                for row in whole.decode().splitlines():
+                    pid, rank, world, step, when = row.split()
+                    told.append(Line(int(pid), int(rank), int(world), int(step), float(when)))
+                self._read[path] = (at + len(whole) + 1, told)
+        return [line for _, told in self._read.values() for line in told]
+
+    def world(self, size: int, since: float, limit: float, of: Iterable[subprocess.Popen[bytes]] = ()) -> float:
+        """Seconds from `since` until every rank of a world of `size` has made a step; the processes are those of the
+        agents `of`, if they are given. Raises NeverError."""
+        agents = list(of)
+
+        def found() -> float | None:
+            below = {pid for a in agents for pid in self.below(a)} if agents else None
+            fresh = [
+                line for line in self.lines()
+                if line.at > since and line.world == size and (below is None or line.pid in below)
+            ]  # fmt: skip
+            firsts: dict[int, float] = {}
+            for line in fresh:
+                firsts[line.rank] = min(line.at, firsts.get(line.rank, line.at))
+            return max(firsts.values()) - since if len(firsts) == size else None
+
+        return self._until(found, limit, f"a world of {size}")
+
+    def longest_pause(self, pids: Iterable[int], since: float) -> float:
+        """The longest time between two steps of one of these processes."""
+        longest = 0.0
+        for pid in pids:
+            at = sorted(line.at for line in self.lines() if line.pid == pid and line.at > since)
+            longest = max([longest, *(b - a for a, b in pairwise(at))])
+        return longest
+
+    def _until(self, found: Callable[[], float | None], limit: float, what: str) -> float:
+        deadline = time.monotonic() + limit
+        while (value := found()) is None:
+            if time.monotonic() > deadline:
+                raise NeverError(f"{self.way.name}: not {what} in {limit:g} s")
+            if all(a.poll() is not None for a in self.agents):
+                raise NeverError(f"{self.way.name}: all agents ended, and there was not {what}")
+            time.sleep(0.005)
+        return value
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process started, and that have not ended."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(one) for one in task.read_text().split()]
+    return found
