@@ -18,6 +18,8 @@ pytestmark = pytest.mark.apiserver
 ABSENT = "<absent>"
 CONTAINER = {"name": "worker", "image": "train:1", "command": ["torchrun", "train.py"]}
 ELASTIC = {"minReplicas": 2, "maxReplicas": 8}
+ETCD = {"endpoints": ["https://etcd:2379"]}
+OVER_ETCD: dict[str, Any] = {"rendezvous": {"backend": "etcd", "etcd": ETCD}, "podDisruptionBudget": False}
 RULE = {"onExitCodes": [2], "action": "Fail"}
 
 
@@ -137,11 +139,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "case_11_url_with_newline": ({"checkpoint.url": "s3://bucket/a\nb"}, "spec.checkpoint.url"),
     "case_11_url_with_space": ({"checkpoint.url": "s3://bucket/a b"}, "spec.checkpoint.url"),
     "case_11_url_too_long": ({"checkpoint.url": "s3://bucket/" + "a" * 1024}, "spec.checkpoint.url"),
-    "pending_elastic": ({"elastic": ELASTIC}, "spec.elastic is not implemented"),
+    "case_02_elastic_over_c10d": ({"elastic": ELASTIC}, "spec.elastic needs"),
+    "case_02_replicas_below_the_sizes": ({**OVER_ETCD, "elastic": {**ELASTIC, "sizes": [4, 8]}}, "spec.replicas"),
+    "case_02_etcd_without_endpoints": ({"rendezvous.backend": "etcd"}, "spec.rendezvous.etcd.endpoints"),
     "pending_backend_everstep": ({"rendezvous.backend": "everstep"}, "spec.rendezvous.backend"),
-    "pending_backend_etcd": (
-        {"rendezvous": {"backend": "etcd", "etcd": {"endpoints": ["https://etcd:2379"]}}},
-        "spec.rendezvous.etcd is not implemented",
+    "pending_etcd_secret": (
+        {"rendezvous": {"backend": "etcd", "etcd": {**ETCD, "secretRef": {"name": "s"}}}},
+        "spec.rendezvous.etcd.secretRef is not implemented",
+    ),
+    "pending_shrink_after": (
+        {**OVER_ETCD, "elastic": {**ELASTIC, "shrinkAfterSeconds": 5}},
+        "spec.elastic.shrinkAfterSeconds above 0 is not implemented",
+    ),
+    "pending_disruption_budget": (
+        {"rendezvous": OVER_ETCD["rendezvous"], "elastic": ELASTIC},
+        "spec.podDisruptionBudget: true with spec.elastic is not implemented",
     ),
     "pending_save_on_preemption": (
         {"checkpoint": {"url": "s3://b/c", "onPreemption": True}},

@@ -117,6 +117,33 @@ def test_change_of_an_editable_field_is_stored(jobs: Any, running: str, change: 
     assert stored == value if not isinstance(value, dict) else value.items() <= stored.items()
 
 
+OVER_ETCD = {
+    "rendezvous": {"backend": "etcd", "etcd": {"endpoints": ["https://etcd:2379"]}},
+    "podDisruptionBudget": False,
+}
+BOUNDS = {"minReplicas": 1, "maxReplicas": 4}
+
+
+def test_sizes_of_a_running_job_over_etcd_change_only_within_its_bounds(jobs: Any) -> None:
+    """Its agents keep the sizes that they were started with."""
+    jobs.create("elastic", {**OVER_ETCD, "elastic": BOUNDS})
+    assert jobs.kubectl("scale", "tjob/elastic", "--replicas=4").returncode == 0
+    assert jobs.patch("elastic", {"spec": {"elastic": {"regrow": False}}}).returncode == 0
+    jobs.create("fixed", OVER_ETCD)
+    for name, change in (
+        ("elastic", {"elastic": {"maxReplicas": 8}}),
+        ("elastic", {"elastic": {"sizes": [1, 2, 4]}}),
+        ("elastic", {"elastic": None}),
+        ("fixed", {"replicas": 3}),
+        ("fixed", {"elastic": BOUNDS}),
+    ):
+        done = jobs.patch(name, {"spec": change})
+        assert done.returncode != 0
+        assert "suspend it first" in done.stderr
+    assert jobs.patch("fixed", {"spec": {"suspend": True}}).returncode == 0
+    assert jobs.patch("fixed", {"spec": {"replicas": 3, "suspend": False}}).returncode == 0
+
+
 def test_manager_added_to_a_job_without_one_is_denied_case_06(jobs: Any) -> None:
     jobs.create("unmanaged", {})
     done = jobs.patch("unmanaged", {"spec": {"managedBy": "example.com/other"}})

@@ -75,6 +75,10 @@ class ElasticWorld(World):
         assert self.view is not None
         self.view = replace(self.view, closed="finished", finished=True)
 
+    def do_close_for(self, why: str) -> None:
+        assert self.view is not None
+        self.view = replace(self.view, closed=why)
+
     def do_step(self, step: str, restored: str = "") -> None:
         super().do_step(step, restored)
         if self.view is not None:

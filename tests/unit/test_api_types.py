@@ -27,6 +27,17 @@ from everstep_operator.api import (
 from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.pending import PENDING
 
+ETCD = {"endpoints": ["http://etcd-0:2379", "http://etcd-1:2379"]}
+
+
+def elastic(**fields: Any) -> dict[str, Any]:
+    """Of two workers, with an etcd."""
+    return {
+        "elastic": {"minReplicas": 1, "maxReplicas": 4, **fields},
+        "rendezvous": {"backend": "etcd", "etcd": ETCD},
+        "podDisruptionBudget": False,
+    }
+
 
 def spec(**fields: Any) -> dict[str, Any]:
     container = {"name": "worker", "image": "train:1", **fields.pop("worker", {})}
@@ -99,6 +110,10 @@ def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:
         ({"recovery": {"backoffSeconds": {"initial": 9, "max": 3}}}, "spec.recovery.backoffSeconds.initial"),
         ({"checkpoint": {"url": "s3://b/../c"}}, "spec.checkpoint.url"),
         ({"elastic": {"minReplicas": 4, "maxReplicas": 2}}, "spec.elastic.minReplicas"),
+        ({"elastic": {"minReplicas": 1, "maxReplicas": 4}}, "spec.elastic"),
+        (elastic(sizes=[4]), "spec.replicas"),
+        ({"rendezvous": {"backend": "etcd"}}, "spec.rendezvous.etcd"),
+        ({"rendezvous": {"etcd": ETCD}}, "spec.rendezvous.etcd"),
         ({"template": {"spec": {"containers": [{"name": "main"}]}}}, "spec.template"),
         ({"template": "x"}, "spec.template"),
         ({"template": {"spec": None}}, "spec.template.spec"),
@@ -122,10 +137,13 @@ def test_default_spec_asks_for_nothing_that_is_pending(check: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "path"),
     [
-        ({"elastic": {"minReplicas": 1, "maxReplicas": 4}}, "spec.elastic"),
         ({"rendezvous": {"backend": "everstep"}}, "spec.rendezvous.backend"),
-        ({"rendezvous": {"backend": "etcd", "etcd": {"endpoints": ["http://e:2379"]}}}, "spec.rendezvous.backend"),
-        ({"rendezvous": {"etcd": {}}}, "spec.rendezvous.etcd"),
+        (
+            {"rendezvous": {"backend": "etcd", "etcd": {**ETCD, "secretRef": {"name": "s"}}}},
+            "spec.rendezvous.etcd.secretRef",
+        ),
+        (elastic(shrinkAfterSeconds=5), "spec.elastic.shrinkAfterSeconds"),
+        ({**elastic(), "podDisruptionBudget": True}, "spec.podDisruptionBudget"),
         ({"checkpoint": {"url": "s3://b/c", "onPreemption": True}}, "spec.checkpoint.onPreemption"),
         ({"recovery": {"hang": {"mode": "Auto"}}}, "spec.recovery.hang.mode"),
     ],
@@ -220,3 +238,11 @@ def test_url_inside_the_allow_list_is_accepted(url: str, prefixes: tuple[str, ..
 )
 def test_url_outside_the_allow_list_is_refused_by_its_field(url: str, prefixes: tuple[str, ...]) -> None:
     assert "spec.checkpoint.url" in (checkpoint_url_refusal(url, "team-a", prefixes) or "")
+
+
+@pytest.mark.parametrize("fields", [{}, {"sizes": [1, 2, 4]}, {"groupSize": 1, "regrow": False}])
+def test_elastic_job_over_etcd_is_accepted(fields: dict[str, Any]) -> None:
+    parsed = parse_spec(spec(**elastic(**fields)))
+    assert parsed.elastic is not None
+    assert parsed.elastic.max_replicas == 4
+    assert parsed.rendezvous.backend is RendezvousBackend.ETCD

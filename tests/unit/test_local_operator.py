@@ -159,3 +159,79 @@ async def test_job_completes_though_answers_are_lost_and_requests_refused() -> N
         for name in await stage.pods():
             await stage.end(name, 0)
         await stage.until("the job is complete", stage.complete)
+
+
+ELASTIC: dict[str, Any] = {
+    "metadata": {"name": "digits"},
+    "spec": {
+        **JOB["spec"],
+        "replicas": 4,
+        "elastic": {"minReplicas": 2, "maxReplicas": 8},
+        "rendezvous": {"backend": "etcd", "etcd": {"endpoints": ["http://etcd:2379"]}},
+        "podDisruptionBudget": False,
+    },
+}
+
+
+async def uids(stage: Stage) -> dict[str, str]:
+    return {name: pod.metadata.uid for name, pod in (await stage.pods()).items()}
+
+
+async def test_elastic_job_replaces_one_worker_is_resized_live_and_completes() -> None:
+    """Survivors keep their pods through every loss and every resize."""
+    stage = Stage()
+    async with stage.operating():
+        await stage.client.create(JOBS, "default", ELASTIC)
+        await stage.until("the job runs", stage.run_pods)
+        first = await uids(stage)
+        assert sorted(first) == [f"digits-w{i}-0" for i in range(4)]
+        await stage.client.delete(PODS, "default", "digits-w1-0", grace_seconds=0)
+        await stage.end("digits-w3-0", 137)
+
+        async def replaced() -> bool:
+            return await stage.run_pods() and {"digits-w1-1", "digits-w3-1"} < set(await stage.pods())
+
+        await stage.until("both come back", replaced)
+        now = await uids(stage)
+        assert {n: now[n] for n in ("digits-w0-0", "digits-w2-0")} == {
+            n: first[n] for n in ("digits-w0-0", "digits-w2-0")
+        }
+        assert len(now) == 4
+
+        for size in (6, 2, 3):
+            await stage.client.merge_patch(JOBS, "default", "digits", {"spec": {"replicas": size}})
+
+            async def resized(size: int = size) -> bool:
+                return await stage.run_pods() and len(await stage.pods()) == size
+
+            await stage.until(f"{size} workers run", resized)
+        last = await uids(stage)
+        assert sorted(last) == ["digits-w0-0", "digits-w1-1", "digits-w2-2"]  # newer than any that was taken out
+        assert last["digits-w0-0"] == first["digits-w0-0"]
+        status = (await stage.client.get(JOBS, "default", "digits")).status
+        assert status["roster"]["wanted"] == status["world"]["size"] == 3
+        assert status["restarts"]["userCode"] == 0
+        for name in last:
+            await stage.end(name, 0)
+        await stage.until("the job is complete", stage.complete)
+
+
+async def test_elastic_job_comes_to_its_size_though_the_operator_restarts_and_answers_are_lost() -> None:
+    faults = Faults()
+    for skip in (0, 3, 5):
+        faults.add(LoseAnswer(), "create", resource=PODS, skip=skip, times=1)
+    faults.add(LoseAnswer(), "patch", resource=JOBS, skip=2, times=2)
+    stage = Stage(faults)
+    for lost in ("digits-w1-0", "digits-w2-0"):
+        async with stage.operating():
+            if lost == "digits-w1-0":
+                await stage.client.create(JOBS, "default", ELASTIC)
+            await stage.until("the job runs", stage.run_pods)
+            await stage.client.delete(PODS, "default", lost, grace_seconds=0)
+    async with stage.operating():
+
+        async def whole() -> bool:
+            return await stage.run_pods() and len(await stage.pods()) == 4
+
+        await stage.until("all are back", whole)
+        assert sorted(await stage.pods()) == ["digits-w0-0", "digits-w1-1", "digits-w2-1", "digits-w3-0"]

@@ -35,6 +35,16 @@ IMMUTABLE: tuple[Check, ...] = (
         ".elastic.groupSize",
         "(has(self.elastic) ? self.elastic.groupSize : 1) == (has(oldSelf.elastic) ? oldSelf.elastic.groupSize : 1)",
     ),
+    # Running agents keep the sizes that they were started with, and no operator stands between them and etcd.
+    Check(
+        cel="oldSelf.suspend || self.rendezvous.backend != 'etcd' || (has(self.elastic) == has(oldSelf.elastic) && "
+        "(has(self.elastic) ? self.elastic.minReplicas == oldSelf.elastic.minReplicas && "
+        "self.elastic.maxReplicas == oldSelf.elastic.maxReplicas && self.elastic.sizes == oldSelf.elastic.sizes "
+        ": self.replicas == oldSelf.replicas))",
+        message="with spec.rendezvous.backend etcd, the sizes of a job (spec.elastic, or spec.replicas without it) are "
+        "immutable while it is not suspended; suspend it first",
+        field=".elastic",
+    ),
     Check(
         cel=_optional("managedBy"),
         message="spec.managedBy is immutable; delete the job and create it anew",

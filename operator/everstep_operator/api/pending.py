@@ -17,22 +17,28 @@ def _not_yet(what: str, remedy: str) -> str:
 # `self` and the argument of `holds` are the spec.
 PENDING: tuple[Check, ...] = (
     Check(
-        cel="!has(self.elastic)",
-        message=_not_yet("spec.elastic", "remove it"),
-        field=".elastic",
-        holds=lambda s: s.elastic is None,
-    ),
-    Check(
-        cel="self.rendezvous.backend == 'c10d'",
-        message=_not_yet("spec.rendezvous.backend other than c10d", "use c10d or remove it"),
+        cel="self.rendezvous.backend != 'everstep'",
+        message=_not_yet("spec.rendezvous.backend: everstep", "use etcd, or c10d, or remove it"),
         field=".rendezvous.backend",
-        holds=lambda s: s.rendezvous.backend == RendezvousBackend.C10D,
+        holds=lambda s: s.rendezvous.backend != RendezvousBackend.EVERSTEP,
     ),
     Check(
-        cel="!has(self.rendezvous.etcd)",
-        message=_not_yet("spec.rendezvous.etcd", "remove it"),
-        field=".rendezvous.etcd",
-        holds=lambda s: s.rendezvous.etcd is None,
+        cel="!has(self.rendezvous.etcd) || !has(self.rendezvous.etcd.secretRef)",
+        message=_not_yet("spec.rendezvous.etcd.secretRef", "remove it, and let the workers reach etcd without"),
+        field=".rendezvous.etcd.secretRef",
+        holds=lambda s: s.rendezvous.etcd is None or s.rendezvous.etcd.secret_ref is None,
+    ),
+    Check(
+        cel="!has(self.elastic) || self.elastic.shrinkAfterSeconds == 0",
+        message=_not_yet("spec.elastic.shrinkAfterSeconds above 0", "remove it: survivors go on at once"),
+        field=".elastic.shrinkAfterSeconds",
+        holds=lambda s: s.elastic is None or s.elastic.shrink_after_seconds == 0,
+    ),
+    Check(
+        cel="!has(self.elastic) || !self.podDisruptionBudget",
+        message=_not_yet("spec.podDisruptionBudget: true with spec.elastic", "set it to false"),
+        field=".podDisruptionBudget",
+        holds=lambda s: s.elastic is None or not s.pod_disruption_budget,
     ),
     Check(
         cel="!has(self.checkpoint) || !self.checkpoint.onPreemption",

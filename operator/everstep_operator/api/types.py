@@ -359,6 +359,19 @@ class TrainingJobSpec(ApiModel):
             holds=lambda s: s.elastic is None or s.replicas % s.elastic.group_size == 0,
         ),
         Check(
+            cel="!has(self.elastic) || self.elastic.sizes.size() == 0 || "
+            "self.elastic.sizes.exists(s, s <= self.replicas)",
+            message="spec.replicas must reach the smallest of spec.elastic.sizes",
+            field=".replicas",
+            holds=lambda s: s.elastic is None or not s.elastic.sizes or min(s.elastic.sizes) <= s.replicas,
+        ),
+        Check(
+            cel="!has(self.elastic) || self.rendezvous.backend != 'c10d'",
+            message="spec.elastic needs a spec.rendezvous.backend other than c10d, whose world has one size",
+            field=".elastic",
+            holds=lambda s: s.elastic is None or s.rendezvous.backend != RendezvousBackend.C10D,
+        ),
+        Check(
             cel=f"self.template.spec.containers.exists_one(c, c.name == '{WORKER_CONTAINER}')",
             message=f"spec.template.spec.containers must have one container named '{WORKER_CONTAINER}', the trainer",
             field=".template",

@@ -134,6 +134,8 @@ def _judge_loss(
     snapshot: Snapshot, published: Roster, current: dict[int, WorkerPod], seen: Standing, lost: tuple[Loss, ...]
 ) -> _Judgement:
     root = lost[0]
+    if (why := standing.given_up(snapshot, current, lost)) is not None:
+        return Failed("RendezvousClosed", f"{root.sentence}; the agents gave the job up: {why}", root)
     follows = _follows(snapshot, current.get(root.index))
     match budget.judge(snapshot, root, follows=follows):
         case budget.Fail(reason, message, event):

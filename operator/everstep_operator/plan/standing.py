@@ -91,6 +91,16 @@ def all_succeeded(snapshot: Snapshot, seen: Standing, current: Mapping[int, Work
     return bool(done) and started - shut_out == done and sizing.bounds(snapshot.job.spec).largest(len(done)) > 0
 
 
+def given_up(snapshot: Snapshot, current: Mapping[int, WorkerPod], lost: Collection[Loss]) -> str | None:
+    """Why no lost worker can come back: the agents have closed the rendezvous, and not because all had succeeded."""
+    if any(p.phase is PodPhase.SUCCEEDED for p in current.values()):
+        return None
+    if snapshot.world is not None:
+        return snapshot.world.closed
+    shut_out = any("RendezvousClosedError" in line for loss in lost for line in loss.log_lines)
+    return "they closed the rendezvous" if shut_out else None
+
+
 def missed(
     snapshot: Snapshot, seen: Standing, current: Mapping[int, WorkerPod], lost: tuple[Loss, ...]
 ) -> tuple[Loss, ...]:
