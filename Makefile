@@ -49,7 +49,7 @@ unit: setup  ## tests that need no server
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/pytest -x tests/unit
 	$(BIN)/pytest -x -n 2 --dist loadfile --no-loadscope-reorder -m "not kind and not long" tests/run tests/train \
-	  tests/adapters tests/rendezvous tests/recovery tests/worker tests/checkpoint tests/storage tests/apiserver \
+	  tests/adapters tests/agent tests/rendezvous tests/recovery tests/worker tests/checkpoint tests/storage tests/apiserver \
 	  tests/conformance tests/data tests/model tests/local tests/cluster
 	$(BIN)/pytest -n 2 --dist worksteal -m "kind and not alone" tests/cluster tests/e2e
 	$(BIN)/pytest -m alone tests/cluster tests/e2e

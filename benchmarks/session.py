@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from figures import Better, Figure, finish, parser, quantile
 
-from everstep.train import session
+import everstep
 from everstep.train.boundary import Boundary
 
 STEPS, TURNS = 100, 6
@@ -53,7 +53,7 @@ def timed(method: Callable[..., Any], own: list[float]) -> Callable[..., Any]:
 def measure(steps: int, turns: int) -> None:
     """In a training process: seconds a step of each loop, and of the session's own part, to standard output."""
     torch.set_num_threads(1)
-    run = session.start()
+    run = everstep.start()
     data = TensorDataset(torch.randn(32 * 2 * steps, 256), torch.randn(32 * 2 * steps, 1))
     net = torch.nn.Sequential(torch.nn.Linear(256, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1))
     model = DistributedDataParallel(net)

@@ -61,9 +61,9 @@ def plain(out: Path) -> None:
 
 
 def with_session(out: Path) -> None:
-    from everstep.train import session  # noqa: PLC0415 - the other columns need nothing of ours
+    import everstep  # noqa: PLC0415 - the other columns need nothing of ours
 
-    with session.start() as run:
+    with everstep.start() as run:
         model, optimizer = build()
         run.track(model=model, optimizer=optimizer)
         with (out / f"{os.getpid()}.steps").open("a", buffering=1) as diary:

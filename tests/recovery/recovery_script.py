@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, relu
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from everstep.train import session
+import everstep
 
 SAMPLES = 4096
 FEATURES = 64
@@ -99,7 +99,7 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def train(wanted: Wanted) -> None:
     torch.set_num_threads(1)
     diary = Diary(wanted.out)
-    with session.start(wanted.url, every_steps=wanted.every_steps) as run:
+    with everstep.start(wanted.url, every_steps=wanted.every_steps) as run:
         torch.manual_seed(1)
         model = DistributedDataParallel(Net(wanted.width, wanted.plain), **wanted.ddp)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

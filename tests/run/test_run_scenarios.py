@@ -1,4 +1,8 @@
-"""Every scenario of tests/scenarios in local mode: the same text as on a real cluster."""
+"""Every scenario of tests/scenarios in local mode: the same text as on a real cluster.
+
+All of them run on the real cluster each time, so here each time only those in which local mode differs most from it:
+processes, nodes and sizes are its own. `make soak` has the rest.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,21 @@ from testcluster.s3 import S3Server
 
 FOLDER = Path(__file__).resolve().parents[1] / "scenarios"
 NEEDS_SERVER = "store_restarted_during_save"
-SCENARIOS = sorted(p for p in FOLDER.glob("*.txt") if p.stem != NEEDS_SERVER)
+EACH_TIME = {"training_process_killed", "node_killed", "scaled_while_running"}
+SCENARIOS = [
+    pytest.param(p, id=p.stem, marks=() if p.stem in EACH_TIME else pytest.mark.long)
+    for p in sorted(FOLDER.glob("*.txt"))
+    if p.stem != NEEDS_SERVER
+]
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("path", SCENARIOS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SCENARIOS)
 def test_scenario_played_locally_ends_as_if_undisturbed(path: Path, new_job: Callable[..., LocalJob]) -> None:
     new_job().play(path.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.s3
 def test_scenario_with_a_store_that_restarts_ends_as_if_undisturbed(
     new_job: Callable[..., LocalJob], s3_server: S3Server

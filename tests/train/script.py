@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from everstep.train import session
+import everstep
 
 
 class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -53,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     options = {"every_steps": args.every_steps, "every_seconds": args.every_seconds}
-    with session.start(args.url, **options) as run:
+    with everstep.start(args.url, **options) as run:
         net = torch.nn.Sequential(
             torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Dropout(args.dropout), torch.nn.Linear(16, 1)
         )

@@ -1,4 +1,4 @@
-"""Everstep's worker library: `Checkpointer` and what a training script needs beside it.
+"""Everstep's worker library: `start` a run that survives its peers, or use `Checkpointer` and the loaders alone.
 
 Importing it costs milliseconds and no torch: each name is loaded on first use, because launchers, DataLoader workers
 and the operator import this package too.
@@ -19,17 +19,36 @@ if TYPE_CHECKING:
     from everstep.data.sampler import ElasticSampler
     from everstep.storage.errors import StoreUnusable
     from everstep.train.report import report
+    from everstep.train.session import Run, start
+    from everstep.train.step import LoopError
+    from everstep.train.stopping import Preempted
 
-__all__ = ["Checkpointer", "ElasticLoader", "ElasticSampler", "Fenced", "RngState", "StoreUnusable", "report"]
+__all__ = [
+    "Checkpointer",
+    "ElasticLoader",
+    "ElasticSampler",
+    "Fenced",
+    "LoopError",
+    "Preempted",
+    "RngState",
+    "Run",
+    "StoreUnusable",
+    "report",
+    "start",
+]
 
 _HOME = {
     "Checkpointer": "checkpoint.checkpointer",
     "ElasticLoader": "data.loader",
     "ElasticSampler": "data.sampler",
     "Fenced": "checkpoint.errors",
+    "LoopError": "train.step",
+    "Preempted": "train.stopping",
     "RngState": "checkpoint.rng",
+    "Run": "train.session",
     "StoreUnusable": "storage.errors",
     "report": "train.report",
+    "start": "train.session",
 }
 
 

@@ -55,7 +55,7 @@ class Boundary:
         options: Mapping[str, Any],
         reporter: Reporter | None = None,
     ) -> Boundary:
-        """With the store and policy that were passed, else those of the environment; see `session.start`."""
+        """With the store and policy that were passed, else those of the environment; see `everstep.start`."""
         with _exit_codes():
             keeper = Keeper.find(checkpoint, every_steps, every_seconds, options)
         return cls(keeper, reporter or default_reporter())

@@ -1,8 +1,6 @@
 """The session: a training loop that is restored, saved, reported and stopped in order.
 
-Provisional: not exported by `everstep` until recovery in process is built on it (docs/adr).
-
-    with session.start("s3://bucket/run", every_steps=100) as run:
+    with everstep.start("s3://bucket/run", every_steps=100) as run:
         model, optimizer = …
         run.track(model=model, optimizer=optimizer)
         loader = run.loader(dataset, global_batch=512)
