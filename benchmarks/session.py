@@ -79,7 +79,7 @@ def measure(steps: int, turns: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         plain.append((time.perf_counter() - began) / steps)
-        one = session.Run(run.place, Boundary(None, run._boundary._reporter), None, rng=False)
+        one = everstep.Run(run.place, Boundary(None, run._boundary._reporter), None, rng=False)
         loader = one.loader(data, global_batch=64, seed=turn, seed_samples=False)
         dist.barrier()
         began = time.perf_counter()
