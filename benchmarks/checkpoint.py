@@ -25,7 +25,8 @@ Goals that are missed on the machine of the table in docs/operations/checkpoint-
   virtual disk at full rate takes it from the core beside it, and `save` asks for the full rate.
 - `save`: the copy to staging counts, the bare write needs none; on tmpfs a rank's one file takes one writer at a time.
 - `training_cost` on tmpfs: the bare write is nothing but a copy, ours copies, hashes and looks for NaN besides.
-- `load` on S3: not explained. `blocked` with several ranks: the slowest rank counts, and they share two cores.
+- `load` on S3: the log's small requests and the checksums.
+- `blocked` with several ranks: the slowest rank counts, and they share two cores.
 """
 
 from __future__ import annotations

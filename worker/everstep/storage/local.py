@@ -30,6 +30,7 @@ from everstep.storage.base import (
     views_of,
 )
 from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, StorageError, StoreUnusable, TerminalError
+from everstep.storage.locks import ForkLock
 from everstep.storage.uncached import UncachedWriter
 
 # Names of this form are never listed; a crash between write and link leaves one behind.
@@ -205,6 +206,9 @@ class LocalUpload:
         self._store = store
         self._name = name
         self._part_size = part_size
+        # A file takes one writer at a time through the page cache, and those who wait in the kernel for their turn keep
+        # a core busy.
+        self._turn = ForkLock()
         with store._translated(name):
             self._descriptor, self._temporary, self._final = store._temporary(name)
             self._uncached = UncachedWriter(self._temporary)
@@ -218,7 +222,9 @@ class LocalUpload:
         offset, view = number * self._part_size, memoryview(data).cast("B")
         with self._store._translated(self._name):
             done = self._uncached.write(offset, view)
-            _write(self._descriptor, offset + done, view[done:])
+            if done < len(view):
+                with self._turn:
+                    _write(self._descriptor, offset + done, view[done:])
 
     def commit(self) -> None:
         if not self._open:
