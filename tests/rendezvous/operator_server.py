@@ -249,7 +249,7 @@ def main() -> None:
     import tempfile  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:
-        server = OperatorServer(Path(folder))
+        server = OperatorServer(Path(folder), lease_seconds=6)
         replica = server.start()
         job = server.create_job()
         pods = [server.create_pod(job, i) for i in range(int(sys.argv[1]))]

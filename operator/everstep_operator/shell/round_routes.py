@@ -125,13 +125,13 @@ class RoundRoutes:
         return answer.response(request)
 
     async def _read(self, request: web.Request, agent: Agent) -> web.Response:
-        return _seen(await self._rounds.read(agent, _number(request.query.get("version", "0"), "version")))
+        version, lapses = _known(request)
+        sight = await self._rounds.read(agent, version)
+        return web.Response(status=304) if (sight.version, sight.lapses) == (version, lapses) else _seen(sight)
 
     async def _watch(self, request: web.Request, agent: Agent) -> web.Response:
-        query = request.query
-        version = _number(query.get("version", "0"), "version")
-        lapses = _number(query.get("lapses", "0"), "lapses", low=-1)
-        sight = await self._rounds.watch(agent, version, lapses, _seconds(query["wait"], "wait", MAX_WAIT))
+        version, lapses = _known(request)
+        sight = await self._rounds.watch(agent, version, lapses, _seconds(request.query["wait"], "wait", MAX_WAIT))
         return web.Response(status=304) if sight is None else _seen(sight)
 
     async def _swap(self, request: web.Request, agent: Agent) -> web.Response:
@@ -176,6 +176,12 @@ def _seen(sight: Sight) -> web.Response:
     if sight.document is None:
         return web.Response(status=204, headers=headers)
     return web.Response(body=sight.document.encode(), headers=headers, content_type=_JSON)
+
+
+def _known(request: web.Request) -> tuple[int, int]:
+    """Version and lapses that the sender has seen."""
+    query = request.query
+    return _number(query.get("version", "0"), "version"), _number(query.get("lapses", "-1"), "lapses", low=-1)
 
 
 def _agent(request: web.Request) -> str:

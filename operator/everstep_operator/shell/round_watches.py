@@ -12,7 +12,7 @@ import contextlib
 from collections import deque
 
 MAX_OF_POD = 8
-PER_WATCH = 5e-4  # seconds of the operator's time for one answer, about
+PER_WATCH = 1e-3  # seconds of the operator's time for one answer, about
 
 
 class Watches:

@@ -5,8 +5,8 @@ means that there is none. `lapses` grows with each presence that ended, and with
 
 | call | request | answer |
 |---|---|---|
-| read | GET document?version=V (the newest version that the caller knows) | 200 document, 204 there is none |
-| watch | GET document?version=V&lapses=L&wait=SECONDS | 200, 204: it differs from that; 304: it did not |
+| read | GET document?version=V&lapses=L (what the caller knows; 0, -1) | 200 document, 204 there is none, 304 the same |
+| watch | GET document?version=V&lapses=L&wait=SECONDS | the same, as soon as it differs, else 304 |
 | compare and swap | PUT document, Everstep-Version: EXPECTED | 204 with its version, 412 another is there |
 | announce | PUT presence/AGENT, Everstep-Ttl: SECONDS, body: the wish | 204 |
 | renew | POST presence/AGENT | 204, 410 it has lapsed |

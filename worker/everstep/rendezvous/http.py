@@ -51,8 +51,7 @@ class HttpStore:
 
     def read(self) -> View:
         before = self._view
-        known = before.version if before is not None else 0
-        return self._merge(self._look(f"{DOCUMENT_PATH}?version={known}"), before)
+        return self._merge(self._look(_path(before)), before)
 
     def compare_and_swap(self, expected: int, document: bytes) -> int | None:
         reply = self._calls.call(
@@ -137,10 +136,8 @@ class HttpStore:
         failures = 0
         while not self._closed:
             before = self._view
-            version, lapses = (0, -1) if before is None else (before.version, before.lapses)
             try:
-                path = f"{DOCUMENT_PATH}?version={version}&lapses={lapses}&wait={WAIT:g}"
-                found = self._look(path, WAIT + 5.0)
+                found = self._look(f"{_path(before)}&wait={WAIT:g}", WAIT + 5.0)
                 merged = self._merge(found, before)
                 # News that change nothing: the operator holds less than is known, and would say so again at once.
                 failures = failures + 1 if found is not None and merged == before else 0
@@ -156,6 +153,11 @@ class HttpStore:
                 with self._changed:
                     if not self._closed:
                         self._changed.wait(RETRY.seconds(failures, self._random))
+
+
+def _path(known: View | None) -> str:
+    version, lapses = (0, -1) if known is None else (known.version, known.lapses)
+    return f"{DOCUMENT_PATH}?version={version}&lapses={lapses}"
 
 
 def _presence(agent: str) -> str:

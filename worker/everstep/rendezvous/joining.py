@@ -25,6 +25,8 @@ from everstep.rendezvous.store import Backoff, RoundStore, View
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 5.0  # seconds after which a joiner looks at everything again, whatever it was told
+PER_WRITER = 1e-3  # seconds for each agent that waits, in which those that came late leave it to one to write for all
+FEW = 16  # agents that wait; with more of them, a view is old before it is acted on
 PER_AGENT = 1e-4  # seconds for each agent that waits: the more write and read, the less often each does
 
 
@@ -89,7 +91,7 @@ class Joining:
         self._announce(self._wish)
         self._seen(self._store.read())
         # Agents that were started together do not all write first: one of them writes for all.
-        spread = self._settings.spread + self._crowd() * PER_AGENT
+        spread = self._settings.spread + self._crowd() * PER_WRITER
         self._act_at = self._clock() + self._random.uniform(0, spread)
 
     def _seen(self, view: View) -> None:
@@ -97,7 +99,7 @@ class Joining:
         self._view, self._since = view, self._clock()
         document = decoded(view)
         if document is None or not is_waiting(document, self._agent):
-            pause = self._random.uniform(0, self._crowd() * PER_AGENT)
+            pause = self._random.uniform(0, self._crowd() * PER_WRITER)
             self._act_at = self._since + self._settings.backoff.seconds(self._attempt, self._random) + pause
         else:
             pause = min(LONGEST_WAIT, self._settings.patience.last_call)
@@ -117,6 +119,12 @@ class Joining:
             self._act_at = min(self._act_at, self._clock() + self._stagger())
 
     def _act(self, now: float) -> None:
+        if self._crowd() > FEW:
+            # Another has most likely written for this agent too: to look is cheaper than to propose in vain.
+            fresh = self._store.read()
+            if fresh.version != self._view.version:
+                self._seen(fresh)
+                return
         waited = self._settings.patience.waited(now - self._since)
         present = read_wishes(self._store)
         step = participant.propose_join(decoded(self._view), self._wish, present, waited)
