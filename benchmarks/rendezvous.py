@@ -1,25 +1,39 @@
-"""How long agents need to agree on a round: a thousand at once, and a few that lose one of them.
+"""How long agents need to agree on a round: a thousand at once, and a few that lose one of them; what watches cost.
 
     python benchmarks/rendezvous.py [--quick] [--json PATH]
 
 The agents are threads over the memory store, with the driver, the participant and the document as they ship, on one
 Python interpreter: decoding is shared (each document once for all of them), everything else is done a thousand times
-by the same cores. There is no network; `tests/rendezvous` has real etcd. Starts are spread over a second.
+by the same cores. Starts are spread over a second.
+
+`operator.*`: over HTTP, with the operator in a process of its own. Fewer agents join there: as threads of one
+interpreter they need most of the time for themselves. A watch is an idle long poll; its cost is the growth of the
+operator's memory (RSS).
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import resource
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
+
+import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parent))
 from figures import Better, Figure, finish, parser, quantile
 
 from everstep.contract.document import Member, Sizes
+from everstep.contract.rounds import DOCUMENT_PATH, LAPSES_HEADER
 from everstep.rendezvous.driver import Driver
+from everstep.rendezvous.http import HttpStore
+from everstep.rendezvous.http_calls import OperatorCalls
 from everstep.rendezvous.joining import Settings
 from everstep.rendezvous.memory import MemoryStore
 from everstep.rendezvous.participant import Broken, Patience, Round
@@ -100,11 +114,102 @@ def join_all(drivers: list[Driver]) -> None:
         thread.join()
 
 
+class OperatorProcess:
+    """The operator's round store over an in-memory cluster, with a job of `pods` pods."""
+
+    def __init__(self, pods: int) -> None:
+        path = Path(__file__).parents[1] / "tests/rendezvous/operator_server.py"
+        command = [sys.executable, str(path), str(pods)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        told = json.loads(self._process.stdout.readline())
+        self.url, self.tokens = str(told["url"]), [str(token) for token in told["tokens"]]
+
+    def __enter__(self) -> OperatorProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def memory(self) -> float:
+        """Resident, in MiB."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+def operator_crowd(count: int, seed: int) -> float:
+    """Seconds from the first start to the last agent's round, over HTTP."""
+    random = Random(seed)
+    with OperatorProcess(count) as operator, TemporaryDirectory() as folder:
+        drivers = []
+        for i, token in enumerate(operator.tokens):
+            file = Path(folder) / str(i)
+            file.write_text(token)
+            store = HttpStore(OperatorCalls(operator.url, str(file)))
+            member = Member(i, f"agent-{i:04}", address="10.0.0.1", store_port=29500)
+            drivers.append(Driver(store, member, Sizes(count, count), SETTINGS, random=Random(i)))
+        starts = [random.uniform(0, 1) for _ in range(count)]
+        ended: list[float] = []
+        began = time.monotonic()
+
+        def run(driver: Driver, start: float) -> None:
+            time.sleep(max(0.0, began + start - time.monotonic()))
+            if driver.join(LIMIT).world_size == count:
+                ended.append(time.monotonic())
+
+        threads = [threading.Thread(target=run, args=pair) for pair in zip(drivers, starts, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for driver in drivers:
+            driver._stopping.set()
+    if len(ended) != count:
+        raise SystemExit(f"{len(ended)} of {count} agents agreed")
+    return max(ended) - began
+
+
+async def watch_memory(count: int) -> tuple[float, float]:
+    """The operator's memory with `count` idle long polls, and by how much it grew for them, in MiB."""
+    with OperatorProcess(count // 8) as operator:
+        headers = [{"Authorization": f"Bearer {token}"} for token in operator.tokens]
+        everything = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(operator.url, connector=everything) as session:
+            for header in headers:  # so that every pod is known before
+                async with session.get(DOCUMENT_PATH, headers=header) as answer:
+                    seen = {"version": 0, "lapses": answer.headers[LAPSES_HEADER], "wait": 30}
+            before = operator.memory()
+            polls = [
+                asyncio.create_task(session.get(DOCUMENT_PATH, params=seen, headers=headers[i % len(headers)]))
+                for i in range(count)
+            ]
+            while await waiting(session) < count:  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.2)
+            grown = operator.memory()
+            for poll in polls:
+                poll.cancel()
+            await asyncio.gather(*polls, return_exceptions=True)
+        return grown, grown - before
+
+
+async def waiting(session: aiohttp.ClientSession) -> int:
+    async with session.get("/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return int(float(next(line for line in lines if line.startswith("everstep_round_watches ")).split()[1]))
+
+
 def main() -> int:
     arguments = parser(__doc__).parse_args()
     turns = 1 if arguments.quick else 5
     lost = lose_one(3, 20 if arguments.quick else 200)
     crowds = [crowd(MANY, seed) for seed in range(turns)]
+    agents, watches = (30, 1000) if arguments.quick else (200, 10_000)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (min(20_000, hard := resource.getrlimit(resource.RLIMIT_NOFILE)[1]), hard)
+    )
+    over_http = [operator_crowd(agents, seed) for seed in range(turns)]
+    memory, growth = asyncio.run(watch_memory(watches))
     lower = Better.LOWER
     figures = [
         Figure(f"join.{MANY}_agents.whole.max", max(c[0] for c in crowds), "s", lower, turns, goal=5),
@@ -112,6 +217,11 @@ def main() -> int:
         Figure(f"join.{MANY}_agents.writes.max", float(max(c[2] for c in crowds)), "1", lower, turns),
         Figure("lose_one_of_3.p50", quantile(lost, 0.5), "ms", lower, len(lost)),
         Figure("lose_one_of_3.p99", quantile(lost, 0.99), "ms", lower, len(lost)),
+    ]
+    figures += [
+        Figure(f"operator.join.{agents}_agents.whole.max", max(over_http), "s", lower, turns, goal=5),
+        Figure(f"operator.{watches}_watches.memory", memory, "MiB", lower, 1, goal=512),
+        Figure(f"operator.{watches}_watches.memory.growth", growth, "MiB", lower, 1),
     ]
     return finish(figures, arguments)
 

@@ -189,7 +189,6 @@ class Operator:
     async def _measure(self) -> None:
         while True:
             self._metrics.queue_depth(len(self.queue))
-            self._metrics.round_watches(self.rounds.watching)
             self._metrics.jobs(self.reconciler.jobs_by_status() if self.elector.is_leader() else {})
             await self._clock.sleep(METRICS_INTERVAL)
 

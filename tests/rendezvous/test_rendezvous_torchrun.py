@@ -1,4 +1,4 @@
-"""Stock torchrun with `--rdzv-backend=etcd-v3`: real agents and processes, over gloo (failures 43, 44, 66)."""
+"""Stock torchrun with `everstep` and `etcd-v3`: real agents and processes, over gloo (failures 43, 44, 66)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 from etcd_server import EtcdCluster
+from operator_server import OperatorServer
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torchrun_job import TorchrunJob, children
+
+from everstep.contract import env
+from everstep.contract.messages import REPORT_PATH
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -33,15 +37,42 @@ def job(etcd: EtcdCluster, tmp_path: Path) -> Iterator[Callable[..., TorchrunJob
         one.clean_up()
 
 
+@pytest.fixture
+def operated(operator: OperatorServer, tmp_path: Path) -> Iterator[Callable[..., TorchrunJob]]:
+    """Agents in pods of a TrainingJob: where the operator is, and which token to show it, is in their environment."""
+    made: list[TorchrunJob] = []
+
+    def make() -> TorchrunJob:
+        owner = operator.create_job(f"job-{uuid.uuid4().hex}")
+
+        def variables(number: int) -> dict[str, str]:
+            pod = operator.create_pod(owner, number)
+            return {
+                env.REPORT_URL: operator.replicas[0].url + REPORT_PATH,
+                env.TOKEN_FILE: str(pod.token_file),
+                env.WORKER_INDEX: str(pod.index),
+                env.INCARNATION: "0",
+            }
+
+        made.append(TorchrunJob(tmp_path, "", owner.metadata.uid, backend="everstep", variables=variables))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.clean_up()
+
+
 def test_the_handler_is_registered_where_torchrun_looks() -> None:
     found = {point.name: point.value for point in entry_points(group="torchrun.handlers")}
-    assert found.get("etcd-v3") == "everstep.rendezvous.handlers:etcd_v3", "run `make setup`: pyproject.toml is newer"
+    wanted = {"etcd-v3": "everstep.rendezvous.handlers:etcd_v3", "everstep": "everstep.rendezvous.handlers:everstep"}
+    assert wanted.items() <= found.items(), "run `make setup`: pyproject.toml is newer"
 
 
+@pytest.mark.parametrize("backend", ["everstep", "etcd-v3"])
 def test_agents_that_are_killed_are_left_behind_and_replaced_and_the_job_ends_well(
-    job: Callable[..., TorchrunJob],
+    backend: str, request: pytest.FixtureRequest
 ) -> None:
-    run = job()
+    run = request.getfixturevalue("job" if backend == "etcd-v3" else "operated")()
     run.start(3)
     first = run.world(3)
     assert {line.total for line in first} == {3}

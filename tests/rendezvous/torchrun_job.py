@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,19 +31,31 @@ class Line:
 
 
 class TorchrunJob:
-    def __init__(self, folder: Path, endpoint: str, job: str, *flags: str, nodes: str = "2:3") -> None:
+    """`variables(n)` are the environment of agent n, as its pod's would be."""
+
+    def __init__(
+        self,
+        folder: Path,
+        endpoint: str,
+        job: str,
+        *flags: str,
+        nodes: str = "2:3",
+        backend: str = "etcd-v3",
+        variables: Callable[[int], Mapping[str, str]] = lambda _: {},
+    ) -> None:
         self.folder, self._endpoint, self._job, self._flags, self._nodes = folder, endpoint, job, flags, nodes
+        self._backend, self._variables = backend, variables
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def start(self, count: int = 1, conf: str = "last_call=3") -> None:
         for _ in range(count):
             argv = [
                 sys.executable, "-m", "torch.distributed.run", f"--nnodes={self._nodes}", "--nproc-per-node=1",
-                "--max-restarts=10", "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={self._endpoint}",
+                "--max-restarts=10", f"--rdzv-backend={self._backend}", f"--rdzv-endpoint={self._endpoint}",
                 f"--rdzv-id={self._job}", f"--rdzv-conf={conf}", *self._flags, str(SCRIPT), str(self.folder),
             ]  # fmt: skip
             with self.log(len(self.agents)).open("wb") as out:
-                variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+                variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._variables(len(self.agents))}
                 self.agents.append(
                     subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True, env=variables)
                 )

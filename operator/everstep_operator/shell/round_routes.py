@@ -95,10 +95,12 @@ class RoundRoutes:
             response = later("too many watches", ReportResult.BUSY).response(request)
         else:
             self._watches += 1
+            self._metrics.round_watches(self._watches)
             try:
                 response = await self._answer(request, self._watch)
             finally:
                 self._watches -= 1
+                self._metrics.round_watches(self._watches)
         self._metrics.round_request("watch", response.status)
         return response
 

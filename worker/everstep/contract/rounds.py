@@ -5,7 +5,7 @@ means that there is none. `lapses` grows with each presence that ended, and with
 
 | call | request | answer |
 |---|---|---|
-| read | GET document?version=V&lapses=L (what the caller knows; 0, -1) | 200 document, 204 there is none, 304 the same |
+| read | GET document?version=V&lapses=L (what it knows; 0, -1) | 200 document, 204 there is none, 304 the same |
 | watch | GET document?version=V&lapses=L&wait=SECONDS | the same, as soon as it differs, else 304 |
 | compare and swap | PUT document, Everstep-Version: EXPECTED | 204 with its version, 412 another is there |
 | announce | PUT presence/AGENT, Everstep-Ttl: SECONDS, body: the wish | 204 |
