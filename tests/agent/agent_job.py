@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,17 @@ class Agent:
 class Job:
     """Agents of one job; `script` and its arguments are theirs. Use as a context manager."""
 
-    def __init__(self, folder: Path, endpoint: str, *argv: str, nodes: str = "2:3", flags: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        endpoint: str,
+        *argv: str,
+        nodes: str = "2:3",
+        flags: Iterable[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder, self._endpoint, self._argv, self._nodes = folder, endpoint, argv, nodes
-        self._flags = tuple(flags)
+        self._flags, self._environ = tuple(flags), dict(environ or {})
         self._job = uuid.uuid4().hex
         self.agents: list[Agent] = []
         self._read: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
@@ -64,7 +72,7 @@ class Job:
                 f"--rdzv-conf={conf}", *self._flags, *self._argv,
             ]  # fmt: skip
             log = self.folder / f"agent-{len(self.agents)}.log"
-            variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **self._environ}
             with log.open("wb") as out:
                 process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True, env=variables)
             made.append(Agent(len(self.agents), process, log))

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from everstep.contract import env
+
 OUR_BACKENDS = ("everstep", "etcd-v3")
 # Optimizers import torch._dynamo when they are first used, and that takes longer than torch itself.
 MODULES = "torch,torch.distributed,torch._dynamo"
@@ -59,6 +61,7 @@ class Arguments:
     virtual_local_rank: bool
     preload: tuple[str, ...]
     recovery_seconds: float
+    hang_seconds: float
 
     @property
     def ours(self) -> bool:
@@ -162,6 +165,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
         virtual_local_rank=a.virtual_local_rank,
         preload=tuple(m.strip() for m in environ.get(PRELOAD, MODULES).split(",") if m.strip()),
         recovery_seconds=_number(RECOVERY_SECONDS, environ.get(RECOVERY_SECONDS, "300")),
+        hang_seconds=_number(env.HANG_SECONDS, environ.get(env.HANG_SECONDS, "60")),
     )
     if found.ours:
         _refuse(a)

@@ -98,6 +98,15 @@ class Hurt:
 
 
 @dataclass(frozen=True, slots=True)
+class Hung:
+    """A process is in the same step for too long, and the others wait for it."""
+
+    slot: int
+    pid: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Charged:
     """The job's count of charged failures; None: the store did not say."""
 
@@ -119,7 +128,7 @@ class Elapsed:
 
 
 Event = (
-    Began | Formed | NotFormed | Changed | Exited | Hello | Ready | Trains | Hurt | Charged | Asked | Elapsed
+    Began | Formed | NotFormed | Changed | Exited | Hello | Ready | Trains | Hurt | Hung | Charged | Asked | Elapsed
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from everstep.agent.events import Fault
 
 MAX_ERROR_FILE = 1024 * 1024
 MAX_WHY = 180
+MAX_STACKS = 16 * 1024
 
 # What torch, gloo and NCCL say when a peer is gone. A program can print the same for another reason, so such an end is
 # charged after all if nobody else was lost.
@@ -44,6 +45,16 @@ def _error(path: Path) -> str:
     if isinstance(message, dict):
         message = message.get("message", "")
     return " ".join(str(message).split())
+
+
+def read_stacks(path: Path, script: str) -> tuple[str, str]:
+    """What the threads of a process were doing, and where in the script: ` at train.py:31 in forward`, or nothing."""
+    try:
+        text = path.read_text(errors="replace")[-MAX_STACKS:]
+    except OSError:
+        return "", ""
+    found = re.search(rf'File "([^"]*{re.escape(Path(script).name)})", line (\d+) in (\S+)', text)
+    return text, f" at {Path(found[1]).name}:{found[2]} in {found[3]}" if found else ""
 
 
 def memory_kills(root: Path = Path("/sys/fs/cgroup")) -> int:

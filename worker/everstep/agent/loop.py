@@ -21,10 +21,12 @@ from everstep.agent import events as e
 from everstep.agent import state as machine
 from everstep.agent.arguments import Arguments, UsageError
 from everstep.agent.environ import Setting, environment
-from everstep.agent.faults import judge, memory_kills
+from everstep.agent.faults import judge, memory_kills, read_stacks
+from everstep.agent.hang import ASK_SECONDS, Watch, Where, look
 from everstep.agent.membership import Membership, open_driver
 from everstep.agent.output import Files, Output
 from everstep.agent.processes import Switchboard, WarmError, WarmParent
+from everstep.agent.program import STACKS_SIGNAL
 from everstep.agent.state import Config, Life
 from everstep.contract import env
 from everstep.rendezvous.participant import Round
@@ -32,6 +34,7 @@ from everstep.train import termination
 
 log = logging.getLogger(__name__)
 
+STACKS_SECONDS = 0.5  # in which a process writes what its threads do
 LEAVE_SECONDS = 10.0  # for what is to be told to the others at the end
 
 
@@ -42,6 +45,9 @@ class Running:
     slot: int
     rank: int
     files: Files
+    watch: Watch
+    speaks: bool = False
+    said: Where | None = None  # since it was asked last
 
 
 class Agent:
@@ -83,6 +89,8 @@ class Agent:
             config = Config(processes, a.max_restarts, alone, a.recovery_seconds, a.shutdown_seconds)
             self._state = machine.begin(config)
             self._listen()
+            if a.hang_seconds:
+                self._spawn(self._watch())
             try:
                 self._post(e.Began(not a.local and await self._membership.keeps()))
                 finish = await self._decide_all()
@@ -155,11 +163,14 @@ class Agent:
         slot = process.slot
         match message["kind"]:
             case "hello":
+                process.speaks = True
                 self._post(e.Hello(slot, pid))
             case "ready":
                 self._post(e.Ready(slot, pid))
             case "joined":
                 self._post(e.Trains(slot, pid, int(message["round"]), int(message["step"])))
+            case "where":
+                process.said = Where(message["step"], bool(message["waits"]), float(message["slowest"]))
             case "broken":
                 self._post(e.Hurt(slot, pid, int(message["round"]), f"rank {process.rank}: {message['reason']}"[:180]))
             case _:
@@ -222,9 +233,10 @@ class Agent:
                 "environment": environment(self._setting, slot, round_, str(files.error)),
                 "stdout": files.stdout,
                 "stderr": files.stderr,
+                "stacks": str(files.stacks),
             }
         )
-        self._running[pid] = Running(slot, rank, files)
+        self._running[pid] = Running(slot, rank, files, Watch(self._arguments.hang_seconds))
         self._state = machine.started(self._state, slot, pid)
         if (number := self._signals.pop(slot, None)) is not None:
             self._warm.signal(pid, number)
@@ -247,6 +259,29 @@ class Agent:
     async def _elapse(self, timer: e.Timer) -> None:
         await asyncio.sleep(timer.seconds)
         self._post(e.Elapsed(timer))
+
+    async def _watch(self) -> None:
+        """Ask the processes where they are, and find those that hang."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            for pid, process in self._running.items():
+                if process.speaks:
+                    process.said = None
+                    self._switchboard.tell(pid, kind="where")
+            await asyncio.sleep(ASK_SECONDS)
+            for pid, process in list(self._running.items()):
+                if process.speaks:
+                    process.watch, hung = look(process.watch, process.said, clock())
+                    if hung:
+                        await self._hung(pid, process)
+
+    async def _hung(self, pid: int, process: Running) -> None:
+        self._warm.signal(pid, STACKS_SIGNAL, group=False)
+        await asyncio.sleep(STACKS_SECONDS)
+        stacks, where = read_stacks(process.files.stacks, self._arguments.program.target)
+        why = f"rank {process.rank}: no progress in step {process.watch.step} for {process.watch.stalled:.0f} s{where}"
+        log.error("%s; the others wait for it\n%s", why, stacks)
+        self._post(e.Hung(process.slot, pid, why))
 
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)

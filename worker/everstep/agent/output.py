@@ -1,6 +1,6 @@
 """Where the output of training processes goes: the console, log files, or both.
 
-    <log dir>/<run id>_<random>/attempt_<n>/<local rank>/stdout.log, stderr.log, error.json
+    <log dir>/<run id>_<random>/attempt_<n>/<local rank>/stdout.log, stderr.log, error.json, stacks.txt
 
 A process writes its log file itself; what is also wanted on the console is read from the file. So a slow console stops
 nobody, and a killed process loses no line.
@@ -35,6 +35,7 @@ class Files:
     stdout: str | None
     stderr: str | None
     error: Path
+    stacks: Path  # where it writes what its threads are doing, when asked by a signal
 
 
 class Output:
@@ -75,7 +76,7 @@ class Output:
             else:
                 paths.append(None if shown else os.devnull)
         self._tails[slot], self._ended[slot] = tails, ended
-        return Files(paths[0], paths[1], folder / "error.json")
+        return Files(paths[0], paths[1], folder / "error.json", folder / "stacks.txt")
 
     async def ended(self, slot: int) -> None:
         """The process has ended: show the rest of what it said."""

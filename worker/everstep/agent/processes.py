@@ -76,11 +76,11 @@ class WarmParent:
         except TimeoutError:
             raise WarmError(f"the warm parent did not fork a process in {START_SECONDS:g} s") from None
 
-    def signal(self, pid: int, number: int) -> None:
+    def signal(self, pid: int, number: int, *, group: bool = True) -> None:
         """To the process and what it started in its group. One that has ended is left alone."""
         if pid in self._alive:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, number)
+                (os.killpg if group else os.kill)(pid, number)
 
     async def close(self) -> None:
         """End it, and with it whatever is left of its processes."""

@@ -7,11 +7,13 @@ numbers. Invariant: an error that ends it is in the error file, with its traceba
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import os
 import random
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -24,6 +26,7 @@ from everstep.agent.warm import prefer_for_oom
 from everstep.train import termination
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+STACKS_SIGNAL = signal.SIGUSR2
 
 
 def main(command: Mapping[str, Any]) -> None:
@@ -48,6 +51,8 @@ def main(command: Mapping[str, Any]) -> None:
     target, arguments = command["target"], list(command["arguments"])
     if command["executable"]:
         os.execvp(target, [target, *arguments])  # noqa: S606 - a program of the user's
+    # All threads, in C, so also of a process that holds the interpreter's lock for ever.
+    faulthandler.register(STACKS_SIGNAL, file=open(command["stacks"], "a"), all_threads=True)  # noqa: SIM115
     random.seed()  # else all processes would begin with the parent's
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -34,6 +34,7 @@ from everstep.agent.events import (
     Fork,
     Formed,
     Hello,
+    Hung,
     Hurt,
     Instruction,
     Join,
@@ -152,7 +153,7 @@ def _take(state: State, event: Event) -> Step:
             return _changed(state, event)
         case Exited():
             return _exited(state, event)
-        case Hello() | Ready() | Trains() | Hurt():
+        case Hello() | Ready() | Trains() | Hurt() | Hung():
             slot = state.slots[event.slot]
             known = slot.life is Life.LIVE and slot.pid == event.pid and not slot.killed
             return _heard(state, event) if known else (state, ())
@@ -270,7 +271,7 @@ def _charged(state: State, restarts: int | None) -> Step:
     return state, ((CloseJob(why), *told) if state.config.alone else told)
 
 
-def _heard(state: State, event: Hello | Ready | Trains | Hurt) -> Step:
+def _heard(state: State, event: Hello | Ready | Trains | Hurt | Hung) -> Step:
     slot = state.slots[event.slot]
     match event:
         case Hello():
@@ -292,6 +293,13 @@ def _heard(state: State, event: Hello | Ready | Trains | Hurt) -> Step:
             if state.round is None or number != state.round.number or state.over:
                 return state, ()
             return state, (Timer(HURT_SECONDS, Purpose.HURT, number, why),)
+        case Hung(why=why):
+            if state.ending is not None:
+                return state, ()
+            state, told = _kill(state, (event.slot,), signal.SIGKILL)
+            number = state.round.number if state.round is not None else 0
+            state, then = _failed(state, Failure(number, -signal.SIGKILL, why), Fault.OUTSIDE)
+            return state, (*told, *then)
         case _:
             assert_never(event)
 

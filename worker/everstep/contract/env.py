@@ -29,3 +29,6 @@ GRACE_SECONDS = "EVERSTEP_GRACE_SECONDS"
 
 # The Unix socket on which an agent tells its training processes of rounds.
 AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"
+
+# Seconds for which a process may be in one step, at least, before it counts as hung; 0: never.
+HANG_SECONDS = "EVERSTEP_HANG_SECONDS"

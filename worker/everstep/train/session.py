@@ -137,7 +137,7 @@ class Run:
             while True:
                 while self.step < total:
                     world.step_begins()
-                    step = Step(self.step, source.batches(), source.whole, count, world.lost)
+                    step = Step(self.step, source.batches(), source.whole, count, world.lost, world.step_over)
                     yield step
                     if step.phase is Phase.LOST:
                         world.go_on(in_step=True)

@@ -39,12 +39,14 @@ class Step:
         whole: bool,
         completed: Callable[[], None],
         lost: Callable[[BaseException], bool] = lambda _: False,
+        over: Callable[[], None] = lambda: None,
     ) -> None:
         self.number = number
         self.phase = Phase.NEW
         self._batches = batches
         self._whole = whole  # the step is one batch
         self._completed = completed
+        self._over = over  # the block has ended, however it did
         self._lost = lost  # whether an error means that a peer was lost, and the loop goes on
         self._last: Batch[Any] | None = None
 
@@ -66,6 +68,7 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.phase = Phase.FAILED
+        self._over()
         if error is not None:
             if not self._lost(error):
                 return False

@@ -25,6 +25,8 @@ class World(Protocol):
 
     def step_begins(self) -> None: ...
 
+    def step_over(self) -> None: ...
+
     def lost(self, error: BaseException) -> bool:
         """Whether the error of a step means that a peer was lost, and `go_on` can be called."""
         ...
@@ -53,6 +55,9 @@ class Steady:
         self._boundary.restore(self._state)
 
     def step_begins(self) -> None:
+        pass
+
+    def step_over(self) -> None:
         pass
 
     def lost(self, error: BaseException) -> bool:
@@ -91,7 +96,10 @@ class Recovering:
         self._enter(Quality.NONE)
 
     def step_begins(self) -> None:
-        self._recovery.begin()
+        self._recovery.begin(self._boundary.step)
+
+    def step_over(self) -> None:
+        self._recovery.over()
 
     def lost(self, error: BaseException) -> bool:
         return self._recovery.lost is not None and any(isinstance(e, PeerLost) or _says_so(e) for e in _chain(error))

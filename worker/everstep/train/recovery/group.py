@@ -90,6 +90,10 @@ class _Flight:
         self._pending = set[Answer]()
         self._on_lost = on_lost
 
+    @property
+    def waits(self) -> bool:
+        return bool(self._pending)
+
     def begin(self, answer: Answer) -> None:
         """Under the lock."""
         self._pending.add(answer)
@@ -155,6 +159,11 @@ class RecoverableGroup(dist.ProcessGroup):
     def lost(self) -> str | None:
         """Why collectives fail at present; None while they work."""
         return self._flight.lost
+
+    @property
+    def waits(self) -> bool:
+        """Whether a collective is under way: this member has begun it, and another may not have."""
+        return self._flight.waits
 
     @property
     def left(self) -> list[Any]:

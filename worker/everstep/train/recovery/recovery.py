@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from everstep.train.recovery.group import BACKEND, PeerLost, RecoverableGroup
 from everstep.train.recovery.members import Members
 from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.replay import Replay
-from everstep.train.recovery.rounds import Round, Rounds
+from everstep.train.recovery.rounds import Round, Rounds, Where
 
 log = logging.getLogger("everstep.train")
 
@@ -36,6 +37,7 @@ FORM_SECONDS = 600.0
 JOIN_SECONDS = 24 * 3600.0  # a new process may have to wait until there is room for it; its agent's end ends it sooner
 WAIT_SECONDS = 120.0  # for a newer round after a collective failed
 ATTEMPTS = 100
+RECENT = 64  # steps by which the next ones are judged
 
 Start = Callable[[], int]  # brings the state that nobody has from storage, on all members; completed steps
 
@@ -55,6 +57,8 @@ class Recovery:
         self._reducers: Reducers | None = None
         self._replay: Replay | None = None
         self._state: Mapping[str, Any] = {}
+        self._began: tuple[int, float] | None = None  # the step in hand, and when
+        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps
 
     @property
     def round(self) -> Round | None:
@@ -78,12 +82,26 @@ class Recovery:
         self._reducers = Reducers()
         self._replay = Replay(state, self._refuse)
         self._rounds.on_round(self._heard)
+        self._rounds.on_where(self._where)
         self._rounds.ready()
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, step: int) -> None:
+        """Step number `step` begins."""
         assert self._replay is not None
         self._replay.begin()
+        self._began = (step, time.monotonic())
+
+    def over(self) -> None:
+        """The step's block has ended, well or not."""
+        if self._began is not None:
+            self._recent.append(time.monotonic() - self._began[1])
+            self._began = None
+
+    def _where(self) -> Where:
+        """In the thread that hears of rounds."""
+        began = self._began
+        slowest = max(self._recent, default=0.0)
+        return Where(began[0] if began is not None else None, self.main.waits or self.control.waits, slowest)
 
     def end(self) -> None:
         """No step is taken any more."""

@@ -30,6 +30,16 @@ class Round:
     store: tuple[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The step that the process is in (None: between two), whether a collective waits for others, and seconds of the
+    slowest recent step."""
+
+    step: int | None
+    waits: bool
+    slowest: float
+
+
 class RoundsOver(RuntimeError):
     """There will be no further round: the agent is gone, or says so, or none came in time."""
 
@@ -62,6 +72,10 @@ class Rounds(Protocol):
         """This process trains in the round, after `step` completed steps."""
         ...
 
+    def on_where(self, call: Callable[[], Where]) -> None:
+        """Ask this, in another thread, when the agent wants to know where the process is."""
+        ...
+
 
 class AgentRounds:
     """Rounds from the agent's socket."""
@@ -74,6 +88,7 @@ class AgentRounds:
         self._newest: Round | None = None
         self._over: str | None = None
         self._call: Callable[[Round, bool], None] | None = None
+        self._where: Callable[[], Where] | None = None
         self._tell(kind="hello", pid=os.getpid())
         threading.Thread(target=self._listen, name="everstep-rounds", daemon=True).start()
 
@@ -105,6 +120,9 @@ class AgentRounds:
 
     def joined(self, number: int, step: int) -> None:
         self._tell(kind="joined", round=number, step=step)
+
+    def on_where(self, call: Callable[[], Where]) -> None:
+        self._where = call
 
     def _above(self, number: int) -> Round | None:
         return self._newest if self._newest is not None and self._newest.number > number else None
@@ -138,6 +156,10 @@ class AgentRounds:
                     self._changed.notify_all()
                 if self._call is not None:
                     self._call(found, bool(message.get("whole")))
+            case "where":
+                if self._where is not None:
+                    where = self._where()
+                    self._tell(kind="where", step=where.step, waits=where.waits, slowest=where.slowest)
             case "over":
                 self._end(str(message.get("reason", "the agent says so")))
             case _:

@@ -1,0 +1,77 @@
+"""Which process hangs, and that it is the one that is replaced (cases 62 and 64)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from agent_job import HERE, Job
+
+from everstep.agent.hang import ASK_SECONDS, FACTOR, Watch, Where, look
+
+
+def looks(watch: Watch, *answers: Where | None, every: float = ASK_SECONDS) -> list[bool]:
+    now, found = watch.looked, []
+    for answer in answers:
+        now += every
+        watch, hung = look(watch, answer, now)
+        found.append(hung)
+    return found
+
+
+def test_a_step_that_takes_longer_than_the_floor_hangs() -> None:
+    assert looks(Watch(2.5), *[Where(7, False, 0.1)] * 5) == [False, False, False, True, True]
+
+
+def test_a_process_that_waits_for_others_is_not_to_blame() -> None:
+    assert not any(looks(Watch(2.5), *[Where(7, True, 0.1)] * 20))
+
+
+def test_steps_that_are_slow_anyway_may_take_longer() -> None:
+    slow = Where(7, False, 1.0)
+    assert not any(looks(Watch(2.5), *[slow] * int(FACTOR)))
+    assert looks(Watch(2.5), *[slow] * (int(FACTOR) + 2))[-1]
+
+
+def test_progress_and_the_time_between_two_steps_begin_the_count_anew() -> None:
+    steps = [Where(step, False, 0.1) for step in range(20)]
+    assert not any(looks(Watch(2.5), *(one for step in steps for one in (step, step))))
+    assert not any(looks(Watch(2.5), *[Where(None, False, 0.1)] * 20))
+
+
+def test_a_process_that_answers_nothing_in_a_step_hangs_and_between_two_does_not() -> None:
+    assert looks(Watch(2.5), Where(7, False, 0.1), None, None, None)[-1]
+    assert not any(looks(Watch(2.5), Where(None, False, 0.1), *[None] * 20))
+
+
+def test_an_agent_that_was_stopped_does_not_count_the_time_that_it_did_not_look() -> None:
+    watch, _ = look(Watch(10), Where(7, False, 0.1), 1.0)
+    watch, hung = look(watch, None, 1000.0)
+    assert not hung
+
+
+@pytest.mark.timeout(180)
+def test_the_rank_that_does_not_arrive_is_named_with_its_line_and_replaced_while_the_others_go_on(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    run = job(HERE / "hang_script.py", tmp_path, environ={"EVERSTEP_HANG_SECONDS": "3"})
+    agents = run.start(3)
+    began = time.monotonic()
+    run.world(agents, began)
+    before = {agent.number: agent.trainers() for agent in agents}
+    (tmp_path / "hang").write_text("1")
+    hung = run.until(lambda: next((a for a in agents if "no progress in step" in a.log.read_text()), None), "no hang")
+    since = time.monotonic()
+    others = [a for a in agents if a is not hung]
+    run.world(agents, since)
+    assert {a.number: a.trainers() for a in others} == {a.number: before[a.number] for a in others}
+    assert hung.trainers() != before[hung.number]
+    said = hung.log.read_text()
+    assert "at hang_script.py:" in said
+    assert "in stuck" in said
+    assert "the others wait for it" in said
+    for agent in others:
+        assert "the others wait for it" not in agent.log.read_text()
+        assert "is gone: rank 1: no progress in step" in agent.log.read_text(), "the others are told why"
