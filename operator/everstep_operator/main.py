@@ -15,7 +15,7 @@ from everstep.contract import labels
 from everstep.contract.messages import Report
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.credentials import find_source
-from everstep_operator.kube.resources import NODES, PODS, SERVICES, custom_resource
+from everstep_operator.kube.resources import NODES, PDBS, PODS, SERVICES, custom_resource
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.plan.snapshot import Settings
@@ -82,6 +82,9 @@ class Operator:
                 client, SERVICES, clock=clock, rng=rng, label_selector=f"{labels.MANAGED_BY}={labels.MANAGER}"
             ),
             nodes=Informer(client, NODES, clock=clock, rng=rng),
+            budgets=Informer(
+                client, PDBS, clock=clock, rng=rng, label_selector=f"{labels.MANAGED_BY}={labels.MANAGER}"
+            ),
         )
         seconds = settings.lease_seconds
         self.elector = LeaderElector(
@@ -146,7 +149,8 @@ class Operator:
     async def run(self) -> None:
         """Serve, watch, and lead when allowed."""
         async with self.intake, asyncio.TaskGroup() as group:
-            informers = (self.caches.jobs, self.caches.pods, self.caches.services, self.caches.nodes)
+            caches = self.caches
+            informers = (caches.jobs, caches.pods, caches.services, caches.nodes, caches.budgets)
             for informer in informers:
                 group.create_task(informer.run())
             group.create_task(self._measure())
@@ -178,6 +182,7 @@ class Operator:
                 ("pods", self.caches.pods),
                 ("services", self.caches.services),
                 ("nodes", self.caches.nodes),
+                ("poddisruptionbudgets", self.caches.budgets),
             )
             if not informer.has_synced
         ]

@@ -19,7 +19,7 @@ ABSENT = "<absent>"
 CONTAINER = {"name": "worker", "image": "train:1", "command": ["torchrun", "train.py"]}
 ELASTIC = {"minReplicas": 2, "maxReplicas": 8}
 ETCD = {"endpoints": ["https://etcd:2379"]}
-OVER_ETCD: dict[str, Any] = {"rendezvous": {"backend": "etcd", "etcd": ETCD}, "podDisruptionBudget": False}
+OVER_ETCD: dict[str, Any] = {"rendezvous": {"backend": "etcd", "etcd": ETCD}}
 RULE = {"onExitCodes": [2], "action": "Fail"}
 
 
@@ -150,10 +150,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pending_shrink_after": (
         {**OVER_ETCD, "elastic": {**ELASTIC, "shrinkAfterSeconds": 5}},
         "spec.elastic.shrinkAfterSeconds above 0 is not implemented",
-    ),
-    "pending_disruption_budget": (
-        {"rendezvous": OVER_ETCD["rendezvous"], "elastic": ELASTIC},
-        "spec.podDisruptionBudget: true with spec.elastic is not implemented",
     ),
     "pending_save_on_preemption": (
         {"checkpoint": {"url": "s3://b/c", "onPreemption": True}},

@@ -117,10 +117,7 @@ def test_change_of_an_editable_field_is_stored(jobs: Any, running: str, change: 
     assert stored == value if not isinstance(value, dict) else value.items() <= stored.items()
 
 
-OVER_ETCD = {
-    "rendezvous": {"backend": "etcd", "etcd": {"endpoints": ["https://etcd:2379"]}},
-    "podDisruptionBudget": False,
-}
+OVER_ETCD = {"rendezvous": {"backend": "etcd", "etcd": {"endpoints": ["https://etcd:2379"]}}}
 BOUNDS = {"minReplicas": 1, "maxReplicas": 4}
 
 

@@ -9,11 +9,30 @@ from datetime import UTC, datetime, timedelta
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
-from everstep_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod, DeleteService, Plan
+from everstep_operator.plan.actions import (
+    CreateBudget,
+    CreatePod,
+    CreateService,
+    DeleteBudget,
+    DeleteJob,
+    DeletePod,
+    DeleteService,
+    Plan,
+)
 from everstep_operator.plan.check import check
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.planner import plan
-from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, RoundView, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import (
+    BudgetView,
+    Exit,
+    JobView,
+    NodeView,
+    PodPhase,
+    Progress,
+    RoundView,
+    Snapshot,
+    WorkerPod,
+)
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 TEMPLATE = {
@@ -39,6 +58,7 @@ class World:
         self.collisions: tuple[str, ...] = ()
         self.uids = 0
         self.view: RoundView | None = None
+        self.budget: BudgetView | None = None
 
     def snapshot(self) -> Snapshot:
         # Through the wire format, as the API server keeps it: what is lost there must not matter.
@@ -63,6 +83,7 @@ class World:
             self.collisions,
             self.refused,
             world=self.view,
+            budget=self.budget,
         )
 
     def reconcile(self) -> str:
@@ -90,6 +111,10 @@ class World:
                     self.service = "s1"
                 case DeleteService():
                     self.service = None
+                case CreateBudget(_, body, _):
+                    self.budget = BudgetView("b1", body["spec"]["minAvailable"])
+                case DeleteBudget():
+                    self.budget = None
                 case CreatePod(name, index, incarnation, body, _):
                     if name not in self.pods:
                         self.uids += 1

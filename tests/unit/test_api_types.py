@@ -35,7 +35,6 @@ def elastic(**fields: Any) -> dict[str, Any]:
     return {
         "elastic": {"minReplicas": 1, "maxReplicas": 4, **fields},
         "rendezvous": {"backend": "etcd", "etcd": ETCD},
-        "podDisruptionBudget": False,
     }
 
 
@@ -143,7 +142,6 @@ def test_default_spec_asks_for_nothing_that_is_pending(check: Any) -> None:
             "spec.rendezvous.etcd.secretRef",
         ),
         (elastic(shrinkAfterSeconds=5), "spec.elastic.shrinkAfterSeconds"),
-        ({**elastic(), "podDisruptionBudget": True}, "spec.podDisruptionBudget"),
         ({"checkpoint": {"url": "s3://b/c", "onPreemption": True}}, "spec.checkpoint.onPreemption"),
         ({"recovery": {"hang": {"mode": "Auto"}}}, "spec.recovery.hang.mode"),
     ],

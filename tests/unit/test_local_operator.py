@@ -15,7 +15,7 @@ import pytest
 from everstep_operator.api.events import EventReason
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import NotFound
-from everstep_operator.kube.resources import EVENTS, LEASES, PODS, SERVICES
+from everstep_operator.kube.resources import EVENTS, LEASES, PDBS, PODS, SERVICES
 from everstep_operator.kube.wire import Pod, controller_uid
 from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.local.memory.faults import Faults, LoseAnswer, Refuse
@@ -168,9 +168,12 @@ ELASTIC: dict[str, Any] = {
         "replicas": 4,
         "elastic": {"minReplicas": 2, "maxReplicas": 8},
         "rendezvous": {"backend": "etcd", "etcd": {"endpoints": ["http://etcd:2379"]}},
-        "podDisruptionBudget": False,
     },
 }
+
+
+async def gone(stage: Stage) -> bool:
+    return not (await stage.client.list(PDBS, "default")).items
 
 
 async def uids(stage: Stage) -> dict[str, str]:
@@ -198,6 +201,8 @@ async def test_elastic_job_replaces_one_worker_is_resized_live_and_completes() -
         }
         assert len(now) == 4
 
+        (budget,) = (await stage.client.list(PDBS, "default")).items
+        assert (budget.metadata.name, budget.spec.min_available) == ("digits-workers", 2)
         for size in (6, 2, 3):
             await stage.client.merge_patch(JOBS, "default", "digits", {"spec": {"replicas": size}})
 
@@ -211,9 +216,24 @@ async def test_elastic_job_replaces_one_worker_is_resized_live_and_completes() -
         status = (await stage.client.get(JOBS, "default", "digits")).status
         assert status["roster"]["wanted"] == status["world"]["size"] == 3
         assert status["restarts"]["userCode"] == 0
-        for name in last:
+        await stage.client.merge_patch(JOBS, "default", "digits", {"spec": {"suspend": True}})
+
+        async def unguarded() -> bool:
+            return not (await stage.client.list(PDBS, "default")).items and not await stage.pods()
+
+        await stage.until("a suspended job holds up no drain", unguarded)
+        change = {"spec": {"elastic": {"minReplicas": 3}, "suspend": False}}
+        await stage.client.merge_patch(JOBS, "default", "digits", change)
+
+        async def guarded() -> bool:
+            budgets = (await stage.client.list(PDBS, "default")).items
+            return await stage.run_pods() and [b.spec.min_available for b in budgets] == [3]
+
+        await stage.until("it runs again, and has its budget", guarded)
+        for name in await stage.pods():
             await stage.end(name, 0)
         await stage.until("the job is complete", stage.complete)
+        await stage.until("its budget is gone", lambda: gone(stage))
 
 
 async def test_elastic_job_comes_to_its_size_though_the_operator_restarts_and_answers_are_lost() -> None:

@@ -35,12 +35,6 @@ PENDING: tuple[Check, ...] = (
         holds=lambda s: s.elastic is None or s.elastic.shrink_after_seconds == 0,
     ),
     Check(
-        cel="!has(self.elastic) || !self.podDisruptionBudget",
-        message=_not_yet("spec.podDisruptionBudget: true with spec.elastic", "set it to false"),
-        field=".podDisruptionBudget",
-        holds=lambda s: s.elastic is None or not s.pod_disruption_budget,
-    ),
-    Check(
         cel="!has(self.checkpoint) || !self.checkpoint.onPreemption",
         message=_not_yet("spec.checkpoint.onPreemption: true", "remove it"),
         field=".checkpoint.onPreemption",

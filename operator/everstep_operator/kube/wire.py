@@ -156,8 +156,12 @@ class ConfigMap(KubeObject, frozen=True, kw_only=True):
     data: dict[str, str] = {}
 
 
+class PodDisruptionBudgetSpec(Wire, frozen=True, kw_only=True):
+    min_available: int | str | None = None
+
+
 class PodDisruptionBudget(KubeObject, frozen=True, kw_only=True):
-    """Only its existence and owner are read."""
+    spec: PodDisruptionBudgetSpec = PodDisruptionBudgetSpec()
 
 
 class LeaseSpec(Wire, frozen=True, kw_only=True):

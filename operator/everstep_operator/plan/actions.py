@@ -62,6 +62,28 @@ class DeleteService:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateBudget:
+    name: str
+    body: dict[str, Any]
+    why: str
+
+    def __str__(self) -> str:
+        return f"create disruption budget {self.name} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteBudget:
+    """With the UID as precondition, as a service."""
+
+    name: str
+    uid: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"delete disruption budget {self.name} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteJob:
     uid: str
     why: str
@@ -70,7 +92,7 @@ class DeleteJob:
         return f"delete job ({self.why})"
 
 
-Action = CreateService | CreatePod | DeletePod | DeleteService | DeleteJob
+Action = CreateService | CreatePod | DeletePod | DeleteService | CreateBudget | DeleteBudget | DeleteJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from everstep_operator.plan import (
     budget,
     changes,
     condition,
+    drains,
     lifecycle,
     pods,
     recovery,
@@ -202,7 +203,7 @@ def _publish(snapshot: Snapshot, change: _Revise) -> Plan:
     news = () if change.event is None else (change.event,)
     return Plan(
         wanted,
-        carried.actions,
+        (*drains.actions(snapshot), *carried.actions),
         events=(*news, *_events(snapshot, wanted, current)),
         requeue=carried.requeue,
         publish=True,
@@ -217,7 +218,7 @@ def _converge(snapshot: Snapshot, published: Roster, current: dict[int, WorkerPo
     ready = observed.condition(ConditionType.READY)
     return Plan(
         observed,
-        carried.actions,
+        (*drains.actions(snapshot), *carried.actions),
         _events(snapshot, observed, current),
         or_deadline(snapshot, requeue),
         reason=carried.waits or (ready.message if ready is not None else ""),

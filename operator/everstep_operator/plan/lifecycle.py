@@ -9,7 +9,7 @@ from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionTy
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Failure, Status
 from everstep_operator.api.types import PodCleanup
-from everstep_operator.plan import names, status
+from everstep_operator.plan import drains, names, status
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService, Event, Plan, Requeue
 from everstep_operator.plan.failure import Loss
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
@@ -97,14 +97,14 @@ def clean_up(snapshot: Snapshot) -> tuple[Action, ...]:
     """What `podCleanup` says of the pods of a finished job."""
     policy = snapshot.job.spec.pod_cleanup
     if policy is PodCleanup.NONE:
-        return ()
+        return drains.gone(snapshot)
     doomed = (p for p in snapshot.pods if p.deleted_at is None and (policy is PodCleanup.ALL or not p.finished))
     actions: list[Action] = [_delete(p, f"the job is finished, podCleanup {policy}") for p in doomed]
     if snapshot.service_uid is not None:
         actions.append(
             DeleteService(names.service_name(snapshot.job.name), snapshot.service_uid, "the job is finished")
         )
-    return tuple(actions)
+    return (*actions, *drains.gone(snapshot))
 
 
 def after_finish(snapshot: Snapshot) -> Plan:

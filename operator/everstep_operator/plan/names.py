@@ -12,7 +12,7 @@ def pod_name(job: str, index: int, incarnation: int) -> str:
 
 
 def service_name(job: str) -> str:
-    """The headless service that gives worker pods their host names."""
+    """The headless service that gives worker pods their host names; the disruption budget has the same name."""
     return f"{job}-workers"
 
 

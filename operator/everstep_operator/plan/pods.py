@@ -41,7 +41,7 @@ def service(job: JobView) -> dict[str, Any]:
         "metadata": {
             "name": names.service_name(job.name),
             "namespace": job.namespace,
-            "labels": _labels(job),
+            "labels": labels_of(job),
             "ownerReferences": [owner_reference(job)],
         },
         "spec": {
@@ -99,7 +99,7 @@ def _pod(job: JobView, index: int, incarnation: int, identity: dict[str, str]) -
             "namespace": job.namespace,
             "labels": {
                 **{k: v for k, v in (meta.get("labels") or {}).items() if k != labels.ROUND},
-                **_labels(job),
+                **labels_of(job),
                 labels.WORKER_INDEX: str(index),
                 labels.INCARNATION: str(incarnation),
             },
@@ -110,7 +110,7 @@ def _pod(job: JobView, index: int, incarnation: int, identity: dict[str, str]) -
     }
 
 
-def _labels(job: JobView) -> dict[str, str]:
+def labels_of(job: JobView) -> dict[str, str]:
     return {labels.JOB: job.name, labels.JOB_UID: job.uid, labels.MANAGED_BY: labels.MANAGER}
 
 

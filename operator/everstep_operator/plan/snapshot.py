@@ -95,6 +95,14 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetView:
+    """The job's PodDisruptionBudget. `min_available` is None if it is not a plain number."""
+
+    uid: str
+    min_available: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class RoundView:
     """The round store's document, as far as a plan depends on it. Who is in `gone` may have a healthy pod all the same:
     an agent steps out of a round that lost its processes, and joins the next."""
@@ -146,3 +154,4 @@ class Snapshot:
     create_refused: str | None = None  # the API server's last refusal of a pod create (quota, admission)
     settings: Settings = Settings()
     world: RoundView | None = None  # None: agents agree on rounds where this operator cannot see it, or not at all
+    budget: BudgetView | None = None  # the PodDisruptionBudget, if it is there and ours

@@ -14,9 +14,18 @@ from typing import TypeVar, assert_never
 
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound, Rejected
-from everstep_operator.kube.resources import PODS, SERVICES, Resource
+from everstep_operator.kube.resources import PDBS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import KubeObject, Unstructured, controller_uid
-from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeleteJob, DeletePod, DeleteService
+from everstep_operator.plan.actions import (
+    Action,
+    CreateBudget,
+    CreatePod,
+    CreateService,
+    DeleteBudget,
+    DeleteJob,
+    DeletePod,
+    DeleteService,
+)
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.parallel import Failed, run_bounded
@@ -81,6 +90,10 @@ class Applier:
                 await self._create_pod(job, action, refusals)
             case CreateService():
                 await self._create(SERVICES, job, action.name, action.body, refusals)
+            case CreateBudget():
+                await self._create(PDBS, job, action.name, action.body, refusals)
+            case DeleteBudget():
+                await self._delete(PDBS, job, action.name, action.uid)
             case DeletePod():
                 await self._delete_pod(job, action)
             case DeleteService():
@@ -148,9 +161,9 @@ class Applier:
 
 def _order(action: Action) -> int:
     match action:
-        case CreateService():
+        case CreateService() | CreateBudget():
             return 0
-        case DeletePod() | DeleteService():
+        case DeletePod() | DeleteService() | DeleteBudget():
             return 1
         case CreatePod() | DeleteJob():
             return 2

@@ -13,8 +13,8 @@ from everstep.contract import labels
 from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
-from everstep_operator.kube.wire import Condition, Node, Pod, Unstructured
-from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, RoundView, WorkerPod
+from everstep_operator.kube.wire import Condition, Node, Pod, PodDisruptionBudget, Unstructured, controller_uid
+from everstep_operator.plan.snapshot import BudgetView, Exit, JobView, NodeView, PodPhase, RoundView, WorkerPod
 
 # What the round store holds of the job with this UID, if it is this operator's and this replica knows it.
 RoundViews = Callable[[str], RoundView | None]
@@ -98,6 +98,14 @@ _PHASES = frozenset(PodPhase)
 def node_view(node: Node) -> NodeView:
     ready = next((c for c in node.status.conditions if c.type == "Ready"), None)
     return NodeView(node.metadata.name, _is_true(ready), ready.last_transition_time if ready is not None else None)
+
+
+def budget_view(budget: PodDisruptionBudget, job_uid: str) -> BudgetView | None:
+    """None when it is not this job's."""
+    if controller_uid(budget.metadata) != job_uid:
+        return None
+    least = budget.spec.min_available
+    return BudgetView(budget.metadata.uid, least if isinstance(least, int) else None)
 
 
 def _is_true(condition: Condition | None) -> bool:

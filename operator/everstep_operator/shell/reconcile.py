@@ -16,7 +16,7 @@ from everstep_operator.api.conditions import ConditionStatus, ConditionType, Rea
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Condition, Status
 from everstep_operator.kube.resources import Resource
-from everstep_operator.kube.wire import Node, Pod, Service, Unstructured, controller_uid
+from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
 from everstep_operator.plan import names, recovery
 from everstep_operator.plan.actions import Plan
 from everstep_operator.plan.check import check
@@ -50,6 +50,7 @@ class Caches:
     pods: Informer[Pod]
     services: Informer[Service]
     nodes: Informer[Node]
+    budgets: Informer[PodDisruptionBudget]
 
 
 @dataclass(slots=True)
@@ -195,11 +196,13 @@ class Reconciler:
     def _snapshot(self, job: JobView, memory: _Memory) -> Snapshot:
         pods = self._pods_of(job)
         service = self._caches.services.get(job.namespace, names.service_name(job.name))
+        budget = self._caches.budgets.get(job.namespace, names.service_name(job.name))
         return Snapshot(
             now=self._clock.now(),
             job=job,
             pods=pods,
             service_uid=_own_uid(service, job),
+            budget=observe.budget_view(budget, job.uid) if budget is not None else None,
             nodes=self._nodes_of(pods),
             progress=memory.progress.snapshot(),
             world=self._rounds(job.uid),

@@ -11,7 +11,7 @@ from everstep.contract.messages import Report
 from everstep_operator.kube.client import KubeClient, TokenIdentity
 from everstep_operator.kube.errors import KubeError, NotFound
 from everstep_operator.kube.resources import PODS
-from everstep_operator.kube.wire import Node, Pod, Service, Unstructured, controller_uid
+from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.runtime.cache import Added, Deleted, Delta, Updated
 from everstep_operator.runtime.clock import Clock
@@ -33,7 +33,7 @@ MAX_ASKING = 8  # pods looked up at once
 _REPORT_DELAY = 2.0
 
 
-def owner_key(obj: Pod | Service) -> Key | None:
+def owner_key(obj: Pod | Service | PodDisruptionBudget) -> Key | None:
     """The job that controls this object, if one does."""
     for owner in obj.metadata.owner_references:
         if owner.controller and owner.kind == labels.KIND and owner.api_version == labels.API_VERSION:
@@ -74,7 +74,8 @@ class Wiring:
         self._asking = asyncio.Semaphore(MAX_ASKING)
         caches.jobs.add_handler(self._job)
         caches.pods.add_handler(self._pod)
-        caches.services.add_handler(self._service)
+        caches.services.add_handler(self._owned)
+        caches.budgets.add_handler(self._owned)
         caches.nodes.add_handler(self._node)
 
     def _job(self, delta: Delta[Unstructured]) -> None:
@@ -105,7 +106,7 @@ class Wiring:
         if worker is not None and uid is not None:
             self._rounds.withdraw_pod(uid, Worker(worker.uid, worker.index, worker.incarnation))
 
-    def _service(self, delta: Delta[Service]) -> None:
+    def _owned(self, delta: Delta[Service] | Delta[PodDisruptionBudget]) -> None:
         if (key := owner_key(delta.object)) is not None:
             self._queue.add(key)
 

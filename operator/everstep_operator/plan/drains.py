@@ -1,0 +1,56 @@
+"""How many workers a drain must leave: the PodDisruptionBudget of an elastic job.
+
+Invariant: a job of a fixed size has none, because it would block every drain for as long as the job runs. One with a
+wrong number is deleted, and made anew when it is seen to be gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.contract import labels
+from everstep_operator.plan import names, pods, sizing
+from everstep_operator.plan.actions import Action, CreateBudget, DeleteBudget
+from everstep_operator.plan.snapshot import JobView, Snapshot
+
+
+def actions(snapshot: Snapshot) -> tuple[Action, ...]:
+    """What makes the budget that the spec asks for, or takes it away."""
+    job, there = snapshot.job, snapshot.budget
+    least = _least(job)
+    name = names.service_name(job.name)
+    if there is not None and there.min_available != least:
+        why = "no drain has to be held up" if least is None else f"another number than {least} is held"
+        return (DeleteBudget(name, there.uid, why),)
+    if there is None and least is not None:
+        return (CreateBudget(name, _body(job, name, least), f"drains leave {least} workers"),)
+    return ()
+
+
+def gone(snapshot: Snapshot) -> tuple[Action, ...]:
+    """For a finished job."""
+    there = snapshot.budget
+    if there is None:
+        return ()
+    return (DeleteBudget(names.service_name(snapshot.job.name), there.uid, "the job is finished"),)
+
+
+def _least(job: JobView) -> int | None:
+    spec = job.spec
+    if spec.elastic is None or not spec.pod_disruption_budget or spec.suspend:
+        return None
+    return sizing.bounds(spec).minimum
+
+
+def _body(job: JobView, name: str, least: int) -> dict[str, Any]:
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {
+            "name": name,
+            "namespace": job.namespace,
+            "labels": pods.labels_of(job),
+            "ownerReferences": [pods.owner_reference(job)],
+        },
+        "spec": {"minAvailable": least, "selector": {"matchLabels": {labels.JOB_UID: job.uid}}},
+    }
