@@ -20,7 +20,9 @@ from everstep_operator.kube.resources import CONFIGMAPS, Resource
 from everstep_operator.kube.wire import ConfigMap, Unstructured, controller_uid
 
 KEY = "document"
-LEASE_KEY = "leaseSeconds"  # of the agents: presence is in the leader's memory, and the next one must know its patience
+# Of the agents: presence is in the leader's memory, and the next one must know its patience. Not in the data, of which
+# a document may fill all that a ConfigMap takes.
+LEASE = f"{labels.GROUP}/lease-seconds"
 TRIES = 8  # of a publication that meets the planner's own status writes
 
 
@@ -78,6 +80,7 @@ class RoundDocuments:
         body: dict[str, Any] = {
             "metadata": {
                 "name": config_map_name(job.name),
+                "annotations": {LEASE: f"{lease:g}"},
                 "labels": {labels.JOB: job.name, labels.JOB_UID: job.uid, labels.MANAGED_BY: labels.MANAGER},
                 "ownerReferences": [
                     {
@@ -90,7 +93,7 @@ class RoundDocuments:
                     }
                 ],
             },
-            "data": {KEY: document, LEASE_KEY: f"{lease:g}"},
+            "data": {KEY: document},
         }
         name = config_map_name(job.name)
         self._require_leading()
@@ -148,7 +151,7 @@ class RoundDocuments:
             )
         if not meta.resource_version.isdigit():
             raise RoundsUnavailable(f"resource version {meta.resource_version!r} is no number: versions have no order")
-        return Kept(found.data.get(KEY, ""), int(meta.resource_version), _seconds(found.data.get(LEASE_KEY, "")))
+        return Kept(found.data.get(KEY, ""), int(meta.resource_version), _seconds(meta.annotations.get(LEASE, "")))
 
 
 def _published(job: Unstructured) -> int:
