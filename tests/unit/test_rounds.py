@@ -413,3 +413,23 @@ async def test_watch_ends_when_the_leadership_does() -> None:
     rounds.forget_all()
     async with asyncio.timeout(5):
         await waiting
+
+
+async def test_in_a_crowd_one_after_the_other_is_told_who_is_present_to_write_for_all() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    agents = [Agent(stage.job, Worker(f"uid-{i}", i, 0)) for i in range(40)]
+    sizes = Sizes(1, 40)
+    for i, agent in enumerate(agents):
+        rounds.announce(agent, f"agent-{i}", Wish(Member(i, f"agent-{i}"), 0, sizes).encode(), 30.0)
+    assert len(json.loads(await rounds.present(agents[0]))) == 40
+    with pytest.raises(RoundsUnavailable, match="another agent writes just now"):
+        await rounds.present(agents[1])
+    await rounds.present(agents[0])
+    assert await rounds.swap(agents[0], 0, encode(Document(sizes))) is not None
+    await rounds.present(agents[1])  # it wrote: the next one may
+    with pytest.raises(RoundsUnavailable):
+        await rounds.present(agents[2])
+    await stage.clock.advance(0.3)
+    await rounds.present(agents[2])  # whoever had the turn did not use it

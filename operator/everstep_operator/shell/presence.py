@@ -63,6 +63,9 @@ class Presences:
         self._document: Document | None = None
         self._began, self.lease = now, LEASE
 
+    def __len__(self) -> int:
+        return len(self._present)
+
     def await_members(self, document: Document | None, lease: float) -> None:
         """Of a document that this leader reads for the first time: its agents are alive until they had time to come.
 

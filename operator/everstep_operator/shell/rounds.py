@@ -27,6 +27,8 @@ log = logging.getLogger("everstep.rounds")
 
 API_SECONDS = 10.0  # for what one call asks of the API server
 FRESH = 5.0  # seconds after which a read asks the API server again: somebody may have edited the ConfigMap
+CROWD = 32  # agents present; with more, one after the other is told who is present, in order to write
+TURN = 0.25  # seconds for that, or until it has written
 BURST, RATE = 200.0, 20.0  # documents written for one job: at once, and a second
 
 
@@ -61,6 +63,7 @@ class _Job:
     tokens: float = BURST
     refilled_at: float = 0.0
     timer: asyncio.TimerHandle | None = None
+    writer: tuple[int, str, float] = (-1, "", 0.0)  # at this version, this pod was told who is present, then
     answer: tuple[int, bytes] = (-1, b"")  # of `present`, at a number of changes
 
 
@@ -174,6 +177,15 @@ class Rounds:
         await self._loaded(job, 0)  # else nobody would be awaited
         now = self._clock.monotonic()
         job.presences.expire(now)
+        # Who asks this is about to write. In a crowd the first one writes for all; it costs the others much to be late.
+        version = job.kept.version if job.kept is not None else 0
+        if (
+            len(job.presences) > CROWD
+            and job.writer[:2] != (version, agent.worker.pod_uid)
+            and (job.writer[0] == version and now < job.writer[2] + TURN)
+        ):
+            raise RoundsUnavailable("another agent writes just now: look again")
+        job.writer = (version, agent.worker.pod_uid, now)
         if job.answer[0] != job.presences.changes:
             found = json.dumps(job.presences.present(now), separators=(",", ":"))
             job.answer = (job.presences.changes, found.encode())

@@ -58,6 +58,7 @@ class Joining:
         self._agent = wish.member.agent
         self._view = View(None, 0)
         self._since = self._act_at = clock()
+        self._failed = False  # the last call: much may have happened since
         self._attempt = 0  # writes in a row that came too late
         self._reason = "the store has not answered"
 
@@ -81,7 +82,7 @@ class Joining:
                     self._act(now)
                 failures = 0
             except StoreUnavailable as e:
-                failures, self._reason = failures + 1, str(e)
+                failures, self._reason, self._failed = failures + 1, str(e), True
                 pause = self._settings.backoff.seconds(failures, self._random)
                 self._stopped.wait(max(0.0, min(pause, deadline - self._clock())))
         why = "it was stopped" if self._stopped.is_set() else self._reason
@@ -119,9 +120,10 @@ class Joining:
             self._act_at = min(self._act_at, self._clock() + self._stagger())
 
     def _act(self, now: float) -> None:
-        if self._crowd() > FEW:
+        if self._failed or self._crowd() > FEW:
             # Another has most likely written for this agent too: to look is cheaper than to propose in vain.
             fresh = self._store.read()
+            self._failed = False
             if fresh.version != self._view.version:
                 self._seen(fresh)
                 return
