@@ -213,7 +213,9 @@ class Switchboard:
                     continue
                 if pid:
                     self._heard(pid, message)
-        except (ConnectionError, ValueError, KeyError, TypeError) as e:
+        except ConnectionError:
+            pass  # it has ended
+        except (ValueError, KeyError, TypeError) as e:
             log.warning("process %d said what cannot be read: %s", pid, e)
         finally:
             if writer is self._stores:

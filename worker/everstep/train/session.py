@@ -75,11 +75,13 @@ class Run:
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        """This process's rank in the present world, which another may follow."""
+        return dist.get_rank() if self._recovery is not None else self.place.rank
 
     @property
     def world_size(self) -> int:
-        return self.place.world_size
+        """Processes in the present world: 1 until `steps` begins, where worlds may change."""
+        return dist.get_world_size() if self._recovery is not None else self.place.world_size
 
     @property
     def device(self) -> torch.device:
