@@ -142,7 +142,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "case_02_elastic_over_c10d": ({"elastic": ELASTIC}, "spec.elastic needs"),
     "case_02_replicas_below_the_sizes": ({**OVER_ETCD, "elastic": {**ELASTIC, "sizes": [4, 8]}}, "spec.replicas"),
     "case_02_etcd_without_endpoints": ({"rendezvous.backend": "etcd"}, "spec.rendezvous.etcd.endpoints"),
-    "pending_backend_everstep": ({"rendezvous.backend": "everstep"}, "spec.rendezvous.backend"),
     "pending_etcd_secret": (
         {"rendezvous": {"backend": "etcd", "etcd": {**ETCD, "secretRef": {"name": "s"}}}},
         "spec.rendezvous.etcd.secretRef is not implemented",

@@ -136,7 +136,6 @@ def test_default_spec_asks_for_nothing_that_is_pending(check: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "path"),
     [
-        ({"rendezvous": {"backend": "everstep"}}, "spec.rendezvous.backend"),
         (
             {"rendezvous": {"backend": "etcd", "etcd": {**ETCD, "secretRef": {"name": "s"}}}},
             "spec.rendezvous.etcd.secretRef",
@@ -239,8 +238,10 @@ def test_url_outside_the_allow_list_is_refused_by_its_field(url: str, prefixes: 
 
 
 @pytest.mark.parametrize("fields", [{}, {"sizes": [1, 2, 4]}, {"groupSize": 1, "regrow": False}])
-def test_elastic_job_over_etcd_is_accepted(fields: dict[str, Any]) -> None:
-    parsed = parse_spec(spec(**elastic(**fields)))
+def test_elastic_job_over_etcd_or_the_operator_is_accepted(fields: dict[str, Any]) -> None:
+    over_etcd = elastic(**fields)
+    assert parse_spec(spec(**over_etcd)).rendezvous.backend is RendezvousBackend.ETCD
+    parsed = parse_spec(spec(**{**over_etcd, "rendezvous": {"backend": "everstep"}}))
+    assert parsed.rendezvous.backend is RendezvousBackend.EVERSTEP
     assert parsed.elastic is not None
     assert parsed.elastic.max_replicas == 4
-    assert parsed.rendezvous.backend is RendezvousBackend.ETCD

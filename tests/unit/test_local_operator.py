@@ -8,20 +8,25 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from everstep.contract.document import Document, Member, Sizes, decode, encode
 from everstep_operator.api.events import EventReason
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import EVENTS, LEASES, PDBS, PODS, SERVICES
-from everstep_operator.kube.wire import Pod, controller_uid
+from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
 from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.local.memory.faults import Faults, LoseAnswer, Refuse
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.settings import OperatorSettings
+from everstep_operator.shell.presence import Worker
+from everstep_operator.shell.round_documents import JobRef
+from everstep_operator.shell.rounds import Agent
 from everstep_operator.telemetry.metrics import Metrics
 
 LIMIT = 30.0  # seconds of the test's own time that any wait may take
@@ -50,10 +55,11 @@ class Stage:
         self._operators: KubeClient = self.cluster.client(manager="everstep-operator", faults=faults)
 
     @asynccontextmanager
-    async def operating(self) -> AsyncGenerator[None, None]:
-        task = asyncio.create_task(Operator(self._operators, SETTINGS, Metrics(), self.clock).run())
+    async def operating(self) -> AsyncGenerator[Operator, None]:
+        operator = Operator(self._operators, SETTINGS, Metrics(), self.clock)
+        task = asyncio.create_task(operator.run())
         try:
-            yield
+            yield operator
         finally:
             task.cancel()
             stopping = asyncio.gather(task, return_exceptions=True)
@@ -255,3 +261,63 @@ async def test_elastic_job_comes_to_its_size_though_the_operator_restarts_and_an
 
         await stage.until("all are back", whole)
         assert sorted(await stage.pods()) == ["digits-w0-0", "digits-w1-1", "digits-w2-1", "digits-w3-0"]
+
+
+async def form(stage: Stage, operator: Operator, job: Unstructured, members: dict[int, int]) -> None:
+    """What an agent does when it writes the round that the agents of these workers (index: incarnation) form."""
+    ref = JobRef("default", "digits", job.metadata.uid)
+    agent = Agent(ref, Worker("a-pod", 0, 0))
+    chosen = tuple(Member(i, f"agent-{i}-{n}", n) for i, n in members.items())
+
+    async def write() -> int | None:
+        seen = await operator.rounds.read(agent, 0)
+        before = decode(seen.document.encode()) if seen.document is not None else Document(Sizes(2, 8))
+        return await operator.rounds.swap(
+            agent, seen.version, encode(replace(before, round=before.round + 1, members=chosen))
+        )
+
+    writing = asyncio.create_task(write())
+    await stage.until("the round is written", writing.done)
+    assert await writing is not None
+
+
+async def test_elastic_job_follows_the_rounds_that_its_agents_write() -> None:
+    """The operator's own round store: it raises the round, the planner says what came of it."""
+    stage = Stage()
+    spec = {**ELASTIC["spec"], "rendezvous": {"backend": "everstep"}}
+    async with stage.operating() as operator:
+        job = await stage.client.create(JOBS, "default", {**ELASTIC, "spec": spec})
+
+        async def created() -> bool:
+            await stage.run_pods()
+            return len(await stage.pods()) == 4
+
+        async def says(reason: str, round_: int, size: int) -> None:
+            async def said() -> bool:
+                await stage.run_pods()
+                world = (await stage.client.get(JOBS, "default", "digits")).status["world"]
+                found = (await stage.reason(), world["round"], world.get("formedRound"), world["size"])
+                return found == (reason, round_, round_, size)
+
+            await stage.until(f"{reason} in round {round_} of {size}", said)
+
+        await stage.until("the pods run", created)
+        assert await stage.reason() != "Running", "no round has formed"
+        await form(stage, operator, job, {0: 0, 1: 0, 2: 0, 3: 0})
+        await says("Running", 1, 4)
+        await stage.client.delete(PODS, "default", "digits-w1-0", grace_seconds=0)
+        await says("Recovering", 1, 4)
+        await form(stage, operator, job, {0: 0, 2: 0, 3: 0})
+        await says("RunningDegraded", 2, 3)
+        await form(stage, operator, job, {0: 0, 1: 1, 2: 0, 3: 0})
+        await says("Running", 3, 4)
+    # Another leader reads the document; nothing has happened to the world.
+    async with stage.operating() as operator:
+        await stage.client.delete(PODS, "default", "digits-w3-0", grace_seconds=0)
+        await says("Recovering", 3, 4)
+        await form(stage, operator, job, {0: 0, 1: 1, 2: 0, 3: 1})
+        await says("Running", 4, 4)
+        assert sorted(await stage.pods()) == ["digits-w0-0", "digits-w1-1", "digits-w2-0", "digits-w3-1"]
+        for name in await stage.pods():
+            await stage.end(name, 0)
+        await stage.until("the job is complete", stage.complete)

@@ -7,7 +7,7 @@ Work that implements a field deletes its entry here and nothing else. Invariant:
 from __future__ import annotations
 
 from everstep_operator.api.base import Check
-from everstep_operator.api.types import HangMode, RendezvousBackend, TrainingJobSpec
+from everstep_operator.api.types import HangMode, TrainingJobSpec
 
 
 def _not_yet(what: str, remedy: str) -> str:
@@ -16,12 +16,6 @@ def _not_yet(what: str, remedy: str) -> str:
 
 # `self` and the argument of `holds` are the spec.
 PENDING: tuple[Check, ...] = (
-    Check(
-        cel="self.rendezvous.backend != 'everstep'",
-        message=_not_yet("spec.rendezvous.backend: everstep", "use etcd, or c10d, or remove it"),
-        field=".rendezvous.backend",
-        holds=lambda s: s.rendezvous.backend != RendezvousBackend.EVERSTEP,
-    ),
     Check(
         cel="!has(self.rendezvous.etcd) || !has(self.rendezvous.etcd.secretRef)",
         message=_not_yet("spec.rendezvous.etcd.secretRef", "remove it, and let the workers reach etcd without"),
