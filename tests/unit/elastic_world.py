@@ -99,6 +99,11 @@ class ElasticWorld(World):
     def take_status(self, status: object) -> None:
         self.status = status  # type: ignore[assignment]  # progress is of the agents' rounds, not of the operator's
 
+    def do_untold_step(self, step: str) -> None:
+        """Reports of processes that are not told their round."""
+        super().do_step(step)
+        self.progress = replace(self.progress, round=0)
+
     def do_operator_restart(self) -> None:
         """What was reported is forgotten, and the round is not read yet."""
         self.progress, self.unread, self.view = Progress(), self.view, None

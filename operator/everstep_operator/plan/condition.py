@@ -22,8 +22,8 @@ CAPACITY_PATIENCE = timedelta(seconds=30)
 def trains(snapshot: Snapshot, seen: Standing) -> bool:
     """Whether the world is known to take steps, or cannot be known to."""
     reported = snapshot.progress
-    if reported.updated_at is None:
-        return True
+    if reported.updated_at is None or reported.round == 0:
+        return True  # no reports, or of processes whose agent (stock torchrun) does not tell them their round
     since_loss = reported.trained_at is not None and (
         reported.lost_at is None or reported.trained_at > reported.lost_at
     )

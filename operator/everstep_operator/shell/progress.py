@@ -33,7 +33,8 @@ class JobProgress:
         self._damaged: str | None = None
         self._step_seconds: float | None = None
         self._lost_at: datetime | None = None
-        self._open_round(status.world.formed_round or status.world.round, None)
+        # Where the agents form the rounds, the first report says which one is on, if it can (stock torchrun's cannot).
+        self._open_round(status.world.round if status.roster is None else 0, None)
 
     def _open_round(self, round_: int, published_at: datetime | None) -> None:
         self._round, self._published_at = round_, published_at
