@@ -41,8 +41,8 @@ IMMUTABLE: tuple[Check, ...] = (
         "(has(self.elastic) ? self.elastic.minReplicas == oldSelf.elastic.minReplicas && "
         "self.elastic.maxReplicas == oldSelf.elastic.maxReplicas && self.elastic.sizes == oldSelf.elastic.sizes "
         ": self.replicas == oldSelf.replicas))",
-        message="with a spec.rendezvous.backend other than c10d, the sizes of a job (spec.elastic, or spec.replicas without it) are "
-        "immutable while it is not suspended; suspend it first",
+        message="with a spec.rendezvous.backend other than c10d, the sizes of a job (spec.elastic, "
+        "or spec.replicas without it) are immutable while it is not suspended; suspend it first",
         field=".elastic",
     ),
     Check(
