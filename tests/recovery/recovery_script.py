@@ -141,7 +141,7 @@ def train(wanted: Wanted) -> None:
                 told = {"seen": taken} if wanted.seen else {}
                 diary.write(
                     kind="step", step=run.step, digest=digest(model, optimizer), lr=scheduler.get_last_lr()[0],
-                    rank=dist.get_rank(), world=dist.get_world_size(), **told,
+                    rank=run.rank, world=run.world_size, **told,
                 )  # fmt: skip
         first = [float(p.detach().reshape(-1)[0]) for p in model.parameters()]
         diary.write(kind="end", step=run.step, digest=digest(model, optimizer), first=first)

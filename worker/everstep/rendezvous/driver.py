@@ -16,7 +16,7 @@ from random import Random
 
 from everstep.contract.document import Document, Member, Sizes, Wish, encode
 from everstep.rendezvous import participant
-from everstep.rendezvous.errors import RendezvousFailed
+from everstep.rendezvous.errors import RendezvousFailed, StoreUnavailable
 from everstep.rendezvous.joining import Joining, Settings, decoded, read_wishes
 from everstep.rendezvous.links import Links
 from everstep.rendezvous.participant import Broken, Round, Standing
@@ -274,7 +274,13 @@ class Driver:
         fresh = self._store.watch(seen, min(LOOK, max(0.0, when - self._clock())))
         self._see(fresh)
         if fresh.lapses != seen.lapses:
-            self._evict_lapsed()
+            try:
+                self._evict_lapsed()
+            except StoreUnavailable as e:
+                # In a crowd another is about to write. If it is away after all, the next look says so.
+                log.debug("looking again for who lapsed: %s", e)
+                self._sleep(self._settings.backoff.seconds(1, self._random), float("inf"))
+                return
             self._lapses = fresh.lapses
 
     def _see(self, view: View) -> None:
