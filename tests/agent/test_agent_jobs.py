@@ -71,6 +71,18 @@ def test_a_job_that_comes_to_its_end_ends_every_agent_well(job: Callable[..., Jo
     assert len({e["digest"] for e in ends}) == 1
 
 
+def test_an_agent_that_comes_as_the_others_end_ends_well_too(job: Callable[..., Job], tmp_path: Path) -> None:
+    """Whenever it comes: while they train, while they end, when they have ended."""
+    run = job(*session(tmp_path, steps=200, pause=0.01))
+    agents = run.start(2)
+    run.world(agents, 0)
+    (pid,) = agents[0].trainers()
+    for reached in (80, 150):  # a new agent takes about as long as the steps that are left then
+        run.until(lambda reached=reached: any(e["step"] >= reached for e in run.steps(pid)), f"not step {reached}")
+        run.start()
+    assert run.codes() == [0] * len(run.agents)
+
+
 def test_a_script_that_never_calls_us_begins_again_from_its_own_checkpoint_with_the_survivors(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:

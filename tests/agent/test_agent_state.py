@@ -16,7 +16,7 @@ from everstep.agent.events import Fault, Purpose
 from everstep.agent.state import LINGER_SECONDS, MOST_OUTSIDE, Config, Life, State, begin, decide
 from everstep.contract import exit_codes
 from everstep.contract.document import Member, Setback
-from everstep.rendezvous.participant import Broken, Closed, Growing, Round, Whole
+from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Round, Whole
 from everstep.rendezvous.rounds import FINISHED
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "300"))
@@ -271,6 +271,29 @@ def test_a_process_that_does_not_come_into_the_round_is_replaced() -> None:
     assert on_time.take(e.Elapsed(timer)) == ()
 
 
+def test_who_is_taken_in_when_the_others_have_finished_is_done_too() -> None:
+    play = Play()
+    play.take(e.Began(True))
+    play.take(e.Hello(0, play.pid()))
+    play.take(e.Ready(0, play.pid()))
+    play.form(3, "a", "b", "c", keeps=True)
+    assert play.take(e.Changed(3, Finishing(1))) == (e.Signal((0,), KILL),)
+    assert play.exits(0, -9)[0] == e.Done(3)
+    assert play.take(e.Changed(3, Closed(FINISHED))) == (e.Finish(0, FINISHED),)
+
+
+def test_who_trains_in_the_round_ends_in_its_own_time_when_others_have_finished() -> None:
+    play = keeping()
+    assert play.take(e.Changed(1, Finishing(2))) == ()
+    assert play.exits(0, 0)[0] == e.Done(1)
+
+
+def test_who_comes_when_the_job_has_finished_has_nothing_to_do() -> None:
+    play = Play()
+    play.take(e.Began(False))
+    assert play.take(e.NotFormed("closed: finished", finished=True)) == (e.Finish(0, "closed: finished"),)
+
+
 def test_of_two_processes_the_living_one_waits_for_the_new_one() -> None:
     play = keeping(2)
     assert play.exits(1, -9, why="SIGKILL") == (e.StepOut(1, "SIGKILL"), e.Fork((1,), None))
@@ -358,6 +381,7 @@ class Walk:
                 e.Changed(self.number, Broken("one is gone")),
                 e.Changed(self.number, Growing(1, None)),
                 e.Changed(self.number, Whole()),
+                e.Changed(self.number, Finishing(1)),
                 e.Changed(self.number - 1, Broken("an old one")),
             ]
         if self.timers:
@@ -414,8 +438,12 @@ class Walk:
     def at_rest(self) -> bool:
         state = self.state
         settled = state.round is not None and not state.over and not state.joining
-        full = all(s.life is not Life.EMPTY and not s.killed for s in state.slots)
-        return settled and full and (not state.keeps or all(s.ready or s.life is Life.SUCCEEDED for s in state.slots))
+        full = state.done or all(s.life is not Life.EMPTY and not s.killed for s in state.slots)
+        return (
+            settled
+            and full
+            and (not state.keeps or state.done or all(s.ready or s.life is Life.SUCCEEDED for s in state.slots))
+        )
 
 
 e_exited = e.Exited

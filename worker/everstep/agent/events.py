@@ -29,9 +29,10 @@ class Formed:
 
 @dataclass(frozen=True, slots=True)
 class NotFormed:
-    """There is no round for this agent, now or later."""
+    """There is no round for this agent, now or later. `finished`: because the job has succeeded."""
 
     why: str
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)

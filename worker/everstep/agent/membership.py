@@ -37,7 +37,7 @@ from everstep.rendezvous.links import Links
 from everstep.rendezvous.memory import MemoryStore
 from everstep.rendezvous.participant import Patience, Round, Standing
 from everstep.rendezvous.place import agent_id, own_address
-from everstep.rendezvous.rounds import Refused
+from everstep.rendezvous.rounds import FINISHED, Refused
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,8 @@ class Membership:
         try:
             formed = await asyncio.to_thread(self._driver.join, self._timeout, store_port=store_port, after=after)
         except (RendezvousClosed, JoinTimedOut, JoinRefused, StoreRefused, DocumentInvalid) as e:
-            self._post(NotFormed(str(e)))
+            finished = isinstance(e, RendezvousClosed) and e.why == FINISHED
+            self._post(NotFormed(str(e), finished))
             return
         document = self._driver.seen()
         keeps = document is not None and document.in_process

@@ -49,7 +49,7 @@ from everstep.agent.events import (
 )
 from everstep.contract import exit_codes
 from everstep.contract.document import Setback
-from everstep.rendezvous.participant import Broken, Closed, Growing, Round, Whole
+from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Round, Whole
 
 SETTLE_SECONDS = 1.0  # in which the one whose fault it was is known to all
 HURT_SECONDS = 1.0  # in which a round is over, if a member of it died
@@ -117,6 +117,7 @@ class State:
     joining: bool = False
     trained: Round | None = None  # the last round that all processes were in
     done: bool = False
+    finishing: bool = False  # a member of the round is done
     charges: int = 0  # made by this agent, if the store does not say
     outside: int = 0  # ends from outside, since all processes trained
     failure: Failure | None = None  # the last one that was charged
@@ -147,8 +148,9 @@ def _take(state: State, event: Event) -> Step:
             return replace(state, keeps=keeps, told=keeps), ()
         case Formed():
             return _formed(state, event)
-        case NotFormed(why):
-            return _end(replace(state, joining=False), Ending(1, why), signal.SIGKILL)
+        case NotFormed(why, finished):
+            code = exit_codes.OK if finished else 1
+            return _end(replace(state, joining=False), Ending(code, why), signal.SIGKILL)
         case Changed():
             return _changed(state, event)
         case Exited():
@@ -172,7 +174,7 @@ def _take(state: State, event: Event) -> Step:
 
 def _formed(state: State, event: Formed) -> Step:
     keeps = state.keeps or event.keeps
-    state = replace(state, round=event.round, over=False, joining=False, done=False, keeps=keeps)
+    state = replace(state, round=event.round, over=False, joining=False, done=False, finishing=False, keeps=keeps)
     # Who had finished in the last round must repeat what the others lost.
     state = _with(state, _which(state, Life.SUCCEEDED), Slot())
     everyone = tuple(range(len(state.slots)))
@@ -204,6 +206,8 @@ def _changed(state: State, event: Changed) -> Step:
             return state, ()
         case Broken():
             return replace(state, over=True), ()
+        case Finishing():
+            return replace(state, finishing=True), ()
         case Growing():
             return (state if state.done else replace(state, over=True)), ()
         case Closed(why):
@@ -222,7 +226,8 @@ def _exited(state: State, event: Exited) -> Step:
     if slot.pid != event.pid or slot.life is not Life.LIVE:
         return state, ()
     succeeded = event.code == exit_codes.OK and not slot.killed
-    state = _with(state, (event.slot,), Slot(Life.SUCCEEDED if succeeded else Life.EMPTY, event.pid))
+    after = replace(slot, life=Life.SUCCEEDED) if succeeded else Slot(pid=event.pid)
+    state = _with(state, (event.slot,), after)
     if state.ending is not None:
         if event.code == exit_codes.PREEMPTED and state.ending.code > 128:
             state = replace(state, ending=replace(state.ending, code=exit_codes.PREEMPTED))
@@ -360,6 +365,11 @@ def _in_round(state: State, current: Round, live: tuple[int, ...]) -> Step:
         if state.done:
             return state, ()
         return replace(state, done=True), (Done(number), Timer(LINGER_SECONDS, Purpose.LINGER, number))
+    if state.keeps and state.finishing and all(slot.trains < number for slot in state.slots) and not state.done:
+        # A round forms in all processes or in none: the others had finished when they took us in.
+        if live:
+            return _kill(state, live, signal.SIGKILL)
+        return replace(state, done=True), (Done(number),)
     if not state.keeps:
         if not live:
             return _fork(state, tuple(range(len(state.slots))), current)

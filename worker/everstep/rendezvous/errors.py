@@ -24,7 +24,11 @@ class StoreRefused(RendezvousFailed):
 
 
 class RendezvousClosed(RendezvousFailed):
-    """The job is closed: no round follows."""
+    """The job is closed, because of `why`: no round follows."""
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why
 
 
 class JoinRefused(RendezvousFailed):

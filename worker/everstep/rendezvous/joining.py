@@ -74,7 +74,7 @@ class Joining:
                 if isinstance(settled, Formed):
                     return self._view, settled.round
                 if isinstance(settled, Closed):
-                    raise RendezvousClosed(f"{self._agent} cannot join, the job is closed: {settled.why}")
+                    raise RendezvousClosed(f"{self._agent} cannot join, the job is closed: {settled.why}", settled.why)
                 now = self._clock()  # not before: a store in trouble takes seconds to answer
                 if now < self._act_at:
                     self._wait(min(self._act_at, deadline) - now)

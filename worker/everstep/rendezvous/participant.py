@@ -187,7 +187,14 @@ class Growing:
     boundary: int | None
 
 
-Standing = Whole | Broken | Growing | Closed
+@dataclass(frozen=True, slots=True)
+class Finishing:
+    """The round stands, and the processes of `count` of its members have succeeded."""
+
+    count: int
+
+
+Standing = Whole | Broken | Growing | Finishing | Closed
 
 
 def standing(document: Document | None, number: int, agent: str) -> Standing:
@@ -208,6 +215,8 @@ def standing(document: Document | None, number: int, agent: str) -> Standing:
     for member in document.members:
         if is_waiting(document, member.agent):
             return Broken(f"{member.agent} asks for the next round")
+    if document.done:
+        return Finishing(len(document.done))
     count = growth(document)
     return Growing(count, document.boundary) if count else Whole()
 
@@ -221,6 +230,8 @@ def describe(state: Standing) -> str:
             return why
         case Growing(count, boundary):
             return f"{count} more would join" + ("" if boundary is None else f" after step {boundary}")
+        case Finishing(count):
+            return f"{count} have finished"
         case Closed(why):
             return f"closed: {why}"
         case _:

@@ -39,7 +39,7 @@ from everstep.rendezvous.errors import (
     StoreUnavailable,
 )
 from everstep.rendezvous.links import Links
-from everstep.rendezvous.participant import Broken, Closed, Growing, Round, Whole
+from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Round, Whole
 from everstep.rendezvous.place import agent_id, own_address
 from everstep.rendezvous.rounds import Refused
 from everstep.rendezvous.store import RoundStore
@@ -156,7 +156,7 @@ class RoundHandler(RendezvousHandler):
         return None
 
     def _intact(self) -> bool:
-        return isinstance(self._driver.standing(), Whole | Growing)
+        return isinstance(self._driver.standing(), Whole | Growing | Finishing)
 
     def _await_break(self, deadline: float) -> None:
         """Rank 0's store is gone, so its link or its lease will tell: nobody else has to be asked."""
@@ -170,7 +170,7 @@ class RoundHandler(RendezvousHandler):
                 return count
             case Broken():
                 return 1
-            case Closed() | Whole():
+            case Closed() | Whole() | Finishing():
                 return 0
 
     def is_closed(self) -> bool:
