@@ -15,9 +15,8 @@ from everstep.agent import state as machine
 from everstep.agent.events import Fault, Purpose
 from everstep.agent.state import LINGER_SECONDS, MOST_OUTSIDE, Config, Life, State, begin, decide
 from everstep.contract import exit_codes
-from everstep.contract.document import Member, Setback
+from everstep.contract.document import FINISHED, Member, Setback
 from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Round, Whole
-from everstep.rendezvous.rounds import FINISHED
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "300"))
 KILL = signal.SIGKILL

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.contract.document import (
+    FINISHED,
     MAX_BYTES,
     MAX_MEMBERS,
     Document,
@@ -29,7 +30,6 @@ from everstep.rendezvous.participant import Broken, Growing, Whole, standing
 from everstep.rendezvous.ranks import assign
 from everstep.rendezvous.reachability import EXACT, largest_set
 from everstep.rendezvous.rounds import (
-    FINISHED,
     MAX_FLAPS,
     Break,
     Charge,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from world import SIZES, Agent, Violation, World, events, walk
 
-from everstep.contract.document import Document, Member, Sizes
+from everstep.contract.document import FINISHED, Document, Member, Sizes
 from everstep.rendezvous import participant, rounds
 from everstep.rendezvous.rounds import Waited
 from everstep.rendezvous.seats import Table
@@ -206,7 +206,7 @@ def _old_wishes_count(fold: Any) -> Any:
 
 
 def _finished_by_one(_done: Any) -> Any:
-    return lambda document, agent: replace(document, done=(*document.done, agent), closed=rounds.FINISHED)
+    return lambda document, agent: replace(document, done=(*document.done, agent), closed=FINISHED)
 
 
 MISTAKES: dict[str, Patch] = {

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
+from everstep.contract.document import FINISHED, Document, Member, Sizes, Wish, decode, encode
 from everstep.rendezvous import participant, rounds
 from everstep.rendezvous.participant import Formed, Proposal, Round
 from everstep.rendezvous.rounds import (
-    FINISHED,
     Break,
     Charge,
     Close,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from everstep.contract.document import Document, DocumentInvalid, Member, Sizes, Wish, decode, encode
-from everstep.rendezvous.rounds import Close, CloseJob, Event, Evict, Join, Refused, Waited, apply
+from everstep.rendezvous.rounds import Close, CloseJob, Done, Event, Evict, Join, Refused, Waited, apply
 from everstep_operator.kube.errors import ConnectionFailed
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.kube.wire import Unstructured
@@ -308,6 +308,23 @@ async def test_closed_job_stays_closed() -> None:
     view = rounds.view(stage.job)
     assert view is not None
     assert view.closed == "done"
+
+
+async def test_planner_sees_that_a_job_has_finished_and_does_not_miss_who_left_it_then() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    for who, event, _ in STORY[:3]:
+        await change(rounds, stage.agents[who], event)
+    await change(rounds, stage.agents[1], lambda d: Done("b", d.round))
+    await change(rounds, stage.agents[0], lambda d: Evict("a", d.round, "b", "its pod ended"))
+    view = rounds.view(stage.job)
+    assert view is not None
+    assert (view.gone, view.finished) == ((), False)
+    await change(rounds, stage.agents[0], lambda d: Done("a", d.round))
+    view = rounds.view(stage.job)
+    assert view is not None
+    assert view.finished
 
 
 async def test_name_that_belongs_to_somebody_else_is_left_alone_and_said() -> None:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from everstep.contract.document import Document, DocumentInvalid, decode, decode_wish
+from everstep.contract.document import FINISHED, Document, DocumentInvalid, decode, decode_wish
 from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.runtime.clock import Clock
@@ -357,13 +357,14 @@ def _renumbered(text: str, number: int) -> str:
 
 
 def _view(document: Document) -> RoundView:
-    gone = {loss.agent for loss in document.gone}
+    gone = {loss.agent for loss in document.gone} - set(document.done)
     return RoundView(
         round=document.round,
         members=tuple((m.index, m.incarnation) for m in document.members),
         gone=tuple(sorted(m.index for m in document.members if m.agent in gone)),
         joining=tuple(sorted(m.index for m in document.joining)),
         closed=document.closed,
+        finished=document.closed == FINISHED,
     )
 
 

@@ -27,7 +27,7 @@ from everstep.agent.events import (
     StepOut,
 )
 from everstep.contract import env
-from everstep.contract.document import Document, DocumentInvalid, Member, Sizes
+from everstep.contract.document import FINISHED, Document, DocumentInvalid, Member, Sizes
 from everstep.rendezvous.backends import open_store
 from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
 from everstep.rendezvous.driver import WHOLE, Driver
@@ -37,7 +37,7 @@ from everstep.rendezvous.links import Links
 from everstep.rendezvous.memory import MemoryStore
 from everstep.rendezvous.participant import Patience, Round, Standing
 from everstep.rendezvous.place import agent_id, own_address
-from everstep.rendezvous.rounds import FINISHED, Refused
+from everstep.rendezvous.rounds import Refused
 
 log = logging.getLogger(__name__)
 

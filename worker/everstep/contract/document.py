@@ -21,6 +21,7 @@ MAX_ADDRESS = 255
 MAX_REASON = 200
 MAX_REPORTS = 1024
 MAX_HISTORY = 16
+FINISHED = "finished: all members' processes have succeeded"  # why a job that has succeeded is closed
 PAST_AGENTS = 8  # remembered a seat: more lives of one pod than that, and a very old one could come back
 MAX_INDEX = 2**16
 MAX_NUMBER = 2**53  # what every JSON reader keeps exact

@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import assert_never
 
 from everstep.contract.document import (
+    FINISHED,
     MAX_HISTORY,
     MAX_MEMBERS,
     MAX_NUMBER,
@@ -33,7 +34,6 @@ from everstep.rendezvous.ranks import assign
 from everstep.rendezvous.reachability import largest_set
 from everstep.rendezvous.seats import Table
 
-FINISHED = "finished: all members' processes have succeeded"
 MAX_FLAPS = 3  # times that two agents may lose each other; then they are not put together again
 
 
