@@ -26,7 +26,7 @@ from everstep.contract.document import (
     encode,
 )
 from everstep.rendezvous.errors import DocumentInvalid
-from everstep.rendezvous.participant import Broken, Growing, Whole, standing
+from everstep.rendezvous.participant import Broken, Finishing, Growing, Whole, standing
 from everstep.rendezvous.ranks import assign
 from everstep.rendezvous.reachability import EXACT, largest_set
 from everstep.rendezvous.rounds import (
@@ -309,14 +309,14 @@ def test_members_that_do_not_work_together_any_more_meet_again() -> None:
 
 def test_the_job_is_finished_when_every_member_has_said_so() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Done("a", 1), Done("b", 1))
-    assert standing(document, 1, "a") == Whole()
+    assert standing(document, 1, "a") == Finishing(2)
     assert "already" in refused(document, Done("a", 1)).reason
     assert after(document, Done("c", 1)).closed == FINISHED
 
 
 def test_who_has_finished_may_go_and_must_repeat_when_another_has_not() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Done("a", 1), Leave("a"))
-    assert standing(document, 1, "b") == Whole()
+    assert standing(document, 1, "b") == Finishing(1)
     assert document.history == ()
     document = after(document, Done("b", 1), Evict("b", 1, "c", "gone"))
     assert isinstance(standing(document, 1, "b"), Broken)

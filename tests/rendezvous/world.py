@@ -280,7 +280,7 @@ class World:
             now = participant.standing(document, agent.round.number, agent.name)
             if isinstance(now, participant.Closed):
                 return
-            if isinstance(now, participant.Whole):
+            if isinstance(now, participant.Whole | participant.Finishing):
                 assert document is not None
                 after, reasons = participant.without_lapsed(document, agent.name, self.presence)
                 if reasons:
