@@ -3,8 +3,9 @@
     python benchmarks/recovery.py [--quick] [--json PATH] [--ways NAME,NAME] [--trials N] [--default-trials N]
 
 Three agents with one process each on this machine, minimum two. A trial kills a training process; kills an agent with
-its process, of rank 0 in every other trial, and starts a new one; stops an agent (SIGSTOP). After each fault it waits
-until all ranks of the world that is left have made a step ("survivors"), and until there are three again ("all").
+its process and starts a new one; does the same to the agent that hosts the store of the world (that of rank 0); stops
+an agent (SIGSTOP). After each fault it waits until all ranks of the world that is left have made a step ("survivors"),
+and until there are three again ("all").
 `regrow` is the longest pause between two steps of a survivor while the new agent comes in. What does not happen within
 its limit counts as a failure, and ends the trial; the figure `recovered` says how many did not.
 The store of ours is a real etcd. `recovery_kind.py` measures on Kubernetes.
@@ -44,7 +45,7 @@ LIMIT = 60.0
 GOALS = {
     ("session", "process.survivors"): 0.3,
     ("session", "agent.survivors"): 1.0,
-    ("session", "rank0.survivors"): 1.0,
+    ("session", "host.survivors"): 1.0,
     ("session", "regrow.pause"): 0.3,
     ("session", "stop.survivors"): 5.0,
 }
@@ -80,8 +81,8 @@ class Trials:
     def _one(self, fault: str) -> None:
         job = self._whole()
         agents = [a for a in job.agents if a.poll() is None]
-        first = job.first()
-        other = next(a for a in agents if a is not first)
+        host, first = job.host(), job.first()
+        other = next(a for a in agents if a is not first and a is not host)
         limit = self._limit
         if fault == "process":
             pid = job.trainer(other)
@@ -91,7 +92,7 @@ class Trials:
                 self._note("process.survivors", job.world(2, at, limit))
             self._note("process.all", job.world(3, at, limit))
             return
-        victim = first if fault == "rank0" else other
+        victim = host if fault == "host" else other
         survivors = [a for a in agents if a is not victim]
         at = job.stop(victim) if fault == "stop" else job.kill(victim)
         self._note(f"{fault}.survivors", job.world(2, at, limit, survivors))
@@ -160,7 +161,7 @@ def main() -> int:
     )
     p.add_argument("--trials", type=int, default=100, help="of each way of ours; the tuned stock one has a tenth")
     p.add_argument("--default-trials", type=int, default=5, help="of stock torchrun with its defaults")
-    p.add_argument("--faults", default="process,agent,rank0,stop")
+    p.add_argument("--faults", default="process,agent,host,stop")
     args = p.parse_args()
     names = args.ways.split(",")
     ways = [w for w in WAYS if w.name in names]

@@ -63,10 +63,13 @@ class Job:
         endpoint = f"127.0.0.1:{self._port}" if way.backend == "c10d" else self.etcd
         made = []
         for _ in range(count):
+            conf = [way.conf] if way.conf else []
+            if way.backend == "c10d":  # else any of the first three may come to host the store
+                conf.append(f"is_host={int(not self.agents)}")
             argv = [
                 sys.executable, "-m", way.module, "--nnodes=2:3", "--max-restarts=1000",
                 f"--rdzv-backend={way.backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self.id}",
-                *([f"--rdzv-conf={way.conf}"] if way.conf else []), str(SCRIPT), str(self.folder),
+                *([f"--rdzv-conf={','.join(conf)}"] if conf else []), str(SCRIPT), str(self.folder),
                 *(["--session"] if way.session else []),
             ]  # fmt: skip
             log = self.folder / f"agent-{len(self.agents)}.log"
@@ -93,6 +96,10 @@ class Job:
         if not mine:
             raise NeverError("this agent has no training process")
         return max(mine, key=lambda line: line.at).pid
+
+    def host(self) -> subprocess.Popen[bytes]:
+        """The agent that hosts the store of the world: with c10d the first that was started, else that of rank 0."""
+        return self.agents[0] if self.way.backend == "c10d" else self.first()
 
     def first(self) -> subprocess.Popen[bytes]:
         """The agent of rank 0."""
