@@ -196,6 +196,11 @@ def test_commits_go_on_after_a_kill_and_a_new_world_restores_the_newest(play: Pl
     settled(agents)
     before = _commits(tmp_path)
     agents.wait(lambda: _commits(tmp_path) > before, "no commit after the kill")
+    # One that restored nothing, because a peer gave it the state, takes part in commits as well.
+    agents.announce([newcomer(agents), *agents.members], whole=True)
+    settled(agents)
+    before = _commits(tmp_path)
+    agents.wait(lambda: _commits(tmp_path) > before, "no commit with the newcomer")
     assert agents.differing() == {}
     agents.__exit__()
     # All are gone: case 45.

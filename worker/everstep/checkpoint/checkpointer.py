@@ -205,7 +205,7 @@ class Checkpointer:
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
-            self._moved = True
+        self._moved = True
         self._ranks, self._own, self._sequence = ranks, None, 0
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -92,6 +92,7 @@ class Recovering:
         self._count = count
 
     def begin(self) -> None:
+        self._boundary.track(self._state)
         self._recovery.track(self._state)
         self._enter(Quality.NONE)
 
