@@ -41,8 +41,8 @@ SETTINGS = OperatorSettings.from_env({"EVERSTEP_PORT": "0", "EVERSTEP_POD_NAME":
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
-    logging.getLogger("everstep_operator").setLevel(logging.ERROR)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "everstep")  # given back after the test
 
 
 class Stage:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -163,7 +162,6 @@ async def test_life_of_a_job_publishes_each_round_before_it_is_kept() -> None:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 async def test_operator_that_dies_at_any_request_delays_a_round_and_never_gives_a_number_twice(after: bool) -> None:
-    logging.getLogger("everstep").setLevel(logging.ERROR)
     for at in range(20):
         stage = Stage()
         await stage.start()
