@@ -38,7 +38,7 @@ def main(command: Mapping[str, Any]) -> None:
             os.close(opened)
     for stream in (sys.stdout, sys.stderr):  # torchrun's `python -u` mixes the lines of processes
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)
     os.environ.clear()
     os.environ.update(command["environment"])
     time.tzset()
