@@ -37,6 +37,8 @@ def until(condition: Callable[[], bool], what: str) -> None:
 def namespace(kind_cluster: Cluster) -> Iterator[str]:
     name = f"kind-{uuid.uuid4().hex[:8]}"
     assert kind_cluster.kubectl("create", "namespace", name).returncode == 0
+    account = ("get", "serviceaccount", "default")  # no pod is taken before Kubernetes has made it
+    until(lambda: kind_cluster.kubectl("-n", name, *account).returncode == 0, "the default service account")
     yield name
     kind_cluster.kubectl("delete", "namespace", name, "--wait=false")
 

@@ -11,7 +11,6 @@ from testcluster import controlplane, kindcluster, load, programs, project
 from testcluster.proc import ClusterError, run
 from testcluster.s3 import Account
 
-S3_NODE_PORT = 30900
 S3_IN_CLUSTER = "http://s3.s3.svc:7070"
 
 
@@ -84,7 +83,7 @@ class Cluster:
         """The S3 server inside the cluster, as this machine reaches it; pods use `s3_in_cluster`."""
         self._own("reaching the S3 server by node port")
         control_plane = next(name for name in self.nodes() if name.endswith("-control-plane"))
-        return Account(f"http://{kindcluster.node_address(control_plane)}:{S3_NODE_PORT}")
+        return Account(f"http://{kindcluster.node_address(control_plane)}:{kindcluster.S3_NODE_PORT}")
 
     @property
     def s3_in_cluster(self) -> Account:

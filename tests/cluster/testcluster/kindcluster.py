@@ -1,14 +1,21 @@
 """The kind cluster (`everstep`, or what `$EVERSTEP_CLUSTER` says): up, down, and the death and return of its nodes.
 
-Invariant: `up` ends with every node and every system pod Ready, or raises. It never replaces a cluster that runs.
+Invariant: `up` ends with every node and every system pod Ready, or raises. It never replaces a cluster of which a node
+runs. What the API server says of nodes and pods just after they came back is what it knew before they died, so "Ready"
+counts only with a sign of life that is younger than the node's start.
 """
 
+import contextlib
 import json
 import os
+import re
 import tempfile
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from testcluster import cache, docker, images, load, nodeimage, programs, pybases, rootfs, versions
 from testcluster.nodeimage import NodeImage
@@ -17,6 +24,7 @@ from testcluster.proc import ClusterError, run, succeeds
 NAME = os.environ.get("EVERSTEP_CLUSTER") or "everstep"
 WORKERS = 2
 READY_LIMIT = 180  # seconds for nodes and system pods
+S3_NODE_PORT = 30900  # as in manifests/s3.yaml
 S3_DATA = "/var/lib/everstep-s3"  # as in manifests/s3.yaml
 EXAMPLE_BUCKET = "everstep"
 MANIFESTS = cache.HERE / "manifests"
@@ -112,12 +120,74 @@ def _revive() -> None:
             run("docker", "start", name)
 
 
+def _instant(rfc3339: str) -> datetime:
+    """To the microsecond; docker writes nanoseconds, which Python 3.11 does not read."""
+    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", rfc3339))
+
+
+def started() -> dict[str, datetime]:
+    """Node → when its container last started."""
+    names = list(containers())
+    lines = run("docker", "inspect", "-f", "{{.State.StartedAt}}", *names).splitlines()
+    return dict(zip(names, map(_instant, lines), strict=True))
+
+
+def stale(leases: dict[str, Any], pods: dict[str, Any], nodes: dict[str, datetime], since: datetime) -> list[str]:
+    """What the API server remembers from before: leases not renewed since `since`, containers older than their node.
+
+    `leases` and `pods` are Kubernetes lists. A node without a lease, and a pod without containers, are stale too.
+    """
+    fresh = {
+        lease["metadata"]["name"] for lease in leases["items"] if _instant(lease["spec"]["renewTime"]) > since
+    }  # fmt: skip
+    found = [f"lease {name}" for name in [*nodes, "kube-controller-manager", "kube-scheduler"] if name not in fresh]
+    for pod in pods["items"]:
+        running = [one.get("state", {}).get("running") for one in pod["status"].get("containerStatuses", [])]
+        # Seconds are all that Kubernetes tells of a container's start.
+        node = nodes.get(pod["spec"].get("nodeName", ""))
+        if not (
+            node
+            and running
+            and all(one and _instant(one["startedAt"]) >= node.replace(microsecond=0) for one in running)
+        ):
+            found.append(f"pod {pod['metadata']['name']}")
+    return found
+
+
+def _read(*arguments: str) -> dict[str, Any]:
+    return dict(json.loads(kubectl("get", "-o", "json", *arguments)))
+
+
 def wait_ready() -> None:
-    """Wait for all nodes, then for all system pods, then for the S3 server."""
+    """Wait for signs of life of nodes and controllers, then for Ready nodes and system pods, then for the S3 server."""
+    since, deadline = datetime.now(UTC), time.monotonic() + READY_LIMIT
+    while True:
+        leases = _read("lease", "-n", "kube-node-lease")
+        leases["items"] += _read("lease", "-n", "kube-system")["items"]
+        pods = _read("pod", "-n", "kube-system")
+        pods["items"] += _read("pod", "-n", "s3")["items"]
+        old = stale(leases, pods, started(), since)
+        if not old:
+            break
+        if time.monotonic() > deadline:
+            raise ClusterError(f"cluster {NAME}: no sign of life from {', '.join(old)}: `cluster.py down`, then `up`.")
+        time.sleep(0.5)
     limit = f"--timeout={READY_LIMIT}s"
     kubectl("wait", "--for=condition=Ready", "node", "--all", limit)
     for namespace in ("kube-system", "s3"):
         kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod", "--all", limit)
+    control_plane = next(name for name in containers() if name.endswith("-control-plane"))
+    server = f"http://{node_address(control_plane)}:{S3_NODE_PORT}/healthz"
+    while not _healthy(server):
+        if time.monotonic() > deadline:
+            raise ClusterError(f"cluster {NAME}: the S3 server does not answer at {server}")
+        time.sleep(0.5)
+
+
+def _healthy(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as reply:
+        return bool(reply.status == 200)
+    return False
 
 
 def _answers() -> bool:
@@ -137,11 +207,16 @@ def _apply_s3(image: NodeImage) -> None:
 
 
 def up(fast: bool = True, workers: int = WORKERS) -> None:
-    """A cluster with every node Ready: nothing to do, its dead nodes started, or a new one."""
+    """A cluster with every node Ready: nothing to do, dead nodes started, or a new one, also where all were dead."""
     image = build()
     with cache.lock(f"cluster-{NAME}"):
         began = time.monotonic()
-        if containers():
+        states = containers()
+        if states and not {"running", "paused"} & set(states.values()):
+            # All of it died with its docker. What a whole control plane remembers then is not worth the wait for it.
+            _delete()
+            states = {}
+        if states:
             _revive()
             deadline = time.monotonic() + READY_LIMIT
             while not _answers():
@@ -161,12 +236,16 @@ def up(fast: bool = True, workers: int = WORKERS) -> None:
         cache.say(time.monotonic() - began, f"cluster {NAME}", f"{how}, all Ready, KUBECONFIG={kubeconfig()}")
 
 
+def _delete() -> None:
+    run(str(programs.kind()), "delete", "cluster", "--name", NAME, "--kubeconfig", str(kubeconfig()))
+    kubeconfig().unlink(missing_ok=True)
+
+
 def down() -> None:
     began = time.monotonic()
     with cache.lock(f"cluster-{NAME}"):
         docker.ensure()
-        run(str(programs.kind()), "delete", "cluster", "--name", NAME, "--kubeconfig", str(kubeconfig()))
-        kubeconfig().unlink(missing_ok=True)
+        _delete()
     cache.say(time.monotonic() - began, f"cluster {NAME}", "deleted")
 
 
