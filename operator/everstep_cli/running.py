@@ -38,10 +38,11 @@ INTERRUPTED = int(Outcome.INTERRUPTED)
 STORY_SECONDS = 0.1  # from one look whether the next fault is due to the next
 REFRESH = 0.2  # seconds from one drawing of the table to the next
 CELLS = 72
+WORDS = 400  # last lines of a worker among which its program's own are looked for
 FAILURE = 60  # last lines of a worker: torchrun says 40 of its own after the program
 SUMMARY = 3  # last lines of rank 0's program that are shown at the end
 # A torchrun that outlives the store of its rendezvous says so after the program's last words, with a C++ backtrace.
-TORCH = re.compile(r"$|frame #\d+: |Exception raised from |\[?[WEIF]\d{4} [\d:.]+ ")
+TORCH = re.compile(r"$|<omitting python frames>|frame #\d+: |Exception raised from |\[?[WEIF]\d{4} [\d:.]+ ")
 
 
 def run(
@@ -176,7 +177,7 @@ def _report(local: LocalRun, out: Path, console: Console, outcome: Outcome) -> N
         console.print(f"failed: {failure.get('message', view.message)}", highlight=False, markup=False, soft_wrap=True)
     elif view is not None and view.workers:
         last = next((w for w in view.workers if w.rank == 0), view.workers[0])
-        for line in last_words(_tail(out, last.pod, FAILURE)):
+        for line in last_words(_tail(out, last.pod, WORDS)):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{outcome.name.lower()}; timeline and logs in {out}", highlight=False, soft_wrap=True)
 

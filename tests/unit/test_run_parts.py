@@ -241,6 +241,7 @@ def test_farewell_of_a_torchrun_whose_store_is_gone_does_not_hide_the_last_words
     farewell = [
         "[W1122 00:52:42.212000000 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=3)",
         "Exception raised from recvBytes at torch/csrc/distributed/c10d/Utils.hpp:784 (most recent call first):",
+        "<omitting python frames>",
         "frame #30: _start + 0x21 (0x5611c3839081 in python)",
         "",
         "W1122 00:52:42.212000 13488 torch/rendezvous.py:1298] The node has failed to shutdown the rendezvous",
