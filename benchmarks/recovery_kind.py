@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +35,7 @@ from testcluster.handle import Cluster
 SAMPLES = 10
 STEPS = 1_000_000
 PEER_LIMIT = 150.0  # seconds; as long as a person would look on
+SETTLED = 40  # steps of the full world before the next fault
 STEP_LINE = re.compile(r"^(\S+) step=(\d+) ", re.MULTILINE)
 
 
@@ -102,6 +103,8 @@ FAULTS: dict[str, Callable[[Job], object]] = {
     "kill-node": lambda job: job.kill_node_of(1),
 }
 
+ELASTIC = {"elastic-delete-worker-1": 1, "elastic-delete-worker-0": 0}
+
 
 def measure(cluster: Cluster, name: str, samples: int) -> list[Figure]:
     """`samples` faults of one kind against one job."""
@@ -117,6 +120,59 @@ def measure(cluster: Cluster, name: str, samples: int) -> list[Figure]:
         unit = "steps" if part == "lost_steps" else "s"
         figures.append(Figure(f"{name}.{part}.p50", ordered[len(ordered) // 2], unit, Better.LOWER, len(ordered)))
     return figures
+
+
+def elastic(cluster: Cluster, index: int, samples: int) -> list[Figure]:
+    """Forced deletes of one index's pod; rank 0 prints each step with the size of the world that made it."""
+    job = Job(cluster, f"bench-{secrets.token_hex(3)}")
+    job.prepare()
+    taken: dict[str, list[float]] = {"survivors": [], "full": [], "full_after_start": []}
+    try:
+        job.submit(job.elastic(STEPS, 0.05, "--print-every", "1"))
+        for number in range(samples + 1):
+            wait_for("three train", lambda: len(steps_of_world(job, 3, job.injected_at)) > SETTLED, 120)
+            if number == samples:
+                break
+            for name, value in elastic_sample(job, index).items():
+                taken[name].append(value)
+            last = {name: round(values[-1], 2) for name, values in taken.items()}
+            print(f"elastic delete-worker-{index} {number + 1}/{samples}: {last}", file=sys.stderr, flush=True)
+    finally:
+        job.remove()
+    goals = {"survivors": 1.5, "full_after_start": 6.0}
+    return [
+        figure
+        for name, values in taken.items()
+        for figure in spread(f"elastic.delete-worker-{index}.{name}", values, "s", goal_p95=goals.get(name))
+    ]
+
+
+def elastic_sample(job: Job, index: int) -> dict[str, float]:
+    """One forced delete: seconds by figure."""
+    before = job.newest_pods()[index]["metadata"]["name"]
+    job.inject(lambda: job.kubectl("delete", "pod", before, "--force", "--grace-period=0", "--wait=false") and None)
+    fault = job.injected_at
+    survivors = wait_for("two train", lambda: steps_of_world(job, 2, fault), PEER_LIMIT)[0]
+    full = wait_for("three train again", lambda: steps_of_world(job, 3, survivors), PEER_LIMIT)[0]
+    new = job.newest_pods()[index]["status"]["containerStatuses"][0]["state"]["running"]["startedAt"]
+    started = datetime.fromisoformat(new).timestamp()  # whole seconds, rounded down: the figure errs to our cost
+    return {"survivors": survivors - fault, "full": full - fault, "full_after_start": full - started}
+
+
+def steps_of_world(job: Job, size: int, after: float) -> list[float]:
+    """When steps of a world of `size` were printed after `after`, in seconds since the epoch, sorted."""
+    found = []
+    for pod in job.newest_pods().values():
+        since = datetime.fromtimestamp(after or 0, UTC).isoformat().replace("+00:00", "Z")
+        name = pod["metadata"]["name"]
+        log = job.kubectl("logs", name, "-c", "worker", "--timestamps", f"--since-time={since}", check=False)
+        times = (datetime.fromisoformat(t[:26] + "+00:00").timestamp() for t in world_line(size).findall(log))
+        found += [t for t in times if t > after]
+    return sorted(found)
+
+
+def world_line(size: int) -> re.Pattern[str]:
+    return re.compile(rf"^(\S+) .*step=\d+ .*world={size} ", re.MULTILINE)
 
 
 def store_restart(cluster: Cluster, samples: int) -> list[Figure]:
@@ -207,16 +263,18 @@ def peer_sample(cluster: Cluster, index: int) -> float:
 def main() -> int:
     p = parser(__doc__)
     p.add_argument("--samples", type=int, default=SAMPLES, help="faults of each kind")
-    p.add_argument("--only", nargs="*", choices=[*FAULTS, "store-restarted", "peer"], help="these alone")
+    p.add_argument("--only", nargs="*", choices=[*FAULTS, *ELASTIC, "store-restarted", "peer"], help="these alone")
     args = p.parse_args()
     samples = 1 if args.quick else args.samples
-    chosen = args.only or (["delete-worker-1"] if args.quick else [*FAULTS, "store-restarted", "peer"])
+    chosen = args.only or (["delete-worker-1"] if args.quick else [*FAULTS, *ELASTIC, "store-restarted", "peer"])
     cluster = handle.obtain()
     install(cluster)
     figures: list[Figure] = []
     for name in chosen:
         if name == "peer":
             figures += peer(cluster, max(1, samples // 3))
+        elif name in ELASTIC:
+            figures += elastic(cluster, ELASTIC[name], samples)
         elif name == "store-restarted":
             figures += store_restart(cluster, samples)
         else:

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
                 run.log(loss=loss)
                 time.sleep(args.step_seconds)
             # What follows the block also runs for a step in which a peer was lost, and which comes again.
-            if step.completed and run.rank == 0 and run.step % 10 == 0:
+            if step.completed and run.rank == 0 and run.step % args.print_every == 0:
                 print(f"step={run.step} loss={loss.item():.4f} world={run.world_size} pid={os.getpid()}", flush=True)
         if run.rank == 0:
             with torch.no_grad():
@@ -57,6 +57,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--step-seconds", type=float, default=float(env("DIGITS_STEP_SECONDS", "0")), help="added pause"
     )
+    parser.add_argument("--print-every", type=int, default=10, help="steps between lines of progress")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument(
         "--checkpoint", default=env("EVERSTEP_CHECKPOINT_URL", "checkpoints-elastic"), help="folder or URL"

@@ -14,7 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scenarios"))
 
-from player import Player, ScenarioError
+import yaml
+from player import EXAMPLE, Player, ScenarioError
 from testcluster.handle import Cluster
 from testcluster.proc import run
 
@@ -63,6 +64,16 @@ class Job(Player):
     def submit(self, manifest: dict[str, Any]) -> None:
         self.kubectl("apply", "-f", "-", input=json.dumps(manifest))
 
+    def elastic(self, steps: int, pause: float, *arguments: str) -> dict[str, Any]:
+        """The elastic example's own manifest (three workers, two to four), small enough for the test cluster."""
+        manifest: dict[str, Any] = yaml.safe_load((EXAMPLE / "elastic.yaml").read_text())
+        manifest["metadata"]["name"] = self.name
+        manifest["spec"]["checkpoint"].update(url=self.url, everySteps=100)
+        worker = manifest["spec"]["template"]["spec"]["containers"][0]
+        worker["command"] += ["--steps", str(steps), "--step-seconds", str(pause), *arguments]
+        worker["resources"]["requests"] = {"cpu": "50m", "memory": "200Mi"}
+        return manifest
+
     def pod(self, index: int) -> dict[str, Any]:
         """The pod of worker `index` in the newest round."""
         found = self.pods(f"everstep.dev/worker-index={index}")
@@ -70,6 +81,16 @@ class Job(Player):
             raise ScenarioError(f"worker {index} has no pod\n{self.describe()}")
         newest: dict[str, Any] = max(found, key=lambda p: int(p["metadata"]["labels"]["everstep.dev/round"]))
         return newest
+
+    def newest_pods(self) -> dict[int, dict[str, Any]]:
+        """By worker index, the pod of the highest incarnation that is not being deleted."""
+        found: dict[int, tuple[int, dict[str, Any]]] = {}
+        for pod in self.pods():
+            labels = pod["metadata"]["labels"]
+            index, incarnation = int(labels["everstep.dev/worker-index"]), int(labels["everstep.dev/incarnation"])
+            if "deletionTimestamp" not in pod["metadata"] and incarnation >= found.get(index, (0, pod))[0]:
+                found[index] = incarnation, pod
+        return {index: pod for index, (_, pod) in found.items()}
 
     def pods(self, selector: str = "") -> list[dict[str, Any]]:
         labels = ",".join(filter(None, [f"everstep.dev/job={self.name}", selector]))
