@@ -47,7 +47,7 @@ def disturbed(framework: str, ranks: int, folder: Path, *arguments: object) -> E
     [
         ("huggingface", 0, "", 1),
         pytest.param("huggingface", 2, "", 0, marks=pytest.mark.long),
-        ("accelerate", 0, "", 1),
+        pytest.param("accelerate", 0, "", 1, marks=pytest.mark.long),
         pytest.param("accelerate", 2, "", 0, marks=pytest.mark.long),
         ("accelerate", 2, "elastic", 0),
         ("lightning", 0, "", 1),
@@ -66,7 +66,10 @@ def test_run_stopped_killed_and_resumed_ends_with_the_same_bits(
     assert resumed.done == undisturbed.done
 
 
-@pytest.mark.parametrize(("framework", "kind"), [("huggingface", ""), ("accelerate", ""), ("lightning", "elastic")])
+@pytest.mark.parametrize(
+    ("framework", "kind"),
+    [("huggingface", ""), pytest.param("accelerate", "", marks=pytest.mark.long), ("lightning", "elastic")],
+)
 def test_resized_run_with_the_same_global_batch_takes_each_sample_once_an_epoch(
     framework: str, kind: str, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """Every scenario of tests/scenarios in local mode: the same text as on a real cluster.
 
-All of them run on the real cluster each time, so here each time only those in which local mode differs most from it:
-processes, nodes and sizes are its own. `make soak` has the rest.
+All of them run on the real cluster each time, so here each time only the one in which local mode differs most from it:
+its nodes are simulated. Kills and sizes are in `test_run_robust.py` and in the demo. `make soak` has the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from testcluster.s3 import S3Server
 
 FOLDER = Path(__file__).resolve().parents[1] / "scenarios"
 NEEDS_SERVER = "store_restarted_during_save"
-EACH_TIME = {"training_process_killed", "node_killed", "scaled_while_running"}
+EACH_TIME = {"node_killed"}
 SCENARIOS = [
     pytest.param(p, id=p.stem, marks=() if p.stem in EACH_TIME else pytest.mark.long)
     for p in sorted(FOLDER.glob("*.txt"))

@@ -176,7 +176,7 @@ def test_single_process_with_the_defaults_learns_the_digits(script: ModuleType, 
     assert alone.samples == lineage(script, 600)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_killed_process_changes_nothing_about_the_result(rank: int, undisturbed: Final, tmp_path: Path) -> None:
     args = ("--checkpoint", str(tmp_path), "--every-steps", "25", "--step-seconds", "0.01", "--steps", STEPS)
     with running(torchrun(2, "--max-restarts=2", "--monitor-interval=0.1"), *args) as run:
@@ -190,6 +190,7 @@ def test_killed_process_changes_nothing_about_the_result(rank: int, undisturbed:
     assert final(text) == undisturbed
 
 
+@pytest.mark.long
 def test_restart_at_three_processes_rounds_like_an_undisturbed_run(tmp_path: Path) -> None:
     # From three summands on the order of a sum shows in its last bit: DDP must add in the same order after a restart.
     straight = finished(torchrun(3), "--checkpoint", str(tmp_path / "a"), "--steps", "30", "--every-steps", "1000")
