@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from everstep.contract.document import (
     FINISHED,
+    LEFT,
     MAX_BYTES,
     MAX_MEMBERS,
     Document,
@@ -26,7 +27,7 @@ from everstep.contract.document import (
     encode,
 )
 from everstep.rendezvous.errors import DocumentInvalid
-from everstep.rendezvous.participant import Broken, Finishing, Growing, Whole, standing
+from everstep.rendezvous.participant import Broken, Finishing, Growing, Left, Stopping, Whole, standing
 from everstep.rendezvous.ranks import assign
 from everstep.rendezvous.reachability import EXACT, largest_set
 from everstep.rendezvous.rounds import (
@@ -43,7 +44,9 @@ from everstep.rendezvous.rounds import (
     Reach,
     Refused,
     SetBoundary,
+    StepAside,
     StepOut,
+    Stop,
     Waited,
     apply,
     growth,
@@ -329,6 +332,72 @@ def test_that_processes_keep_their_memory_is_known_in_later_rounds() -> None:
     assert regrouped(document, "ab").in_process
 
 
+# --- members that are asked to stop
+
+
+def test_a_mark_changes_nothing_for_the_others_and_tells_its_agent_whether_enough_would_stay() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"))
+    assert standing(document, 1, "b") == Whole()
+    assert standing(document, 1, "a") == Stopping(1, True)
+    document = after(document, Stop("b"))
+    assert standing(document, 1, "a") == standing(document, 1, "b") == Stopping(2, False)
+    assert "known" in refused(document, Stop("a")).reason
+
+
+def test_all_that_are_asked_leave_together_and_the_others_form_the_next_round_without_them() -> None:
+    sizes = Sizes(1, 4)
+    document = after(formed(sizes, "a", "b", "c", "d"), Stop("a"), Stop("d"), StepAside("d", 1))
+    assert document.gone == (Loss("a", LEFT), Loss("d", LEFT))
+    assert standing(document, 1, "a") == standing(document, 1, "d") == Left()
+    assert isinstance(standing(document, 1, "b"), Broken)
+    document = after(document, Join(agent("b"), sizes), Join(agent("c"), sizes), Close("b", 1, Waited.NOTHING))
+    assert names(document) == ["b", "c"]
+    assert document.stopping == ("a", "d"), "the next round knows whom its members were with"
+    assert standing(document, 1, "a") == Left()
+    assert not any(s.charged for s in document.history)
+
+
+def test_nobody_leaves_if_too_few_would_stay_or_the_round_is_over_anyway() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Stop("b"))
+    assert "1 would stay" in refused(document, StepAside("a", 1)).reason
+    lost = after(formed(Sizes(1, 3), "a", "b", "c"), Stop("a"), Evict("b", 1, "c", "gone"))
+    assert "over" in refused(lost, StepAside("a", 1)).reason
+    assert "asked to stop" in refused(formed(TWO_OR_THREE, "a", "b"), StepAside("a", 1)).reason
+
+
+def test_a_size_that_is_not_allowed_keeps_them_too() -> None:
+    document = after(formed(Sizes(2, 4, (2, 4)), "a", "b", "c", "d"), Stop("a"))
+    assert standing(document, 1, "a") == Stopping(1, True)  # two of the three go on
+    document = after(document, Stop("b"), Stop("c"))
+    assert standing(document, 1, "a") == Stopping(3, False)
+
+
+def test_who_was_asked_to_stop_and_is_out_does_not_come_back() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Evict("b", 1, "a", "its lease lapsed"))
+    again = refused(document, Join(agent("a"), TWO_OR_THREE))
+    assert again.final
+    assert "asked to stop" in again.reason
+
+
+def test_who_is_asked_to_stop_while_others_are_lost_meets_the_survivors_again_to_save() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Stop("b"), Evict("a", 1, "c", "gone"))
+    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Close("a", 1, Waited.NOTHING))
+    assert names(document) == ["a", "b"]
+    assert standing(document, 2, "a") == Stopping(2, False)
+
+
+def test_agents_that_never_trained_form_no_round_when_all_of_them_stop() -> None:
+    document = after(joined(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Stop("b"), Stop("c"))
+    assert "asked to stop" in refused(document, Close("a", 0, Waited.LAST_CALL)).reason
+
+
+def test_of_more_than_fit_those_that_stop_are_left_out() -> None:
+    sizes = Sizes(2, 4, (2, 4))
+    document = after(formed(sizes, "a", "b", "c", "d"), Stop("a"), Evict("a", 1, "d", "gone"))
+    document = after(document, *(Join(agent(n), sizes) for n in "abc"), Close("a", 1, Waited.NOTHING))
+    assert names(document) == ["b", "c"]
+
+
 # --- ranks
 
 
@@ -404,6 +473,7 @@ rosters = st.lists(members, max_size=4, unique_by=lambda m: m.agent).map(tuple)
         broken=st.none() | text,
         boundary=st.none() | st.integers(0, 2**40),
         done=st.lists(agent_ids, max_size=3).map(tuple),
+        stopping=st.lists(agent_ids, max_size=3).map(tuple),
         in_process=st.booleans(),
         restarts=st.integers(0, 99),
         history=st.lists(st.builds(Setback, st.integers(0, 9), agent_ids, text, st.booleans()), max_size=3).map(tuple),
@@ -412,6 +482,11 @@ rosters = st.lists(members, max_size=4, unique_by=lambda m: m.agent).map(tuple)
 )
 def test_any_document_survives_its_bytes(document: Document) -> None:
     assert decode(encode(document)) == document
+
+
+def test_a_document_of_a_release_that_knows_nobody_who_stops_is_read() -> None:
+    document = formed(TWO_OR_THREE, "a", "b")
+    assert decode(encode(document).replace(b'"stopping":[],', b"")) == document
 
 
 @given(members, st.integers(0, 99))
@@ -465,7 +540,8 @@ def test_the_largest_world_fits_its_bound() -> None:
         Member(i, f"trainer-{i:04}-123456-0123abcd", 3, 8, f"{host}", 45000, 46000) for i in range(MAX_MEMBERS)
     )
     seats = tuple(Seat(m.index, m.agent, m.incarnation) for m in everyone)
-    document = Document(sizes, round=9, members=everyone, seats=seats)
+    stopping = tuple(m.agent for m in everyone)
+    document = Document(sizes, round=9, members=everyone, seats=seats, stopping=stopping)
     assert len(encode(document)) <= MAX_BYTES
 
 

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from world import SIZES, Agent, Violation, World, events, walk
 
 from everstep.contract.document import FINISHED, Document, Member, Sizes
-from everstep.rendezvous import participant, rounds
-from everstep.rendezvous.rounds import Waited
+from everstep.rendezvous import leaving, participant, rounds
+from everstep.rendezvous.rounds import Stop, Waited
 from everstep.rendezvous.seats import Table
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "500"))
@@ -76,6 +76,12 @@ class Job(RuleBasedStateMachine):
     def act(self, data: st.DataObject, number: int) -> None:
         agent, target = self.agent(data), self.agent(data)
         self.world.act(agent, data.draw(st.sampled_from(list(events(self.world, agent, target, number)))))
+
+    @precondition(lambda self: self.world.agents)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        agent = self.agent(data)
+        self.world.act(agent, Stop(agent.name))
 
     @precondition(lambda self: self.world.agents)
     @rule(data=st.data(), number=st.integers(0, 4))
@@ -209,6 +215,22 @@ def _finished_by_one(_done: Any) -> Any:
     return lambda document, agent: replace(document, done=(*document.done, agent), closed=FINISHED)
 
 
+def _mark_takes_out(stop: Any) -> Any:
+    def wrong(document: Document, agent: str) -> Any:
+        after = stop(document, agent)
+        return rounds._lose(after, agent, "stops") if isinstance(after, Document) else after
+
+    return wrong
+
+
+def _whoever_stopped_joins(join: Any) -> Any:
+    def wrong(table: Any, member: Member, sizes: Sizes) -> Any:
+        table._stopping = frozenset()
+        return join(table, member, sizes)
+
+    return wrong
+
+
 MISTAKES: dict[str, Patch] = {
     "no fence": _patched(rounds, "_fence", lambda _: lambda document, by, number: None),
     "fence forgets the round's number": _patched(
@@ -226,6 +248,9 @@ MISTAKES: dict[str, Patch] = {
     "finished when one member is": _patched(rounds, "_done", _finished_by_one),
     "unreachable pairs together": _patched(rounds, "largest_set", _everyone_reaches_everyone),
     "a dead agent is never taken out": _patched(participant, "without_lapsed", _nobody_is_evicted),
+    "leaves although too few stay": _patched(leaving, "enough_stay", lambda _: lambda document: True),
+    "who was asked to stop comes back": _patched(Table, "join", _whoever_stopped_joins),
+    "a mark takes out": _patched(rounds, "_stop", _mark_takes_out),
     "a settled wish is taken up again": _patched(participant, "_fold", _old_wishes_count),
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from everstep.contract.document import FINISHED, Document, Member, Sizes, Wish, decode, encode
+from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode
 from everstep.rendezvous import participant, rounds
 from everstep.rendezvous.participant import Formed, Proposal, Round
 from everstep.rendezvous.rounds import (
@@ -27,7 +27,9 @@ from everstep.rendezvous.rounds import (
     Reach,
     Refused,
     SetBoundary,
+    StepAside,
     StepOut,
+    Stop,
     Waited,
 )
 
@@ -63,6 +65,8 @@ class World:
         self.formed: dict[int, tuple[Member, ...]] = {}
         self.evicted: dict[int, set[str]] = {}
         self.severed: set[frozenset[str]] = set()  # reported pairs
+        self.asked: set[str] = set()  # to stop
+        self.stopped: set[str] = set()  # and out since
         self.log: list[str] = []
 
     @property
@@ -135,6 +139,13 @@ class World:
             case StepOut(by=target):
                 self.evicted.setdefault(document.round, set()).add(target)
                 self._assert_out(target)
+            case Stop(agent=target):
+                self.asked.add(target)
+            case StepAside():
+                leavers = {loss.agent for loss in agent.seen[1].gone} - {loss.agent for loss in document.gone}
+                self.evicted.setdefault(document.round, set()).update(leavers)
+                for target in leavers:
+                    self._assert_out(target)
             case Leave(agent=target):
                 self.agents[target].left = True
                 self.evicted.setdefault(document.round, set()).add(target)
@@ -192,6 +203,7 @@ class World:
             raise Violation(f"finished, and only {after.done} are done")
         if sum(s.charged for s in after.history) > after.restarts:
             raise Violation(f"{after.restarts} restarts were counted, and charged were {after.history}")
+        self._judge_stopping(before, after)
         number = 0 if before is None else before.round
         if after.round not in (number, number + 1):
             raise Violation(f"round {number} was followed by {after.round}")
@@ -200,6 +212,24 @@ class World:
                 raise Violation(f"round {number} has other members than it had")
             return
         self._judge_round(before, after, present)
+
+    def _judge_stopping(self, before: Document | None, after: Document) -> None:
+        here = {m.agent for m in (*after.remaining(), *after.joining)}
+        if back := self.stopped & here:
+            raise Violation(f"{back} were asked to stop, were out, and are back")
+        if before is None:
+            return
+        self.stopped |= self.asked - here
+        asked = set(after.stopping) - set(before.stopping)
+        if asked and after != replace(before, stopping=(*before.stopping, *asked)):
+            raise Violation(f"that {asked} are asked to stop changed more than that")
+        if after.round == before.round:
+            left = {loss.agent for loss in after.gone if loss.why == LEFT} - {loss.agent for loss in before.gone}
+            stay = [m for m in after.remaining() if m.agent not in after.stopping]
+            if left and (not left <= set(after.stopping) or not after.sizes.largest(len(stay))):
+                raise Violation(f"{left} left, and {stay} stayed")
+        elif {m.agent for m in after.members} <= set(after.stopping) - {m.agent for m in before.remaining()}:
+            raise Violation(f"a round of agents that only stop: {after.members}")
 
     def _judge_round(self, before: Document | None, after: Document, present: set[str]) -> None:
         names = [m.agent for m in after.members]
@@ -260,6 +290,11 @@ class World:
         for agent in self.agents.values():
             if not agent.alive or agent.left or agent.barred:
                 self.lapse(agent)
+            elif agent.name in self.asked:
+                self.look(agent, 0)
+                self.act(agent, Leave(agent.name))
+                agent.left = True
+                self.lapse(agent)
             else:
                 self.announce(agent)
         for turn in range(TURNS):
@@ -318,6 +353,7 @@ def events(world: World, agent: Agent, target: Agent, number: int) -> Iterator[E
     yield Close(agent.name, number, Waited.REJOIN)
     yield SetBoundary(agent.name, number, 7)
     yield StepOut(agent.name, number, "test")
+    yield StepAside(agent.name, number)
     yield Break(agent.name, number, "test")
     yield KeepProcesses(agent.name, number)
     yield Done(agent.name, number)
@@ -349,8 +385,11 @@ def step(world: World, random: Random) -> None:
         world.join(agent, Waited(random.choice([0, 0, 0, 1, 2])), random.random() < 0.2)
     elif choice < 0.85:
         world.again(agent)
-    elif choice < 0.93:
+    elif choice < 0.91:
         world.act(agent, random.choice(list(events(world, agent, target, number))))
+    elif choice < 0.93:
+        world.look(agent, 0)
+        world.act(agent, random.choice((Stop(agent.name), StepAside(agent.name, number))))
     elif choice < 0.96:
         world.crash(agent)
     elif choice < 0.98:

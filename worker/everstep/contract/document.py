@@ -21,7 +21,9 @@ MAX_ADDRESS = 255
 MAX_REASON = 200
 MAX_REPORTS = 1024
 MAX_HISTORY = 16
+MAX_STOPPING = MAX_MEMBERS
 FINISHED = "finished: all members' processes have succeeded"  # why a job that has succeeded is closed
+LEFT = "it was asked to stop, and leaves at the end of a step"  # why a member is gone that nobody lost
 PAST_AGENTS = 8  # remembered a seat: more lives of one pod than that, and a very old one could come back
 MAX_INDEX = 2**16
 MAX_NUMBER = 2**53  # what every JSON reader keeps exact
@@ -138,6 +140,7 @@ class Document:
     broken: str | None = None  # why the present round is over, though its members may all live
     boundary: int | None = None  # the step after which the members let joiners in
     done: tuple[str, ...] = ()  # members whose processes have all succeeded
+    stopping: tuple[str, ...] = ()  # agents that are asked to stop; who of them is out does not come back
     in_process: bool = False  # the job's processes keep their memory from round to round
     restarts: int = 0  # charged, of the whole job
     history: tuple[Setback, ...] = ()  # the newest setbacks, oldest first
@@ -163,6 +166,7 @@ def encode(document: Document) -> bytes:
         "broken": document.broken,
         "boundary": document.boundary,
         "done": list(document.done),
+        "stopping": list(document.stopping),
         "in_process": document.in_process,
         "restarts": document.restarts,
         "history": [[s.round, s.agent, s.why, s.charged] for s in document.history],
@@ -193,6 +197,8 @@ def decode(data: bytes) -> Document:
         broken=None if broken is None else text(broken, "broken", MAX_REASON),
         boundary=None if boundary is None else number(boundary, "boundary"),
         done=tuple(_each(body.get("done"), "done", MAX_MEMBERS, agent_name)),
+        # A release that does not know this field writes none.
+        stopping=tuple(_each(body.get("stopping", []), "stopping", MAX_STOPPING, agent_name)),
         in_process=flag(body.get("in_process"), "in_process"),
         restarts=number(body.get("restarts"), "restarts"),
         history=tuple(_each(body.get("history"), "history", MAX_HISTORY, _setback)),

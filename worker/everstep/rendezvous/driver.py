@@ -32,7 +32,9 @@ from everstep.rendezvous.rounds import (
     Reach,
     Refused,
     SetBoundary,
+    StepAside,
     StepOut,
+    Stop,
     apply,
 )
 from everstep.rendezvous.store import RoundStore, View
@@ -42,6 +44,7 @@ log = logging.getLogger(__name__)
 LOOK = 0.5  # seconds after which the thread looks whether it is to stop
 WHOLE = participant.Whole()
 TRIES = 20  # of a change that meets others' changes
+CROWDED = Refused("others changed the document all the time")
 
 
 class Driver:
@@ -167,6 +170,14 @@ class Driver:
         """The processes of this job keep their memory from round to round."""
         return self._change(lambda _: KeepProcesses(self._member.agent, number))
 
+    def stop_asked(self) -> Document | Refused:
+        """This agent is asked to stop: the others are not to count on it."""
+        return self._change(lambda _: Stop(self._member.agent))
+
+    def step_aside(self, number: int) -> Document | Refused:
+        """Leave round `number` with all members that are asked to stop, if enough others stay."""
+        return self._change(lambda _: StepAside(self._member.agent, number))
+
     def evict(self, agent: str, why: str) -> Document | Refused:
         """Take out an agent that is known to be gone."""
         return self._change(lambda document: Evict(self._member.agent, document.round, agent, why))
@@ -205,7 +216,6 @@ class Driver:
             self._thread.join(self._settings.ttl)
 
     def _change(self, make: Callable[[Document], Event]) -> Document | Refused:
-        refused = Refused("others changed the document all the time")
         for attempt in range(1, TRIES + 1):
             view = self._store.read()
             document = decoded(view)
@@ -220,7 +230,7 @@ class Driver:
                 self._see(View(data, version, view.lapses))
                 return after
             self._sleep(self._settings.backoff.seconds(attempt, self._random), float("inf"))
-        return refused
+        return CROWDED
 
     def lost(self, agent: str, why: str) -> None:
         """From the links: the agent's process is gone."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from everstep.contract.document import Document, Member, Wish
+from everstep.rendezvous.leaving import divide, enough_stay
 from everstep.rendezvous.rounds import (
     Close,
     Evict,
@@ -19,6 +20,7 @@ from everstep.rendezvous.rounds import (
     Waited,
     apply,
     growth,
+    is_here,
     is_member,
     is_waiting,
     join_all,
@@ -194,7 +196,20 @@ class Finishing:
     count: int
 
 
-Standing = Whole | Broken | Growing | Finishing | Closed
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The round stands. This agent is asked to stop, and `count` members are; `enough`: the others can go on alone."""
+
+    count: int
+    enough: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """This agent is asked to stop, and out of the round; the others train on."""
+
+
+Standing = Whole | Broken | Growing | Finishing | Stopping | Left | Closed
 
 
 def standing(document: Document | None, number: int, agent: str) -> Standing:
@@ -203,6 +218,8 @@ def standing(document: Document | None, number: int, agent: str) -> Standing:
         return Broken(f"the store has no round {number} any more: it lost what it held")
     if document.closed is not None:
         return Closed(document.closed)
+    if agent in document.stopping and not is_here(document, agent):
+        return Left()
     if document.round > number:
         return Broken(f"round {document.round} was formed")
     for loss in document.gone:
@@ -217,6 +234,9 @@ def standing(document: Document | None, number: int, agent: str) -> Standing:
             return Broken(f"{member.agent} asks for the next round")
     if document.done:
         return Finishing(len(document.done))
+    if agent in document.stopping:
+        asked, _ = divide(document)
+        return Stopping(len(asked), enough_stay(document))
     count = growth(document)
     return Growing(count, document.boundary) if count else Whole()
 
@@ -232,6 +252,10 @@ def describe(state: Standing) -> str:
             return f"{count} more would join" + ("" if boundary is None else f" after step {boundary}")
         case Finishing(count):
             return f"{count} have finished"
+        case Stopping(count, enough):
+            return f"{count} are asked to stop, and {'enough' if enough else 'too few'} would stay"
+        case Left():
+            return "this agent is asked to stop, and out"
         case Closed(why):
             return f"closed: {why}"
         case _:

@@ -18,6 +18,7 @@ from typing import assert_never
 
 from everstep.contract.document import (
     FINISHED,
+    LEFT,
     MAX_HISTORY,
     MAX_MEMBERS,
     MAX_NUMBER,
@@ -30,6 +31,7 @@ from everstep.contract.document import (
     Setback,
     Sizes,
 )
+from everstep.rendezvous import leaving
 from everstep.rendezvous.ranks import assign
 from everstep.rendezvous.reachability import largest_set
 from everstep.rendezvous.seats import Table
@@ -102,6 +104,21 @@ class KeepProcesses:
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """`agent` is asked to stop. That changes nothing yet: it says what the others may not count on."""
+
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepAside:
+    """All members that are asked to stop leave the round together, and the others go on."""
+
+    by: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evict:
     """`by` has proof that `agent` is gone: its lease lapsed, or its address refuses connections."""
 
@@ -146,8 +163,8 @@ class CloseJob:
 
 
 # Decided in a round, by somebody in it or waiting for the next: another round's are refused.
-InRound = StepOut | Break | Done | KeepProcesses | Evict | Reach | Close | SetBoundary
-Event = InRound | Join | Leave | Charge | CloseJob
+InRound = StepOut | StepAside | Break | Done | KeepProcesses | Evict | Reach | Close | SetBoundary
+Event = InRound | Join | Leave | Stop | Charge | CloseJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +184,8 @@ def apply(document: Document, event: Event) -> Document | Refused:
             return _join(document, event)
         case Leave():
             return _lose(document, event.agent, "left") or Refused(f"{event.agent} is not here")
+        case Stop():
+            return _stop(document, event.agent)
         case Charge():
             return _charge(document, event)
         case CloseJob():
@@ -181,6 +200,8 @@ def _in_round(document: Document, event: InRound) -> Document | Refused:
     match event:
         case StepOut():
             return _lose(document, event.by, event.why) or Refused(f"{event.by} is not here")
+        case StepAside():
+            return _step_aside(document)
         case Break():
             return _break(document, event.by, event.why)
         case Done():
@@ -246,6 +267,21 @@ def _lose(document: Document, agent: str, why: str) -> Document | None:
     if gone is document.gone and len(waiting) == len(document.joining):
         return None
     return replace(document, joining=waiting, gone=gone, history=history)
+
+
+def _stop(document: Document, agent: str) -> Document | Refused:
+    if agent in document.stopping or not is_here(document, agent):
+        return Refused(f"{agent} is not here, or known to be asked to stop")
+    return replace(document, stopping=leaving.marked(document, agent))
+
+
+def _step_aside(document: Document) -> Document | Refused:
+    leavers = leaving.leavers(document)
+    if isinstance(leavers, str):
+        return Refused(leavers)
+    for agent in leavers:
+        document = _lose(document, agent, LEFT) or document
+    return document
 
 
 def _remember(document: Document, setback: Setback) -> tuple[Setback, ...]:
@@ -341,7 +377,10 @@ def _close(document: Document, event: Close) -> Document | Refused:
     if document.round + 1 >= MAX_NUMBER:
         return Refused(f"round {document.round} is the last that can be counted", final=True)
     rank = {member.agent: rank for rank, member in enumerate(remaining)}
-    chosen = sorted(pool, key=lambda m: (rank.get(m.agent, MAX_MEMBERS), m.index, m.agent))[:size]
+    stopping = set(document.stopping)
+    chosen = sorted(pool, key=lambda m: (m.agent in stopping, rank.get(m.agent, MAX_MEMBERS), m.index, m.agent))[:size]
+    if all(m.agent in stopping and m.agent not in rank for m in chosen):
+        return Refused("all who wait are asked to stop, and have nothing to save together")
     members = assign(document.members, chosen)
     taken = {member.agent for member in members}
     left = tuple(member for member in document.joining if member.agent not in taken)
@@ -357,6 +396,7 @@ def _close(document: Document, event: Close) -> Document | Refused:
         reports=tuple(r for r in document.reports if r.low in seated and r.high in seated),
         boundary=None,
         done=(),
+        stopping=leaving.remembered(document),
     )
 
 

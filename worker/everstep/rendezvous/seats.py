@@ -22,6 +22,7 @@ class Table:
         self._remaining = {member.agent for member in document.remaining()}
         self._joining = {member.agent: member for member in document.joining}
         self._gone = document.gone
+        self._stopping = frozenset(document.stopping)
         self._lowest = 0  # all indices below have a holder who is here
 
     def document(self) -> Document:
@@ -37,6 +38,8 @@ class Table:
     def join(self, member: Member, sizes: Sizes) -> tuple[str, bool] | None:
         """None, or why not and whether that is for good."""
         agent = member.agent
+        if agent in self._stopping and not self._is_here(agent):
+            return f"{agent} was asked to stop, and is out", True
         if sizes != self._sizes:
             if len(self._remaining - {agent}) + len(self._joining.keys() - {agent}):
                 return (

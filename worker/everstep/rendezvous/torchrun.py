@@ -39,7 +39,7 @@ from everstep.rendezvous.errors import (
     StoreUnavailable,
 )
 from everstep.rendezvous.links import Links
-from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Round, Whole
+from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 from everstep.rendezvous.place import agent_id, own_address
 from everstep.rendezvous.rounds import Refused
 from everstep.rendezvous.store import RoundStore
@@ -170,7 +170,7 @@ class RoundHandler(RendezvousHandler):
                 return count
             case Broken():
                 return 1
-            case Closed() | Whole() | Finishing():
+            case Closed() | Whole() | Finishing() | Stopping() | Left():  # the last two: only for who says so of itself
                 return 0
 
     def is_closed(self) -> bool:
