@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from everstep.agent import events as e
-from everstep.agent import state as machine
 from everstep.agent.events import Fault, Purpose
-from everstep.agent.state import LINGER_SECONDS, MOST_OUTSIDE, Config, Life, State, begin, decide
+from everstep.agent.slots import Config, Life, State, begin, started
+from everstep.agent.state import LINGER_SECONDS, MOST_OUTSIDE, decide
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Member, Setback
-from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Round, Whole
+from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "300"))
 KILL = signal.SIGKILL
@@ -40,7 +40,7 @@ class Play:
             if isinstance(instruction, e.Fork):
                 for slot in instruction.slots:
                     self._pid += 1
-                    self.state = machine.started(self.state, slot, self._pid)
+                    self.state = started(self.state, slot, self._pid)
         return self.told
 
     def pid(self, slot: int = 0) -> int:
@@ -338,9 +338,13 @@ class Walk:
                 exited = {event.slot} if isinstance(event, e.Exited) else set()
                 for slot in slots:
                     assert slot in exited or before.slots[slot].life is not Life.LIVE or before.slots[slot].killed
+                assert self.state.notice is None, "it starts a process after it was asked to stop"
                 if round_ is not None:
                     assert round_.number == self.number
                     assert not self.joining
+            case e.Dismiss(slots):
+                assert self.state.ending is not None
+                assert all(self.state.slots[slot].ready for slot in slots)
             case e.Announce(slots, round_, _):
                 assert round_.number == self.number
                 assert all(self.state.slots[slot].life is Life.LIVE for slot in slots)
@@ -349,6 +353,10 @@ class Walk:
             case e.Finish():
                 assert all(slot.life is not Life.LIVE for slot in self.state.slots), "it ends before its processes"
                 self.finished = True
+            case e.StepAside(number):
+                assert number == self.number
+                assert self.state.keeps
+                assert not self.joining
             case e.StepOut(number) | e.Break(number) | e.Done(number) | e.KeepProcesses(number):
                 assert number == self.number
             case _:
@@ -383,10 +391,18 @@ class Walk:
                 e.Changed(self.number, Finishing(1)),
                 e.Changed(self.number - 1, Broken("an old one")),
             ]
+            if self.state.notice is not None:
+                count = self.random.randint(1, 3)
+                found += [e.Changed(self.number, Stopping(count, self.random.random() < 0.9)) for _ in range(8)]
+                found.append(e.Changed(self.number, Left()))
         if self.timers:
             found.append(e.Elapsed(self.random.choice(self.timers)))
         if self.random.random() < 0.02:
-            found += [e.Asked(signal.SIGTERM), e.Charged(self.random.choice([None, 1, 100]))]
+            found += [
+                e.Asked(signal.SIGTERM),
+                e.Asked(signal.SIGTERM, enough=True),
+                e.Charged(self.random.choice([None, 1, 100])),
+            ]
         return found
 
     def forms(self) -> e.Formed:
@@ -417,6 +433,8 @@ class Walk:
             asked = self.state.ending is not None
             if killed:
                 self.step(killed[0])
+            elif self.state.notice is not None and not asked:
+                self.step(e.Elapsed(next(t for t in self.timers if t.purpose is Purpose.NOTICE)))
             elif asked:
                 slot = next(i for i, s in enumerate(self.state.slots) if s.life is Life.LIVE)
                 self.step(e.Exited(slot, self.play.pid(slot), -15, Fault.OUTSIDE, "SIGTERM"))

@@ -143,6 +143,8 @@ def train(wanted: Wanted) -> None:
                     kind="step", step=run.step, digest=digest(model, optimizer), lr=scheduler.get_last_lr()[0],
                     rank=run.rank, world=run.world_size, **told,
                 )  # fmt: skip
+            else:
+                diary.write(kind="again", step=step.number)
         first = [float(p.detach().reshape(-1)[0]) for p in model.parameters()]
         diary.write(kind="end", step=run.step, digest=digest(model, optimizer), first=first)
 

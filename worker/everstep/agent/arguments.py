@@ -21,6 +21,7 @@ MODULES = "torch,torch.distributed,torch._dynamo"
 PRELOAD = "EVERSTEP_PRELOAD"
 # Seconds that a process may take to come into a new round before it is replaced:
 RECOVERY_SECONDS = "EVERSTEP_RECOVERY_SECONDS"
+GRACE_SHARE = 0.85  # of the grace period is for the processes, as `train.stopping` has it
 
 
 class UsageError(ValueError):
@@ -62,6 +63,7 @@ class Arguments:
     preload: tuple[str, ...]
     recovery_seconds: float
     hang_seconds: float
+    grace_seconds: float  # from SIGTERM to when all processes have to be gone
 
     @property
     def ours(self) -> bool:
@@ -166,6 +168,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
         preload=tuple(m.strip() for m in environ.get(PRELOAD, MODULES).split(",") if m.strip()),
         recovery_seconds=_number(RECOVERY_SECONDS, environ.get(RECOVERY_SECONDS, "300")),
         hang_seconds=_number(env.HANG_SECONDS, environ.get(env.HANG_SECONDS, "60")),
+        grace_seconds=GRACE_SHARE * max(1.0, _number(env.GRACE_SECONDS, environ.get(env.GRACE_SECONDS, "30"))),
     )
     if found.ours:
         _refuse(a)

@@ -20,11 +20,12 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """This agent is in a new round. `history`: the job's newest setbacks."""
+    """This agent is in a new round. `history`: the job's newest setbacks; `stopping`: who was asked to stop."""
 
     round: Round
     keeps: bool
     history: tuple[Setback, ...]
+    stopping: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Fault(Enum):
     PROGRAM = auto()  # the training program's own
     PEER = auto()  # it says that it lost a peer: perhaps somebody else's
     OUTSIDE = auto()  # killed from outside
+    LEAVER = auto()  # another agent is asked to stop, and its processes took this one along; the others go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,10 @@ class Charged:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A signal asks the agent to stop."""
+    """A signal asks the agent to stop. `enough`: as far as is known, the others could train on without it."""
 
     signal: int
+    enough: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,25 @@ class Announce:
     slots: tuple[int, ...]
     round: Round
     whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Tell processes to end where the others go into the next round."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SayStopping:
+    """Tell the other agents that this one is asked to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepAside:
+    """Leave the round with all agents that are asked to stop, if enough others stay; `Changed` answers."""
+
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +237,8 @@ class Purpose(Enum):
     HURT = auto()  # is the round over, of which a collective failed?
     COME = auto()  # are all processes in the round?
     GRACE = auto()  # have the processes ended that were asked to?
+    NOTICE = auto()  # is it known who stays, when this agent is asked to stop?
+    QUIET = auto()  # were others asked to stop meanwhile?
     LINGER = auto()  # have the other agents finished, too?
 
 
@@ -229,5 +253,6 @@ class Timer:
 
 
 Instruction = (
-    Join | Fork | Announce | Signal | StepOut | Break | Charge | Done | KeepProcesses | CloseJob | Finish | Timer
+    Join | Fork | Announce | Dismiss | Signal | SayStopping | StepOut | StepAside | Break | Charge | Done
+    | KeepProcesses | CloseJob | Finish | Timer
 )  # fmt: skip

@@ -27,8 +27,8 @@ from everstep.agent.membership import Membership, open_driver
 from everstep.agent.output import Files, Output
 from everstep.agent.processes import Switchboard, WarmError, WarmParent
 from everstep.agent.program import STACKS_SIGNAL
-from everstep.agent.state import Config, Life
-from everstep.contract import env
+from everstep.agent.slots import Config, Life, begin, started
+from everstep.contract import env, exit_codes
 from everstep.rendezvous.participant import Round
 from everstep.train import termination
 
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 STACKS_SECONDS = 0.5  # in which a process writes what its threads do
 LEAVE_SECONDS = 10.0  # for what is to be told to the others at the end
+LEAVE_SHARE = 0.3  # of the grace period, at most
 
 
 @dataclass(slots=True)
@@ -86,8 +87,9 @@ class Agent:
             )
             self._output = Output(a, self._environ)
             alone = env.JOB_UID not in self._environ
-            config = Config(processes, a.max_restarts, alone, a.recovery_seconds, a.shutdown_seconds)
-            self._state = machine.begin(config)
+            grace = min(a.shutdown_seconds, a.grace_seconds)
+            config = Config(processes, a.max_restarts, alone, a.recovery_seconds, a.shutdown_seconds, grace)
+            self._state = begin(config)
             self._listen()
             if a.hang_seconds:
                 self._spawn(self._watch())
@@ -95,7 +97,7 @@ class Agent:
                 self._post(e.Began(not a.local and await self._membership.keeps()))
                 finish = await self._decide_all()
             finally:
-                await self._membership.flush(LEAVE_SECONDS)
+                await self._membership.flush(min(LEAVE_SECONDS, a.grace_seconds * LEAVE_SHARE))
                 await self._membership.leave()
                 await self._output.close()
             self._tell_end(finish)
@@ -132,7 +134,11 @@ class Agent:
             number = getattr(signal, name, None)
             if number is None:
                 raise UsageError(f"--signals-to-handle: {name}: no such signal")
-            loop.add_signal_handler(number, self._post, e.Asked(int(number)))
+            loop.add_signal_handler(number, self._asked, int(number))
+
+    def _asked(self, number: int) -> None:
+        log.info("asked to stop by %s", signal.Signals(number).name)
+        self._post(e.Asked(number, self._membership.enough_without_us()))
 
     def _exited(self, pid: int, code: int) -> None:
         if pid not in self._running:
@@ -150,6 +156,8 @@ class Agent:
         kills = memory_kills()
         fault, why = judge(code, process.files.error, kills > self._memory_kills)
         self._memory_kills = kills
+        if code == exit_codes.PREEMPTED and self._membership.another_leaves():
+            fault = e.Fault.LEAVER
         if code != 0 and self._state.slots[process.slot].pid == pid and not self._state.slots[process.slot].killed:
             log.warning("rank %d (local rank %d, pid %d): %s", process.rank, process.slot, pid, why)
         self._post(e.Exited(process.slot, pid, code, fault, f"rank {process.rank}: {why}"))
@@ -184,24 +192,35 @@ class Agent:
                 self._membership.join(after, self._switchboard.open_store())
             case e.Fork(slots, round_):
                 self._spawn(self._fork(slots, round_))
-            case e.Announce(slots, round_, whole):
-                for slot in slots:
-                    self._announce(slot, round_, whole)
-            case e.Signal(slots, number):
-                for slot in slots:
-                    pid = self._state.slots[slot].pid
-                    if pid:
-                        self._warm.signal(pid, number)
-                    else:
-                        self._signals[slot] = number
+            case e.Announce() | e.Dismiss() | e.Signal():
+                self._tell_processes(instruction)
             case e.Timer():
                 self._spawn(self._elapse(instruction))
             case e.Finish():
                 self._finish = instruction
-            case e.StepOut() | e.Break() | e.Charge() | e.Done() | e.KeepProcesses() | e.CloseJob():
+            case (
+                e.SayStopping() | e.StepAside() | e.StepOut() | e.Break() | e.Charge() | e.Done() | e.KeepProcesses()
+                | e.CloseJob()
+            ):  # fmt: skip
                 self._membership.change(instruction)
             case _:
                 assert_never(instruction)
+
+    def _tell_processes(self, instruction: e.Announce | e.Dismiss | e.Signal) -> None:
+        for slot in instruction.slots:
+            pid = self._state.slots[slot].pid
+            match instruction:
+                case e.Announce(_, round_, whole):
+                    self._announce(slot, round_, whole)
+                case e.Dismiss():
+                    self._switchboard.tell(pid, kind="leave")
+                case e.Signal(_, number):
+                    if pid:
+                        self._warm.signal(pid, number)
+                    else:
+                        self._signals[slot] = number
+                case _:
+                    assert_never(instruction)
 
     async def _fork(self, slots: tuple[int, ...], round_: Round | None) -> None:
         self._forking += 1
@@ -237,7 +256,7 @@ class Agent:
             }
         )
         self._running[pid] = Running(slot, rank, files, Watch(self._arguments.hang_seconds))
-        self._state = machine.started(self._state, slot, pid)
+        self._state = started(self._state, slot, pid)
         if (number := self._signals.pop(slot, None)) is not None:
             self._warm.signal(pid, number)
 

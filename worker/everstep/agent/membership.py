@@ -24,15 +24,18 @@ from everstep.agent.events import (
     Formed,
     KeepProcesses,
     NotFormed,
+    SayStopping,
+    StepAside,
     StepOut,
 )
 from everstep.contract import env
 from everstep.contract.document import FINISHED, Document, DocumentInvalid, Member, Sizes
 from everstep.rendezvous.backends import open_store
 from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
-from everstep.rendezvous.driver import WHOLE, Driver
+from everstep.rendezvous.driver import CROWDED, WHOLE, Driver
 from everstep.rendezvous.errors import JoinRefused, JoinTimedOut, RendezvousClosed, RendezvousFailed, StoreRefused
 from everstep.rendezvous.joining import Settings
+from everstep.rendezvous.leaving import enough_stay
 from everstep.rendezvous.links import Links
 from everstep.rendezvous.memory import MemoryStore
 from everstep.rendezvous.participant import Patience, Round, Standing
@@ -46,7 +49,7 @@ CHARGE_SECONDS = 5.0  # for which the store is asked; then the agent counts for 
 AGAIN_SECONDS = 0.2
 LOCAL = "127.0.0.1"
 
-Change = StepOut | Break | Charge | Done | KeepProcesses | CloseJob
+Change = SayStopping | StepAside | StepOut | Break | Charge | Done | KeepProcesses | CloseJob
 
 
 class Membership:
@@ -68,6 +71,18 @@ class Membership:
         except RendezvousFailed:
             return False
         return document is not None and document.in_process and document.closed is None
+
+    def enough_without_us(self) -> bool:
+        """Whether the others could train on, as far as is known now."""
+        document = self._driver.seen()
+        return document is not None and document.closed is None and enough_stay(document, self._driver.agent)
+
+    def another_leaves(self) -> bool:
+        """Whether another member is asked to stop, and this agent and others go on, as far as is known now."""
+        document = self._driver.seen()
+        if document is None or document.closed is not None or self._driver.agent in document.stopping:
+            return False
+        return _asked_to_stop(document, self._driver.agent) and enough_stay(document)
 
     def change(self, change: Change) -> None:
         self._changes.put_nowait((change, None))
@@ -109,7 +124,9 @@ class Membership:
         while True:
             try:
                 done = await asyncio.to_thread(self._apply, change)
-                break
+                if done is not CROWDED:
+                    break
+                await asyncio.sleep(AGAIN_SECONDS)
             except StoreRefused as e:
                 log.warning("%s: %s", change, e)
                 done = None
@@ -131,6 +148,10 @@ class Membership:
     def _apply(self, change: Change) -> Document | Refused:
         driver = self._driver
         match change:
+            case SayStopping():
+                return driver.stop_asked()
+            case StepAside(number):
+                return driver.step_aside(number)
             case StepOut(number, why):
                 return driver.step_out(number, why)
             case Break(number, why):
@@ -146,6 +167,8 @@ class Membership:
                 others = () if document is None else document.history
                 if any(s.round == number and s.agent != driver.agent for s in others):
                     return Refused("another set the round back")
+                if document is not None and _asked_to_stop(document, driver.agent):
+                    return Refused("another is asked to stop")
                 return driver.charge(number, why)
             case _:
                 assert_never(change)
@@ -160,7 +183,8 @@ class Membership:
         document = self._driver.seen()
         keeps = document is not None and document.in_process
         self._round = formed
-        self._post(Formed(formed, keeps, () if document is None else document.history))
+        history, stopping = ((), ()) if document is None else (document.history, document.stopping)
+        self._post(Formed(formed, keeps, history, stopping))
         await self._watch(formed)
 
     async def _watch(self, formed: Round) -> None:
@@ -170,6 +194,11 @@ class Membership:
             if now != seen and self._round is formed:
                 seen = now
                 self._post(Changed(formed.number, now))
+
+
+def _asked_to_stop(document: Document, but: str) -> bool:
+    """Whether a member, gone or not, is asked to stop, another than `but`."""
+    return any(member.agent in document.stopping for member in document.members if member.agent != but)
 
 
 def open_driver(arguments: Arguments, processes: int, environ: Mapping[str, str]) -> tuple[Driver, float]:

@@ -5,5 +5,6 @@ OK = 0
 FENCED = 84
 # The checkpoint store cannot be used (403, missing bucket, no conditional create). Repeating it cannot help.
 STORE_UNUSABLE = 85
-# The process was asked to stop (SIGTERM) and did, after a commit if there was time. Never charged as a fault.
+# The process was asked to stop (SIGTERM) and did, after a commit if there was time, or because the others train on.
+# Never charged as a fault.
 PREEMPTED = 86

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from everstep.train.intent import Intent, Wish, group_of_its_own, reduce_into
 from everstep.train.keeper import Keeper
 from everstep.train.metrics import Metrics
 from everstep.train.report import Reporter, default_reporter
-from everstep.train.stopping import Preempted, StopSignal
+from everstep.train.stopping import Left, Preempted, StopSignal
 
 log = logging.getLogger("everstep.train")
 
@@ -158,11 +158,17 @@ class Boundary:
         """Put the handler of SIGTERM back that was there before."""
         self._stop.__exit__(None, None, None)
 
-    def _preempt(self) -> None:
+    def part(self) -> NoReturn:
+        """The others go on without this process, from the state that it has too. Raises `Left` (exit code 86)."""
+        self._end(Left(self.step))
+
+    def _preempt(self) -> NoReturn:
         self._intent.settle()
-        error = Preempted(self.step, self._save_now(self._stop.remaining))
+        self._end(Preempted(self.step, self._save_now(self._stop.remaining)))
+
+    def _end(self, error: Preempted) -> NoReturn:
         termination.write(str(error), error.code if isinstance(error.code, int) else 1, [])
-        if self._rank == 0:
+        if self._rank == 0 or isinstance(error, Left):
             log.warning("%s", error)
         self._reporter.flush()
         atexit.register(_part)

@@ -35,6 +35,16 @@ class Preempted(SystemExit):
         return f"asked to stop (SIGTERM); stopped after step {self.step}, {kept}"
 
 
+class Left(Preempted):
+    """The process was asked to stop, and the others train on without it. Nothing had to be committed for that."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step, committed=False)
+
+    def __str__(self) -> str:
+        return f"asked to stop (SIGTERM); left after step {self.step}, the others train on"
+
+
 class StopSignal:
     """While it is entered, SIGTERM is noted instead of ending the process. Only the main thread can enter it fully;
     elsewhere Python allows no handler, and SIGTERM does what it did."""

@@ -14,6 +14,7 @@ from everstep.train.boundary import Boundary
 from everstep.train.recovery.agreement import Quality
 from everstep.train.recovery.group import PeerLost
 from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.rounds import Dismissed
 
 
 class World(Protocol):
@@ -137,7 +138,11 @@ class Recovering:
         return True
 
     def _enter(self, quality: Quality) -> None:
-        self._boundary.step = self._recovery.enter(self._boundary.step, quality, self._start, self._moved)
+        try:
+            self._boundary.step = self._recovery.enter(self._boundary.step, quality, self._start, self._moved)
+        except Dismissed:
+            self._recovery.part()
+            self._boundary.part()
 
     def _moved(self) -> None:
         """The round has formed; its members are not at one state yet."""

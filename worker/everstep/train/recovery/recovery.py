@@ -11,6 +11,7 @@ never repeated; two members of a round have the same parameters when its first s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -108,6 +109,11 @@ class Recovery:
         if self._replay is not None:
             self._replay.end()
 
+    def part(self) -> None:
+        """This process does not go on: leave the round, so that nothing of it is waited for."""
+        with contextlib.suppress(forming.Unformed):
+            self._leave("this process leaves")
+
     def back(self) -> Quality:
         """The step in hand failed because of `lost`: what this member's state is worth now."""
         assert self._replay is not None
@@ -117,7 +123,7 @@ class Recovery:
         """Leave the present round for the newest, and bring all its members to one state; its completed steps.
 
         `moved` is called when the round has formed; then `start`, on all members, if none of them has a state. Raises
-        `RoundsOver` if no round comes, `NoState` if the state was lost.
+        `RoundsOver` if no round comes, `NoState` if the state was lost, `Dismissed` if this process is to end here.
         """
         for _ in range(ATTEMPTS):
             round_ = self._rounds.wait_newer(self._number, WAIT_SECONDS if quality else JOIN_SECONDS)
@@ -175,6 +181,8 @@ class Recovery:
             raise PeerLost("a newer round began")
 
     def _overtaken(self, number: int) -> bool:
+        if self._rounds.dismissed:
+            return True
         newest = self._rounds.newest()
         return newest is not None and newest.number > number
 

@@ -44,15 +44,24 @@ class RoundsOver(RuntimeError):
     """There will be no further round: the agent is gone, or says so, or none came in time."""
 
 
+class Dismissed(RuntimeError):
+    """The others go into the next round without this process, whose agent was asked to stop."""
+
+
 class Rounds(Protocol):
     """Where rounds come from."""
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether this process is to end where the others go into the next round."""
+        ...
 
     def newest(self) -> Round | None:
         """The newest round that was announced."""
         ...
 
     def wait_newer(self, than: int, seconds: float) -> Round:
-        """A round with a number above `than`. Raises `RoundsOver`."""
+        """A round with a number above `than`. Raises `RoundsOver`, `Dismissed`."""
         ...
 
     def on_round(self, call: Callable[[Round, bool], None]) -> None:
@@ -87,6 +96,7 @@ class AgentRounds:
         self._sending = threading.Lock()
         self._newest: Round | None = None
         self._over: str | None = None
+        self._dismissed = False
         self._call: Callable[[Round, bool], None] | None = None
         self._where: Callable[[], Where] | None = None
         self._tell(kind="hello", pid=os.getpid())
@@ -98,12 +108,20 @@ class AgentRounds:
         path = environ.get(env.AGENT_SOCKET)
         return cls(path) if path else None
 
+    @property
+    def dismissed(self) -> bool:
+        return self._dismissed
+
     def newest(self) -> Round | None:
         return self._newest
 
     def wait_newer(self, than: int, seconds: float) -> Round:
         with self._changed:
-            found = self._changed.wait_for(lambda: self._over is not None or self._above(than) is not None, seconds)
+            found = self._changed.wait_for(
+                lambda: self._dismissed or self._over is not None or self._above(than) is not None, seconds
+            )
+            if self._dismissed:
+                raise Dismissed(f"the others go on after round {than}")
             newest = self._above(than)
             if newest is None:
                 raise RoundsOver(self._over if found and self._over else f"no round above {than} within {seconds:g} s")
@@ -160,6 +178,10 @@ class AgentRounds:
                 if self._where is not None:
                     where = self._where()
                     self._tell(kind="where", step=where.step, waits=where.waits, slowest=where.slowest)
+            case "leave":
+                with self._changed:
+                    self._dismissed = True
+                    self._changed.notify_all()
             case "over":
                 self._end(str(message.get("reason", "the agent says so")))
             case _:

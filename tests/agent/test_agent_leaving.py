@@ -1,0 +1,189 @@
+"""What an agent does that is asked to stop: it leaves, if the others can train on; else all stop together."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from test_agent_state import KILL, Play, keeping, kinds, plain, round_of
+
+from everstep.agent import events as e
+from everstep.agent.events import Fault, Purpose
+from everstep.contract import exit_codes
+from everstep.contract.document import LEFT, Setback
+from everstep.rendezvous.participant import Broken, Finishing, Left, Stopping
+
+TERM = signal.SIGTERM
+
+
+def timers(told: tuple[e.Instruction, ...]) -> dict[Purpose, e.Timer]:
+    return {i.purpose: i for i in told if isinstance(i, e.Timer)}
+
+
+def noticed(play: Play, count: int = 1) -> dict[Purpose, e.Timer]:
+    """It is asked to stop, and the store says that enough would stay."""
+    told = play.take(e.Asked(TERM, enough=True))
+    assert told[0] == e.SayStopping()
+    return timers((*told, *play.take(e.Changed(1, Stopping(count, True)))))
+
+
+def test_who_is_asked_to_stop_trains_on_until_nobody_else_was_asked_for_a_second_and_leaves() -> None:
+    play = keeping()
+    told = noticed(play)
+    assert told[Purpose.QUIET].seconds == 1.0
+    assert play.take(e.Elapsed(told[Purpose.QUIET])) == (e.StepAside(1),)
+    assert play.take(e.Changed(1, Left())) == (e.Dismiss((0,)),)
+    (finish,) = play.exits(0, exit_codes.PREEMPTED)
+    assert isinstance(finish, e.Finish)
+    assert finish.code == exit_codes.PREEMPTED
+
+
+def test_others_that_are_asked_meanwhile_are_waited_for() -> None:
+    play = keeping()
+    told = noticed(play)
+    assert play.take(e.Changed(1, Stopping(2, True))) == ()
+    (again,) = play.take(e.Elapsed(told[Purpose.QUIET]))
+    assert isinstance(again, e.Timer)
+    assert play.take(e.Elapsed(again)) == (e.StepAside(1),)
+
+
+def test_when_too_few_would_stay_all_are_asked_to_save_at_once() -> None:
+    play = keeping()
+    noticed(play)
+    assert play.take(e.Changed(1, Stopping(2, False)))[0] == e.Signal((0,), TERM)
+    (finish,) = play.exits(0, exit_codes.PREEMPTED)
+    assert finish.code == exit_codes.PREEMPTED
+
+
+def test_where_the_others_are_known_to_be_too_few_the_signal_is_passed_on_at_once() -> None:
+    play = keeping()
+    assert play.take(e.Asked(TERM, enough=False))[0] == e.Signal((0,), TERM)
+
+
+def test_another_signal_is_passed_on_at_once() -> None:
+    play = keeping()
+    assert play.take(e.Asked(signal.SIGINT, enough=True))[0] == e.Signal((0,), signal.SIGINT)
+
+
+def test_a_store_that_does_not_answer_makes_it_stop_with_all_in_a_third_of_its_time() -> None:
+    play = keeping(grace_seconds=9)
+    told = timers(play.take(e.Asked(TERM, enough=True)))
+    assert told[Purpose.NOTICE].seconds == 3
+    assert play.take(e.Elapsed(told[Purpose.NOTICE]))[0] == e.Signal((0,), TERM)
+
+
+def test_a_leaver_that_reaches_no_end_of_a_step_is_killed_when_its_time_is_over() -> None:
+    play = keeping(grace_seconds=9)
+    told = noticed(play)
+    assert told[Purpose.GRACE].seconds == 9
+    play.take(e.Elapsed(told[Purpose.QUIET]))
+    play.take(e.Changed(1, Left()))
+    assert play.take(e.Elapsed(told[Purpose.GRACE])) == (e.Signal((0,), KILL),)
+    (finish,) = play.exits(0, -9)
+    assert finish.code == exit_codes.PREEMPTED
+
+
+def test_of_several_processes_all_are_told_to_leave() -> None:
+    play = keeping(2)
+    told = noticed(play)
+    play.take(e.Elapsed(told[Purpose.QUIET]))
+    assert play.take(e.Changed(1, Left())) == (e.Dismiss((0, 1)),)
+    assert play.exits(0, exit_codes.PREEMPTED) == ()
+    assert kinds(play.exits(1, exit_codes.PREEMPTED)) == ["Finish"]
+
+
+def test_the_survivors_take_the_next_round_at_the_end_of_their_step() -> None:
+    play = keeping()
+    play.take(e.Changed(1, Broken(f"c is gone: {LEFT}")))
+    history = (Setback(1, "c", LEFT, False),)
+    told = play.take(e.Formed(round_of(2, "a", "b"), False, history, ("c",)))
+    assert told == (e.Announce((0,), round_of(2, "a", "b"), True),)
+
+
+@pytest.mark.parametrize(
+    ("stopping", "why"),
+    [
+        (("c",), "SIGKILL"),  # it was asked to stop, and died before it left
+        ((), LEFT),  # and one that is not there was not asked
+    ],
+)
+def test_survivors_of_one_that_died_leave_their_step(stopping: Any, why: str) -> None:
+    play = keeping()
+    play.take(e.Changed(1, Broken("c is gone")))
+    told = play.take(e.Formed(round_of(2, "a", "b"), False, (Setback(1, "c", why, False),), stopping))
+    assert told[0] == e.Announce((0,), round_of(2, "a", "b"), False)
+
+
+def test_a_round_that_ends_before_it_has_left_is_followed_by_the_next_and_decided_there() -> None:
+    play = keeping()
+    told = noticed(play)
+    assert play.take(e.Changed(1, Broken("c is gone"))) == (e.Join(1),)
+    assert play.take(e.Elapsed(told[Purpose.QUIET])) == ()
+    play.form(2, "a", "b")
+    play.take(e.Trains(0, play.pid(), 2, 6))
+    (quiet,) = play.take(e.Changed(2, Stopping(1, True)))
+    assert play.take(e.Elapsed(quiet)) == (e.StepAside(2),)
+
+
+def test_who_is_asked_with_all_others_in_a_round_that_ends_meets_them_again_to_save() -> None:
+    play = keeping()
+    noticed(play)
+    play.take(e.Changed(1, Broken("c is gone")))
+    assert e.Announce((0,), round_of(2, "a", "b"), False) in play.form(2, "a", "b")
+    assert play.take(e.Changed(2, Stopping(2, False)))[0] == e.Signal((0,), TERM)
+
+
+def test_who_has_to_stop_while_it_joins_takes_its_place_in_the_round_that_forms_so_that_all_can_save() -> None:
+    play = keeping(grace_seconds=9)
+    told = timers(play.take(e.Asked(TERM, enough=True)))
+    play.take(e.Changed(1, Broken("c is gone")))
+    play.take(e.Elapsed(told[Purpose.NOTICE]))
+    assert e.Announce((0,), round_of(2, "a", "b"), False) in play.form(2, "a", "b")
+
+
+def test_a_process_that_dies_meanwhile_is_not_replaced() -> None:
+    play = keeping()
+    noticed(play)
+    assert kinds(play.exits(0, -9)) == ["StepOut", "Finish"]
+
+
+def test_processes_that_succeed_meanwhile_end_it_well() -> None:
+    play = keeping()
+    noticed(play)
+    play.take(e.Changed(1, Finishing(1)))
+    done, finish = play.exits(0, 0)
+    assert done == e.Done(1)
+    assert finish.code == exit_codes.OK
+
+
+def test_a_seat_that_somebody_else_took_meanwhile_ends_it_as_preempted() -> None:
+    play = keeping()
+    noticed(play)
+    play.take(e.Changed(1, Broken("a is gone: replaced by d")))
+    play.take(e.NotFormed("replaced"))
+    (finish,) = play.exits(0, -9)
+    assert finish.code == exit_codes.PREEMPTED
+
+
+def test_processes_that_do_not_speak_get_the_signal_when_it_is_quiet_and_the_agent_leaves_with_them() -> None:
+    play = plain()
+    told = noticed(play)
+    assert play.take(e.Elapsed(told[Purpose.QUIET]))[0] == e.Signal((0, 1), TERM)
+    play.exits(0, -15)
+    (finish,) = play.exits(1, -15)
+    assert finish.code == exit_codes.PREEMPTED
+
+
+def test_processes_that_another_agents_signal_took_along_are_forked_again_and_nobody_is_charged() -> None:
+    play = plain(1)
+    told = play.exits(0, exit_codes.PREEMPTED, Fault.LEAVER, "asked to stop")
+    assert told == (e.Break(1, "asked to stop"), e.Join(1))
+    assert kinds(play.form(2, "a")) == ["Fork"]
+
+
+def test_processes_that_do_not_speak_are_not_forked_for_another_round_after_the_signal() -> None:
+    play = plain()
+    noticed(play)
+    told = play.take(e.Changed(1, Broken("b is gone")))
+    assert told[:2] == (e.StepOut(1, LEFT), e.Signal((0, 1), TERM))

@@ -1,0 +1,131 @@
+"""What an agent does that is asked to stop while the others could train on. Pure.
+
+    asked: the others are told, training goes on -+-> enough stay: it leaves, at the end of a step if it can
+                                                  +-> too few stay: all save together and stop
+
+Who suspends a job asks all its agents, within about a second: so the last word of how many stay is not there at once.
+It costs nobody anything to wait for it, because all train meanwhile. Processes that speak are told to leave; the others
+go on in theirs. All others are sent the signal, which a script may answer in its own way.
+
+Invariants: an agent that leaves is charged to nobody; one that was asked ends within its grace period; if the store
+does not answer it stops as if it were alone, because a state that was saved is lost to nobody.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+from everstep.agent.events import Asked, Dismiss, Done, Instruction, Purpose, SayStopping, StepAside, StepOut, Timer
+from everstep.agent.slots import Ending, Life, Notice, State, Step, all_ready, end, kill, which
+from everstep.contract import exit_codes
+from everstep.contract.document import LEFT
+from everstep.rendezvous.participant import Stopping
+
+QUIET_SECONDS = 1.0  # in which nobody else was asked to stop; at most a tenth of the grace period
+NOTICE_SHARE = 1 / 3  # of the grace period, in which it must be known who stays
+QUIET_SHARE = 1 / 10
+GONE = Ending(exit_codes.PREEMPTED, "asked to stop by SIGTERM: the others go on")
+
+
+def asked(state: State, event: Asked) -> Step:
+    """A signal asks the agent to stop."""
+    can_leave = event.signal == signal.SIGTERM and event.enough and _is_in_place(state)
+    if state.ending is not None or not can_leave:
+        return end(state, _stop(event.signal), event.signal)
+    if state.notice is not None:  # again: there is less time than was said
+        return _go(state) if state.notice.count else (state, ())
+    grace = state.config.grace_seconds
+    return replace(state, notice=Notice()), (
+        SayStopping(),
+        Timer(grace * NOTICE_SHARE, Purpose.NOTICE),
+        Timer(grace, Purpose.GRACE),
+    )
+
+
+def counted(state: State, standing: Stopping) -> Step:
+    """The store says how many are asked to stop by now."""
+    if state.notice is None or state.ending is not None:
+        return state, ()
+    if not standing.enough:
+        return _stop_all(state)
+    first = state.notice.count == 0
+    state = replace(state, notice=replace(state.notice, count=standing.count))
+    return _listen(state) if first else (state, ())
+
+
+def is_quiet(state: State) -> Step:
+    """The time is over in which others might have been asked to stop."""
+    if state.notice is None or state.ending is not None:
+        return state, ()
+    if state.round is None or state.over or state.joining:
+        return _uncounted(state), ()  # until the next round is counted
+    return _go(state) if state.notice.count == state.notice.heard else _listen(state)
+
+
+def is_late(state: State) -> Step:
+    """It is not known in time who stays."""
+    return _stop_all(state) if state.notice is not None and state.ending is None else (state, ())
+
+
+def left(state: State) -> Step:
+    """This agent is out of the round, and the others go on."""
+    if state.ending is not None:
+        return state, ()
+    live = which(state, Life.LIVE)
+    # What is not ready yet has nothing to end in order, and would hear of it late.
+    speaking = tuple(i for i in live if state.slots[i].speaks and state.slots[i].ready)
+    told: tuple[Instruction, ...] = (Dismiss(speaking),) if speaking else ()
+    if state.notice is None:  # or the time is counted from the signal
+        told = (*told, Timer(state.config.grace_seconds, Purpose.GRACE))
+    state = replace(state, over=True, ending=GONE)
+    state, more = kill(state, tuple(i for i in live if i not in speaking), signal.SIGTERM)
+    return state, (*told, *more)
+
+
+def advance(state: State) -> Step:
+    """What follows for an agent that was asked to stop, and has not decided yet."""
+    if all(slot.life is Life.SUCCEEDED for slot in state.slots):
+        before = state
+        state, told = end(state, Ending(exit_codes.OK, "its processes have succeeded"), signal.SIGTERM)
+        if before.round is None or before.over or before.joining or before.done:
+            return state, told
+        return state, (Done(before.round.number), *told)
+    if which(state, Life.EMPTY):
+        return end(state, _stop(signal.SIGTERM), signal.SIGKILL)
+    if state.keeps or not state.over or state.joining or state.round is None:
+        return state, ()
+    # Processes that do not speak end with their round, and none is started for another.
+    state, told = _stop_all(state)
+    return state, (StepOut(state.round.number, LEFT), *told) if state.round is not None else told
+
+
+def _go(state: State) -> Step:
+    if state.keeps and state.round is not None:
+        return _uncounted(state), (StepAside(state.round.number),)
+    return end(state, GONE, signal.SIGTERM)
+
+
+def _stop_all(state: State) -> Step:
+    return end(state, _stop(signal.SIGTERM), signal.SIGTERM)
+
+
+def _stop(number: int) -> Ending:
+    return Ending(128 + number, f"asked to stop by {signal.Signals(number).name}")
+
+
+def _listen(state: State) -> Step:
+    assert state.notice is not None
+    seconds = min(QUIET_SECONDS, state.config.grace_seconds * QUIET_SHARE)
+    return replace(state, notice=replace(state.notice, heard=state.notice.count)), (Timer(seconds, Purpose.QUIET),)
+
+
+def _uncounted(state: State) -> State:
+    assert state.notice is not None
+    return replace(state, notice=replace(state.notice, count=0))
+
+
+def _is_in_place(state: State) -> bool:
+    """Whether its processes train, or did and wait for the next round."""
+    alive = all(slot.life is Life.LIVE and not slot.killed for slot in state.slots)
+    return alive and state.round is not None and (all_ready(state) if state.keeps else not state.over)

@@ -1,0 +1,138 @@
+"""What an agent knows, and the moves on its processes that everything it decides is made of. Pure.
+
+Invariant: a process that is sent SIGKILL is marked, so that its end is not taken for news.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from everstep.agent.events import Instruction, Purpose, Signal, Timer
+from everstep.rendezvous.participant import Round
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`alone`: nobody else restarts this job, so a failure for good is told to the other agents. `grace_seconds`: from
+    SIGTERM to when all processes have to be gone."""
+
+    processes: int
+    max_restarts: int = 0
+    alone: bool = True
+    recovery_seconds: float = 300.0
+    shutdown_seconds: float = 30.0
+    grace_seconds: float = 30.0
+
+
+class Life(Enum):
+    EMPTY = auto()
+    LIVE = auto()
+    SUCCEEDED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one local rank.
+
+    `killed`: we ended it, so its end means nothing. `born`: the round that it was forked in; 0: it is to get ready.
+    """
+
+    life: Life = Life.EMPTY
+    pid: int = 0
+    speaks: bool = False
+    ready: bool = False
+    killed: bool = False
+    born: int = 0
+    trains: int = 0  # the round that it is in
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The agent ends with this code when its processes have."""
+
+    code: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    round: int
+    code: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The agent is asked to stop, and it is not decided yet whether the others go on.
+
+    `count`: members that are asked to stop, as the store said last; 0: it has not. `heard`: what it was when the time
+    began in which others might be asked, too.
+    """
+
+    count: int = 0
+    heard: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    config: Config
+    slots: tuple[Slot, ...]
+    keeps: bool = False  # the job's processes speak
+    told: bool = False  # that they do
+    round: Round | None = None
+    over: bool = True  # `round` is not to be trained in any more
+    joining: bool = False
+    trained: Round | None = None  # the last round that all processes were in
+    done: bool = False
+    finishing: bool = False  # a member of the round is done
+    charges: int = 0  # made by this agent, if the store does not say
+    outside: int = 0  # ends from outside, since all processes trained
+    failure: Failure | None = None  # the last one that was charged
+    notice: Notice | None = None
+    ending: Ending | None = None
+    finished: bool = False
+
+
+Step = tuple[State, tuple[Instruction, ...]]
+
+
+def begin(config: Config) -> State:
+    return State(config, (Slot(),) * config.processes)
+
+
+def started(state: State, slot: int, pid: int) -> State:
+    """A process that was to be forked has this pid."""
+    return with_slots(state, (slot,), replace(state.slots[slot], pid=pid))
+
+
+def all_ready(state: State) -> bool:
+    return all(slot.life is Life.LIVE and slot.ready and not slot.killed for slot in state.slots)
+
+
+def end(state: State, ending: Ending, number: int) -> Step:
+    """The first reason to end is the one that is told."""
+    live = tuple(i for i in which(state, Life.LIVE) if not state.slots[i].killed)
+    state = state if state.ending is not None else replace(state, ending=ending)
+    state, told = kill(state, live, number)
+    if number == signal.SIGKILL or not live:
+        return state, told
+    return state, (*told, Timer(state.config.shutdown_seconds, Purpose.GRACE))
+
+
+def kill(state: State, slots: tuple[int, ...], number: int) -> Step:
+    slots = tuple(i for i in slots if not state.slots[i].killed)
+    if not slots:
+        return state, ()
+    for i in slots:
+        state = with_slots(state, (i,), replace(state.slots[i], killed=number == signal.SIGKILL))
+    return state, (Signal(slots, number),)
+
+
+def which(state: State, life: Life) -> tuple[int, ...]:
+    return tuple(i for i, slot in enumerate(state.slots) if slot.life is life)
+
+
+def with_slots(state: State, slots: tuple[int, ...], slot: Slot) -> State:
+    return replace(state, slots=tuple(slot if i in slots else old for i, old in enumerate(state.slots)))
