@@ -36,6 +36,7 @@ from everstep.rendezvous.rounds import (
     StepOut,
     Stop,
     apply,
+    is_here,
 )
 from everstep.rendezvous.store import RoundStore, View
 
@@ -319,7 +320,7 @@ class Driver:
         for _ in range(TRIES):
             view = self._store.read()
             document = decoded(view)
-            if document is None:
+            if document is None or not is_here(document, self._member.agent):
                 return
             after, reasons = participant.without_lapsed(document, self._member.agent, read_wishes(self._store))
             if not reasons or self._store.compare_and_swap(view.version, encode(after)) is not None:

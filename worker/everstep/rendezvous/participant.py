@@ -14,8 +14,8 @@ from everstep.contract.document import Document, Member, Wish
 from everstep.rendezvous.leaving import divide, enough_stay
 from everstep.rendezvous.rounds import (
     Close,
-    Evict,
     Join,
+    Leave,
     Refused,
     Waited,
     apply,
@@ -115,6 +115,13 @@ def outcome(document: Document | None, wish: Wish) -> Formed | Closed | None:
     return None
 
 
+def is_written(document: Document | None, wish: Wish) -> bool:
+    """Whether the agent waits in the document, with this wish and not one that it made before."""
+    return document is not None and any(
+        (member.agent, member.store_port) == (wish.member.agent, wish.member.store_port) for member in document.joining
+    )
+
+
 def propose_join(
     document: Document | None, wish: Wish, present: Mapping[str, Wish], waited: Waited
 ) -> Proposal | Wait | Barred:
@@ -126,16 +133,15 @@ def propose_join(
     before = document
     now = Document(wish.sizes) if document is None else document
     agent = wish.member.agent
-    reasons: list[str] = []
-    joined = apply(now, Join(wish.member, wish.sizes))
+    # First: who lapsed needs no sizes and no index any more, and must bar nobody.
+    cleared, reasons = without_lapsed(now, agent, present)
+    joined = apply(cleared, Join(wish.member, wish.sizes))
     if isinstance(joined, Refused):
         return Barred(joined.reason) if joined.final else Wait(joined.reason)
-    if joined != now:
+    if joined != cleared:
         reasons.append(f"{agent} joins")
-    now = joined
-    now, evicted = without_lapsed(now, agent, present)
-    now, folded = _fold(now, agent, present)
-    reasons += evicted + folded
+    now, folded = _fold(joined, agent, present)
+    reasons += folded
     # Whoever changed something has not waited for anything since.
     formed = apply(now, Close(agent, now.round, Waited.NOTHING if now != before else waited))
     if not isinstance(formed, Refused):
@@ -144,13 +150,16 @@ def propose_join(
 
 
 def without_lapsed(document: Document, by: str, present: Mapping[str, Wish]) -> tuple[Document, list[str]]:
-    """The document without the agents that have no presence, and who they were. `by` must be here."""
+    """The document without the agents that have no presence, and who they were.
+
+    `by`, who writes it, is here, or joins in the same swap: who is gone from a round changes nothing in it.
+    """
     reasons = []
     for member in (*document.remaining(), *document.joining):
         agent = member.agent
         if agent == by or agent in present:
             continue
-        after = apply(document, Evict(by, document.round, agent, "its lease lapsed"))
+        after = apply(document, Leave(agent, "its lease lapsed"))
         if not isinstance(after, Refused):
             document = after
             reasons.append(f"{agent} lapsed")

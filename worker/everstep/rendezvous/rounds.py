@@ -58,6 +58,7 @@ class Join:
 @dataclass(frozen=True, slots=True)
 class Leave:
     agent: str
+    why: str = "left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ def apply(document: Document, event: Event) -> Document | Refused:
         case Join():
             return _join(document, event)
         case Leave():
-            return _lose(document, event.agent, "left") or Refused(f"{event.agent} is not here")
+            return _lose(document, event.agent, event.why) or Refused(f"{event.agent} is not here")
         case Stop():
             return _stop(document, event.agent)
         case Charge():

@@ -1,0 +1,64 @@
+"""What one agent would write next, situation by situation; `test_rendezvous_world.py` has what always holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from everstep.contract.document import Document, Loss, Member, Sizes, Wish
+from everstep.rendezvous.participant import Barred, Proposal, propose_join
+from everstep.rendezvous.rounds import Join, Waited, join_all
+
+OLD, NEW = Sizes(2, 2), Sizes(1, 1)
+
+
+def document(round: int, members: str, joining: str, sizes: Sizes = OLD) -> Document:
+    """Agents by letters; the place of each is its index."""
+    everyone = [Member(i, name) for i, name in enumerate(members or joining)]
+    seated, _ = join_all(Document(sizes), [Join(member, sizes) for member in everyone])
+    if not members:
+        return seated
+    return replace(seated, round=round, members=tuple(everyone), joining=())
+
+
+def wishes(names: str, after: int, sizes: Sizes) -> dict[str, Wish]:
+    return {name: Wish(Member(i, name), after, sizes) for i, name in enumerate(names)}
+
+
+def test_first_agent_of_a_job_that_was_suspended_is_not_barred_by_sizes_of_those_who_lapsed() -> None:
+    before = document(3, "ab", "")
+    proposal = propose_join(before, Wish(Member(0, "c"), 0, NEW), wishes("c", 0, NEW), Waited.NOTHING)
+    assert isinstance(proposal, Proposal)
+    assert (proposal.document.round, proposal.document.sizes) == (4, NEW)
+    assert [m.agent for m in proposal.document.members] == ["c"]
+
+
+def test_first_agent_of_other_sizes_is_not_barred_by_those_who_waited_and_lapsed() -> None:
+    before = document(0, "", "ab")
+    proposal = propose_join(before, Wish(Member(0, "c"), 0, NEW), wishes("c", 0, NEW), Waited.NOTHING)
+    assert isinstance(proposal, Proposal)
+    assert [m.agent for m in proposal.document.members] == ["c"]
+
+
+def test_agent_of_other_sizes_is_barred_while_one_that_asked_for_these_is_present() -> None:
+    before = document(3, "ab", "")
+    present = {**wishes("ab", 2, OLD), **wishes("c", 0, NEW)}
+    del present["a"]
+    step = propose_join(before, Wish(Member(0, "c"), 0, NEW), present, Waited.NOTHING)
+    assert isinstance(step, Barred)
+    assert "asks for sizes 1:1, and this job has 2:2" in step.why
+
+
+def test_joiner_without_an_index_takes_the_one_of_who_lapsed() -> None:
+    before = document(3, "ab", "")
+    present = {"b": Wish(Member(1, "b"), 3, OLD), "c": Wish(Member(-1, "c"), 0, OLD)}
+    proposal = propose_join(before, present["c"], present, Waited.NOTHING)
+    assert isinstance(proposal, Proposal)
+    assert [(m.index, m.agent) for m in proposal.document.members] == [(0, "c"), (1, "b")]
+
+
+def test_member_that_lapsed_is_recorded_as_lost_by_its_lease() -> None:
+    before = document(3, "ab", "")
+    present = {"b": Wish(Member(1, "b"), 3, OLD)}
+    proposal = propose_join(before, present["b"], present, Waited.NOTHING)
+    assert isinstance(proposal, Proposal)
+    assert proposal.document.gone == (Loss("a", "its lease lapsed"),)
