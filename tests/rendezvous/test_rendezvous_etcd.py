@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
-import signal
 import socket
 import threading
 import time
@@ -12,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import LIMIT, QUICK, crew, until
@@ -126,12 +125,69 @@ def test_a_watch_goes_on_after_etcd_compacted_what_it_had_not_seen(
         version = store.compare_and_swap(version, str(i).encode()) or 0
     etcd.post("/v3/kv/compaction", {"revision": str(version), "physical": True})
     late = EtcdStore(Gateway(etcd.urls), job)
-    late._next = 1  # as after a long pause of its process
+    late._next = {"1": 1, "2": 1}  # as after a long pause of its process
     view = until(lambda: (found := late.watch(View(None, 0), 1.0)).version == version and found)
     assert (view.document, view.lapses) == (b"4", 1)  # what lapsed meanwhile is not known
     later = store.compare_and_swap(version, b"5")
     assert late.watch(view, LIMIT).version == later
     late.close()
+
+
+def test_a_watch_is_told_of_no_agent_that_comes(etcd: EtcdCluster, job: str) -> None:
+    told: list[dict[str, Any]] = []
+
+    class Heard(Gateway):
+        def stream(self, path: str, requests: Any, silence: float) -> Iterator[dict[str, Any]]:
+            for message in super().stream(path, requests, silence):
+                told.extend(message["result"].get("events", []))
+                yield message
+
+    store = EtcdStore(Heard(etcd.urls), job)
+    seen = until(lambda: (found := store.watch(View(None, 0), 1.0)).lapses == 1 and found)
+    for i in range(20):
+        store.announce(f"agent-{i}", b"", 5.0)
+    version = store.compare_and_swap(0, b"document")
+    store.withdraw("agent-7")
+    until(lambda: store.watch(seen, 1.0).lapses == 2)
+    until(lambda: len(told) >= 2)
+    assert store.read() == View(b"document", version or 0, 2)
+    assert len(told) == 2  # the document, and the one that left
+    store.close()
+
+
+def test_a_watch_that_broke_misses_nothing_of_either_kind() -> None:
+    document, gone = base64.b64encode(b"/x/job/document").decode(), base64.b64encode(b"/x/job/present/a").decode()
+    streams = [
+        [{"watch_id": "1", "header": {"revision": "9"}, "events": [{"kv": {"key": document, "mod_revision": "9"}}]}],
+        [
+            {
+                "watch_id": "2",
+                "header": {"revision": "9"},
+                "events": [{"type": "DELETE", "kv": {"key": gone, "mod_revision": "8"}}],
+            }
+        ],
+        [{"watch_id": "2", "header": {"revision": "12"}}],  # a notice of progress
+    ]
+    asked: list[dict[str, str]] = []
+
+    class Breaking(Gateway):
+        def call(self, path: str, body: Any) -> dict[str, Any]:
+            return {"header": {"revision": "5"}}
+
+        def stream(self, path: str, requests: Any, silence: float) -> Iterator[dict[str, Any]]:
+            asked.append({r["create_request"]["watch_id"]: r["create_request"]["start_revision"] for r in requests})
+            if not streams:
+                store.close()
+                return
+            for result in streams.pop(0):
+                yield {"result": result}
+
+    store = EtcdStore(Breaking(("http://127.0.0.1:1",)), "job", "/x")
+    store.watch(View(None, 0), 0.0)
+    until(lambda: len(asked) == 4)
+    assert asked == [{"1": "6", "2": "6"}, {"1": "10", "2": "6"}, {"1": "10", "2": "9"}, {"1": "10", "2": "13"}]
+    seen = store.watch(View(None, 0), 0.0)
+    assert (seen.version, seen.lapses) == (9, 2)
 
 
 # --- fail-over: three members
@@ -315,43 +371,3 @@ def test_endpoints_that_are_none_are_refused(text: str) -> None:
 def test_configuration_that_is_wrong_is_refused_by_key(config: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigurationInvalid, match=named):
         read({"timeout": 900, **config}, "etcd:2379")
-
-
-# --- forks
-
-
-def test_a_forked_child_uses_connections_of_its_own(etcd: EtcdCluster, job: str) -> None:
-    store = EtcdStore(Gateway(etcd.urls), job)
-    version = store.compare_and_swap(0, b"parent")
-    assert version is not None
-    until(lambda: store.watch(View(None, 0), 1.0).version == version)
-    busy = threading.Event()
-
-    def hammer() -> None:
-        while not busy.wait(0.001):
-            store.read()
-
-    threads = [threading.Thread(target=hammer) for _ in range(4)]  # some lock is held at any moment
-    for thread in threads:
-        thread.start()
-    children = []
-    for i in range(5):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                signal.alarm(20)
-                mine = store.read()
-                store.announce(f"child-{i}", b"", 5.0)
-                seen = store.watch(View(None, 0), 10.0)
-                code = 0 if mine.document == b"parent" and seen.version == version else 2
-            finally:
-                os._exit(code)
-        children.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 5
-    busy.set()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert store.read().document == b"parent"
-    assert set(store.present()) == {f"child-{i}" for i in range(5)}
-    store.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 import uuid
@@ -251,43 +249,6 @@ def test_a_pod_that_is_asked_to_end_keeps_its_presence_until_it_has(operator: Op
     time.sleep(0.3)
     assert trio.drivers[0].standing() == Whole()
     assert operator.store(trio.pods[1]).renew("agent-1")  # it saves, and leaves by itself
-
-
-# --- forks
-
-
-def test_a_forked_child_uses_connections_of_its_own(operator: OperatorServer, store: HttpStore) -> None:
-    version = store.compare_and_swap(0, encode(EMPTY))
-    assert version is not None
-    until(lambda: store.watch(View(None, 0), 1.0).version == version)
-    busy = threading.Event()
-
-    def hammer() -> None:
-        while not busy.wait(0.001):
-            store.read()
-
-    threads = [threading.Thread(target=hammer) for _ in range(4)]  # some lock is held at any moment
-    for thread in threads:
-        thread.start()
-    children = []
-    for i in range(4):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                signal.alarm(20)
-                mine = store.read()
-                store.announce(f"child-{i}", wish(f"child-{i}"), 5.0)
-                later = store.compare_and_swap(version, encode(EMPTY)) if i == 0 else version
-                code = 0 if mine.document == encode(EMPTY) and later is not None else 2
-            finally:
-                os._exit(code)
-        children.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 4
-    busy.set()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert set(store.present()) == {f"child-{i}" for i in range(4)}
 
 
 # --- settings

@@ -1,8 +1,9 @@
 """A round store in etcd v3. What it keeps for one job lies under one prefix: `document`, and `present/<agent>`.
 
-The document's version is its mod revision; presence is a key on a lease of its own; one watch of the prefix, in a
-thread, sees both. A watch goes on from the revision after the last one seen; where etcd has compacted that away, the
-document is read again and a lapse is assumed. Invariant: a view never goes back.
+The document's version is its mod revision; presence is a key on a lease of its own. A thread watches the document, and
+presences that end: not those that begin, or each of a thousand agents that start would be told of every other. A watch
+goes on from the revision after the last one seen; where etcd has compacted that away, the document is read again and a
+lapse is assumed. Invariant: a view never goes back.
 """
 
 from __future__ import annotations
@@ -11,45 +12,40 @@ import base64
 import contextlib
 import logging
 import math
-import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from everstep.rendezvous.errors import RendezvousFailed, StoreUnavailable
+from everstep.rendezvous.errors import StoreUnavailable
 from everstep.rendezvous.etcd_http import Gateway, NotFound
-from everstep.rendezvous.forks import after_fork
 from everstep.rendezvous.store import View
+from everstep.rendezvous.watching import Watching
 
 log = logging.getLogger(__name__)
 
 PREFIX = "/everstep/rendezvous"
 SILENCE = 5.0  # seconds without a message after which the watch is opened anew: its member may be hung
-RETRY = 0.2
+_DOCUMENT, _LAPSES = "1", "2"  # the watches on one stream
 MIN_TTL = 2  # etcd makes shorter leases longer
 
 
-class EtcdStore:
-    """One job's round store. Each process that uses it makes its own connections and its own watch."""
+class EtcdStore(Watching):
+    """One job's round store."""
 
     def __init__(self, gateway: Gateway, job: str, prefix: str = PREFIX) -> None:
+        super().__init__()
         self._gateway = gateway
         root = f"{prefix.rstrip('/')}/{quote(job, safe='')}/"
         self._root, self._document, self._present = root, f"{root}document", f"{root}present/"
-        self._changed = threading.Condition()
-        self._view: View | None = None
         self._known = 0  # the revision at which the view was true
-        self._next = 0  # the revision that the watch has not seen
+        self._next: dict[str, int] = {}  # by watch, the revision that it has not seen
         self._lapses = 0
         self._leases: dict[str, tuple[str, float]] = {}
-        self._closed = False
-        self._watching = False
-        after_fork(self)
 
     def forked(self) -> None:
-        """The child watches for itself, and has no presence of its own yet."""
-        self._changed, self._watching, self._leases = threading.Condition(), False, {}
+        """The child has no presence of its own yet."""
+        super().forked()
+        self._leases = {}
 
     def read(self) -> View:
         return self._merge(*self._range())
@@ -64,19 +60,6 @@ class EtcdStore:
         version = int(answer["header"]["revision"])
         self._merge(View(document, version), version)
         return version
-
-    def watch(self, seen: View, timeout: float) -> View:
-        self._start_watching()
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            while True:
-                view = self._view
-                if view is not None and (view.version, view.lapses) != (seen.version, seen.lapses):
-                    return view
-                left = deadline - time.monotonic()
-                if left <= 0 or self._closed:
-                    return view or seen
-                self._changed.wait(left)
 
     def announce(self, agent: str, value: bytes, ttl: float) -> None:
         lease, held_ttl = self._leases.get(agent, ("", 0.0))
@@ -110,12 +93,6 @@ class EtcdStore:
             for row in answer.get("kvs", [])
         }
 
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._gateway.close()
-
     # --- inside
 
     def _put(self, agent: str, value: bytes, lease: str) -> bool:
@@ -145,38 +122,26 @@ class EtcdStore:
                     self._changed.notify_all()
             return self._view
 
-    def _start_watching(self) -> None:
-        with self._changed:
-            if self._closed or self._watching:
-                return
-            self._watching = True
-        threading.Thread(target=self._follow, name="everstep-etcd-watch", daemon=True).start()
+    def _follow(self) -> bool:
+        if not self._next:
+            view, revision = self._range()
+            self._next = {_DOCUMENT: revision + 1, _LAPSES: revision + 1}
+            self._lapse()  # what lapsed before is not known
+            self._merge(view, revision)
+        return self._read_stream()
 
-    def _follow(self) -> None:
-        while not self._closed:
-            try:
-                if self._next == 0:
-                    view, revision = self._range()
-                    self._next = revision + 1
-                    self._lapse()  # what lapsed before is not known
-                    self._merge(view, revision)
-                self._read_stream()
-            except RendezvousFailed as e:
-                if not self._closed:
-                    log.debug("the watch is opened again: %s", e)
-                with self._changed:
-                    self._changed.wait(RETRY)
-            except Exception:
-                # A watch that ends silently would leave this agent deaf for good.
-                log.exception("the watch of %s failed and is opened again", self._root)
-                with self._changed:
-                    self._changed.wait(1.0)
+    def _disconnect(self) -> None:
+        self._gateway.close()
 
-    def _read_stream(self) -> None:
-        wanted = {"key": _b64(self._root), "range_end": _end(self._root), "start_revision": str(self._next)}
-        for message in self._gateway.stream("/v3/watch", {"create_request": wanted}, SILENCE):
+    def _read_stream(self) -> bool:
+        """Until it ends; whether it said anything."""
+        heard = False
+        ends = {"range_end": _end(self._present), "filters": ["NOPUT"]}
+        wanted = [self._wanted(_DOCUMENT, self._document, {}), self._wanted(_LAPSES, self._present, ends)]
+        for message in self._gateway.stream("/v3/watch", wanted, SILENCE):
             if self._closed:
-                return
+                return heard
+            heard = True
             result = message.get("result")
             if not isinstance(result, dict):
                 self._gateway.forget_token()
@@ -184,17 +149,30 @@ class EtcdStore:
             if result.get("canceled"):
                 if "compact_revision" in result:
                     log.info("etcd compacted what the watch had not seen: reading anew")
-                    self._next = 0
-                    return
+                    self._next = {}
+                    return heard
                 self._gateway.forget_token()
                 raise StoreUnavailable(f"the watch was cancelled: {result.get('cancel_reason', '')}")
             for event in result.get("events", []):
                 self._take(event)
+            self._passed(result)
+        return heard
+
+    def _wanted(self, watch: str, key: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        # Without notices of progress, a watch on which nothing happens would be lost to each compaction.
+        start = {"start_revision": str(self._next[watch]), "progress_notify": True}
+        return {"create_request": {"watch_id": watch, "key": _b64(key), **start, **more}}
+
+    def _passed(self, result: Mapping[str, Any]) -> None:
+        """Go on behind this, if the watch is opened again."""
+        events, watch = result.get("events", []), str(result.get("watch_id", 0))
+        if watch in self._next and not result.get("created"):
+            revisions = [int(event["kv"]["mod_revision"]) for event in events] or [int(result["header"]["revision"])]
+            self._next[watch] = max(self._next[watch], max(revisions) + 1)
 
     def _take(self, event: Mapping[str, Any]) -> None:
         row = event["kv"]
         key, revision = _unb64(row["key"]).decode(errors="replace"), int(row["mod_revision"])
-        self._next = max(self._next, revision + 1)
         deleted = event.get("type") == "DELETE"
         if key == self._document:
             self._merge(View(None, 0) if deleted else View(_unb64(row.get("value", "")), revision), revision)

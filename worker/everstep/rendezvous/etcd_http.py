@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import ssl
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +27,9 @@ MAX_LINE = 8 * 1024 * 1024  # of a watch stream
 
 # gRPC's codes, as the gateway puts them into a reply.
 _INVALID, _NOT_FOUND, _DENIED, _UNAUTHENTICATED = 3, 5, 7, 16
+
+
+_Body = Sequence[Mapping[str, Any]]  # more than one only where the call is a stream
 
 
 class NotFound(StoreRefused):
@@ -98,14 +101,14 @@ class Gateway:
 
         A call may have been carried out by an endpoint that did not answer, and is then carried out again.
         """
-        response = self._send(path, body, stream=False)
+        response = self._send(path, [body], stream=False)
         data = json.loads(response.data or b"{}")
         response.release_conn()
         return dict(data)
 
-    def stream(self, path: str, body: Mapping[str, Any], silence: float) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, requests: Sequence[Mapping[str, Any]], silence: float) -> Iterator[dict[str, Any]]:
         """Messages until the server ends the stream, or says nothing for `silence` seconds."""
-        response = self._send(path, body, stream=True, reply=silence)
+        response = self._send(path, requests, stream=True, reply=silence)
         rest = b""
         try:
             for chunk in response.stream(65536, decode_content=False):
@@ -133,7 +136,7 @@ class Gateway:
         if pool is not None:
             pool.clear()
 
-    def _send(self, path: str, body: Mapping[str, Any], *, stream: bool, reply: float | None = None) -> Any:
+    def _send(self, path: str, body: _Body, *, stream: bool, reply: float | None = None) -> Any:
         failures: dict[str, str] = {}
         with self._lock:
             first = self._at
@@ -152,7 +155,7 @@ class Gateway:
             self._at = (first + 1) % len(self._urls)
         raise StoreUnavailable("no etcd member answers: " + "; ".join(f"{url}: {why}" for url, why in failures.items()))
 
-    def _post(self, url: str, path: str, body: Mapping[str, Any], *, stream: bool, reply: float | None = None) -> Any:
+    def _post(self, url: str, path: str, body: _Body, *, stream: bool, reply: float | None = None) -> Any:
         """One request to one endpoint; authenticates first, and again if the token is not taken any more."""
         for last in (False, True):
             response = self._raw(url, path, body, self._authenticate(url), stream=stream, reply=reply)
@@ -173,7 +176,7 @@ class Gateway:
         if token:
             return token
         body = {"name": self._access.user, "password": self._access.password}
-        response = self._raw(url, "/v3/auth/authenticate", body, "", stream=False)
+        response = self._raw(url, "/v3/auth/authenticate", [body], "", stream=False)
         if response.status != 200:
             problem = _problem(response)
             if "authentication is not enabled" in problem.text:
@@ -184,13 +187,11 @@ class Gateway:
             self._token = token
         return token
 
-    def _raw(
-        self, url: str, path: str, body: Mapping[str, Any], token: str, *, stream: bool, reply: float | None = None
-    ) -> Any:
+    def _raw(self, url: str, path: str, body: _Body, token: str, *, stream: bool, reply: float | None = None) -> Any:
         return self._own_pool().request(
             "POST",
             url + path,
-            body=json.dumps(body).encode(),
+            body="\n".join(map(json.dumps, body)).encode(),
             headers={"Content-Type": "application/json", **({"Authorization": token} if token else {})},
             timeout=urllib3.Timeout(connect=self._limits.connect, read=reply or self._limits.reply),
             retries=False,

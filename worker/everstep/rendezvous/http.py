@@ -7,9 +7,6 @@ The job is the one of the pod's token. One watch, in a thread, waits at the oper
 from __future__ import annotations
 
 import json
-import logging
-import threading
-import time
 from collections.abc import Mapping
 from random import Random
 
@@ -22,32 +19,20 @@ from everstep.contract.rounds import (
     TTL_HEADER,
     VERSION_HEADER,
 )
-from everstep.rendezvous.errors import RendezvousFailed, StoreUnavailable
-from everstep.rendezvous.forks import after_fork
+from everstep.rendezvous.errors import StoreUnavailable
 from everstep.rendezvous.http_calls import OperatorCalls, Reply
-from everstep.rendezvous.store import Backoff, View
-
-log = logging.getLogger(__name__)
+from everstep.rendezvous.store import View
+from everstep.rendezvous.watching import Watching
 
 WAIT = 20.0  # seconds of one watch at the operator
-RETRY = Backoff(first=0.05, most=1.0)
 
 
-class HttpStore:
-    """One job's round store. Each process that uses it makes its own connections and its own watch."""
+class HttpStore(Watching):
+    """One job's round store."""
 
     def __init__(self, calls: OperatorCalls, *, random: Random | None = None) -> None:
+        super().__init__(random)
         self._calls = calls
-        self._random = random or Random()  # noqa: S311 - jitter
-        self._changed = threading.Condition()
-        self._view: View | None = None
-        self._closed = False
-        self._watching = False
-        after_fork(self)
-
-    def forked(self) -> None:
-        """The child watches for itself."""
-        self._changed, self._watching = threading.Condition(), False
 
     def read(self) -> View:
         before = self._view
@@ -64,19 +49,6 @@ class HttpStore:
         self._merge(View(document, version, before.lapses if before is not None else -1), before)
         return version
 
-    def watch(self, seen: View, timeout: float) -> View:
-        self._start_watching()
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            while True:
-                view = self._view
-                if view is not None and (view.version, view.lapses) != (seen.version, seen.lapses):
-                    return view
-                left = deadline - time.monotonic()
-                if left <= 0 or self._closed:
-                    return view or seen
-                self._changed.wait(left)
-
     def announce(self, agent: str, value: bytes, ttl: float) -> None:
         self._calls.call("PUT", _presence(agent), body=value, headers={TTL_HEADER: f"{ttl:g}"}, limit=0)
 
@@ -92,12 +64,6 @@ class HttpStore:
             return {str(agent): str(value).encode() for agent, value in dict(json.loads(reply.data)).items()}
         except (ValueError, TypeError) as e:
             raise StoreUnavailable(f"the operator's list of agents cannot be read: {e}") from e
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._calls.close()
 
     # --- inside
 
@@ -125,34 +91,14 @@ class HttpStore:
                 self._changed.notify_all()
             return self._view
 
-    def _start_watching(self) -> None:
-        with self._changed:
-            if self._closed or self._watching:
-                return
-            self._watching = True
-        threading.Thread(target=self._follow, name="everstep-rounds-watch", daemon=True).start()
+    def _follow(self) -> bool:
+        before = self._view
+        found = self._look(f"{_path(before)}&wait={WAIT:g}", WAIT + 5.0)
+        # News that change nothing: the operator holds less than is known, and would say so again at once.
+        return self._merge(found, before) != before or found is None
 
-    def _follow(self) -> None:
-        failures = 0
-        while not self._closed:
-            before = self._view
-            try:
-                found = self._look(f"{_path(before)}&wait={WAIT:g}", WAIT + 5.0)
-                merged = self._merge(found, before)
-                # News that change nothing: the operator holds less than is known, and would say so again at once.
-                failures = failures + 1 if found is not None and merged == before else 0
-            except RendezvousFailed as e:
-                failures += 1
-                if not self._closed:
-                    log.debug("the watch is opened again: %s", e)
-            except Exception:
-                # A watch that ends silently would leave this agent deaf for good.
-                failures += 1
-                log.exception("the watch at the operator failed and is opened again")
-            if failures:
-                with self._changed:
-                    if not self._closed:
-                        self._changed.wait(RETRY.seconds(failures, self._random))
+    def _disconnect(self) -> None:
+        self._calls.close()
 
 
 def _path(known: View | None) -> str:

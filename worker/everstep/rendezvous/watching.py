@@ -1,0 +1,91 @@
+"""What round stores behind a network have in common: one thread that follows the store, and callers that wait for it.
+
+Knows no protocol: a store says how it follows. Invariant: the thread ends only with the store; whatever goes wrong in
+it is tried again, at a pace with a bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from random import Random
+
+from everstep.rendezvous.errors import RendezvousFailed
+from everstep.rendezvous.forks import after_fork
+from everstep.rendezvous.store import Backoff, View
+
+log = logging.getLogger(__name__)
+
+RETRY = Backoff(first=0.05, most=1.0)
+
+
+class Watching(ABC):
+    """`_view` is the newest that is known, under `_changed`. Each process that uses the store follows for itself."""
+
+    def __init__(self, random: Random | None = None) -> None:
+        self._random = random or Random()  # noqa: S311 - jitter
+        self._changed = threading.Condition()
+        self._view: View | None = None
+        self._closed = False
+        self._following = False
+        after_fork(self)
+
+    def forked(self) -> None:
+        """The child follows for itself."""
+        self._changed, self._following = threading.Condition(), False
+
+    @abstractmethod
+    def _follow(self) -> bool:
+        """Wait for the store's next words and take them into `_view`; whether there were any that say something new."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Give up connections."""
+
+    def watch(self, seen: View, timeout: float) -> View:
+        """See `RoundStore`."""
+        self._start_following()
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                view = self._view
+                if view is not None and (view.version, view.lapses) != (seen.version, seen.lapses):
+                    return view
+                left = deadline - time.monotonic()
+                if left <= 0 or self._closed:
+                    return view or seen
+                self._changed.wait(left)
+
+    def close(self) -> None:
+        """See `RoundStore`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._disconnect()
+
+    def _start_following(self) -> None:
+        with self._changed:
+            if self._closed or self._following:
+                return
+            self._following = True
+        threading.Thread(target=self._keep_following, name="everstep-rounds-watch", daemon=True).start()
+
+    def _keep_following(self) -> None:
+        failures = 0
+        while not self._closed:
+            try:
+                failures = 0 if self._follow() else failures + 1
+            except RendezvousFailed as e:
+                failures += 1
+                if not self._closed:
+                    log.debug("the watch is opened again: %s", e)
+            except Exception:
+                # A watch that ends silently would leave this agent deaf for good.
+                failures += 1
+                log.exception("the watch failed and is opened again")
+            if failures:
+                with self._changed:
+                    if not self._closed:
+                        self._changed.wait(RETRY.seconds(failures, self._random))
