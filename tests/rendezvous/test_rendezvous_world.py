@@ -103,6 +103,10 @@ class Job(RuleBasedStateMachine):
     def lapse(self, data: st.DataObject) -> None:
         self.world.lapse(self.agent(data))
 
+    @rule(age=st.sampled_from([0, 0, 1, 2]))
+    def write_wishes(self, age: int) -> None:
+        self.world.write_wishes(age)
+
     def teardown(self) -> None:
         self.world.settle()
 

@@ -32,6 +32,7 @@ from everstep.rendezvous.rounds import (
     Stop,
     Waited,
 )
+from everstep_operator.shell.round_rules import with_wishes
 
 MOST_AGENTS = 8
 TURNS = 60  # in which a world without faults must come to rest
@@ -68,6 +69,7 @@ class World:
         self.asked: set[str] = set()  # to stop
         self.stopped: set[str] = set()  # and out since
         self.log: list[str] = []
+        self.written_for = 0.0  # how often, of 1, an operator writes; a store without one never does
 
     @property
     def document(self) -> Document | None:
@@ -165,6 +167,16 @@ class World:
         )
         if (outside or fenced or number != document.round) and not isinstance(rounds.apply(document, event), Refused):
             raise Violation(f"{agent.name} did {event} in round {document.round}")
+
+    # --- what the operator does
+
+    def write_wishes(self, age: int) -> None:
+        """As an operator that holds the document of `age` versions ago, and knows who is present."""
+        version, document = self.history[max(0, len(self.history) - 1 - age)]
+        text = None if document is None else encode(document).decode()
+        after = with_wishes(text, document, self.presence)
+        if after is not None:
+            self._swap(version, after, "operator", set(self.presence))
 
     # --- what happens to agents
 
@@ -372,6 +384,9 @@ def step(world: World, random: Random) -> None:
     if random.random() < 0.25:
         for event in events(world, agent, target, number):
             world.stray(agent, event, number)
+    if random.random() < world.written_for:
+        world.write_wishes(random.choice([0, 0, 0, 1, 2]))
+        return
     if not agent.alive and random.random() < 0.9:  # else it only seemed dead
         return
     choice = random.random()
@@ -407,6 +422,7 @@ def walk(seed: int, steps: int = 120) -> World:
     """A random life of a job, then peace. Raises Violation with the seed and what was written."""
     random = Random(seed)
     world = World(random.choice(SIZES))
+    world.written_for = random.choice([0.0, 0.0, 0.1, 0.3])
     try:
         for _ in range(steps):
             step(world, random)

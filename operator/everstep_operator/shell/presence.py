@@ -41,6 +41,7 @@ class Worker:
 
 @dataclass(slots=True)
 class _Presence:
+    wish: Wish
     value: bytes
     ttl: float
     until: float
@@ -100,7 +101,7 @@ class Presences:
             raise PresenceFull(f"{len(self._present)} agents are present, {len(own)} of them of this pod")
         if size > MAX_PRESENT_BYTES:
             raise PresenceFull(f"what the agents say has {self._bytes} bytes already")
-        self._present[agent] = _Presence(value, ttl, now + ttl, worker.pod_uid)
+        self._present[agent] = _Presence(wish, value, ttl, now + ttl, worker.pod_uid)
         self._of_pod.setdefault(worker.pod_uid, set()).add(agent)
         self._bytes, self.changes = size, self.changes + 1
         self._awaited.pop(agent, None)
@@ -150,11 +151,19 @@ class Presences:
         """What each agent says. Who is awaited is present too, with a wish that is settled already."""
         self.expire(now)
         found = {agent: presence.value.decode() for agent, presence in self._present.items()}
-        if self._awaited and self._document is not None:
-            after = max(0, self._document.round - 1)
-            for agent, member in self._awaited.items():
-                found[agent] = Wish(member, after, self._document.sizes).encode().decode()
-        return found
+        return {**found, **{agent: wish.encode().decode() for agent, wish in self._settled().items()}}
+
+    def wishes(self, now: float) -> dict[str, Wish]:
+        """What each agent wishes: `present`, decoded."""
+        self.expire(now)
+        return {**{agent: presence.wish for agent, presence in self._present.items()}, **self._settled()}
+
+    def _settled(self) -> dict[str, Wish]:
+        """Of who is awaited."""
+        if self._document is None:
+            return {}
+        after = max(0, self._document.round - 1)
+        return {agent: Wish(member, after, self._document.sizes) for agent, member in self._awaited.items()}
 
     def _owned(self, agent: str, worker: Worker) -> _Presence | None:
         presence = self._present.get(agent)

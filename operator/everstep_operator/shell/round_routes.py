@@ -16,6 +16,8 @@ from aiohttp import web
 from everstep.contract.document import MAX_BYTES, DocumentInvalid, agent_name
 from everstep.contract.rounds import (
     DOCUMENT_PATH,
+    GRACE_HEADER,
+    JOIN_HEADER,
     LAPSES_HEADER,
     MAX_WAIT,
     MAX_WISH_BYTES,
@@ -161,7 +163,12 @@ class RoundRoutes:
         if isinstance(body, Answer):
             return body.response(request)
         self._rounds.announce(agent, _agent(request), body, ttl)
-        return web.Response(status=204)
+        if JOIN_HEADER not in request.headers:
+            return web.Response(status=204)
+        grace = self._rounds.ask(agent)
+        response = _seen(await self._rounds.read(agent, 0))  # it would ask for that next
+        response.headers[GRACE_HEADER] = f"{grace:g}"
+        return response
 
     async def _renew(self, request: web.Request, agent: Agent) -> web.Response:
         if self._rounds.renew(agent, _agent(request)):

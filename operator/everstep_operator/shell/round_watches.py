@@ -1,8 +1,9 @@
 """Calls that wait until a job's document or its presences change.
 
 To answer all of them costs the operator time in proportion to their number and the document's size. So after a change
-that woke many, the next ones are told together, a moment later: a thousand agents that join never ask for more than the
-operator can answer, and three are told at once. Bounds: a pod's oldest call ends when it has too many.
+that woke many, the next ones are told together, a moment later, and all the later the less they matter: a thousand
+agents that join never ask for more than the operator can answer, and three are told at once. Bounds: a pod's oldest
+call ends when it has too many.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from enum import Enum
 
 MAX_OF_POD = 8
-PER_WATCH = 1e-3  # seconds of the operator's time for one answer, about
+
+
+class Urgency(Enum):
+    """By how much a change may be told after the last one: seconds for each call that waits."""
+
+    NOW = 0.0  # a round is formed, or the job ends
+    SOON = 1e-3  # about the operator's time for one answer
+    LATER = 4e-3  # some more agents wait for a round
 
 
 class Watches:
@@ -22,7 +31,7 @@ class Watches:
         self._of_pod: dict[str, deque[asyncio.Future[None]]] = {}
         self._count = 0
         self._lapses: int | None = None
-        self._not_before = 0.0
+        self._woken, self._woken_at = 0, float("-inf")
         self._waking: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -54,24 +63,27 @@ class Watches:
             self.wake()
         self._lapses = lapses
 
-    def wake(self, *, pace: bool = True) -> None:
+    def wake(self, urgency: Urgency = Urgency.SOON) -> None:
         """Something changed."""
         loop = asyncio.get_running_loop()
-        left = self._not_before - loop.time()
-        if pace and left > 0:
-            if self._waking is None:
-                self._waking = loop.call_later(left, self._wake)
-        else:
+        due = self._woken_at + max(self._woken, self._count) * urgency.value
+        if due <= loop.time():
             self._wake()
+        elif self._waking is None or self._waking.when() > due:
+            self._cancel()
+            self._waking = loop.call_at(due, self._wake)
 
     def _wake(self) -> None:
-        if self._waking is not None:
-            self._waking.cancel()
-            self._waking = None
-        self._not_before = asyncio.get_running_loop().time() + self._count * PER_WATCH
+        self._cancel()
+        self._woken, self._woken_at = self._count, asyncio.get_running_loop().time()
         for own in self._of_pod.values():
             for woken in own:
                 _end(woken)
+
+    def _cancel(self) -> None:
+        if self._waking is not None:
+            self._waking.cancel()
+            self._waking = None
 
 
 def _end(woken: asyncio.Future[None]) -> None:

@@ -2,8 +2,9 @@
 
 The document is durable (`round_documents`), presence and watches are this leader's memory. What a document means is the
 agents' business (`everstep.rendezvous.rounds`), but for its round: its number is given here, by publication, so that no
-two memberships ever have the same one, whoever believes to lead. Invariants: a round's number only grows; its members
-never change; a closed job stays closed; a refused call changes nothing.
+two memberships ever have the same one, whoever believes to lead. And agents that ask for it have their wishes written
+here, many in one swap, by the same machine. Invariants: a round's number only grows; its members never change; a closed
+job stays closed; a refused call changes nothing.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 
-from everstep.contract.document import FINISHED, Document, DocumentInvalid, decode, decode_wish
+from everstep.contract.document import Document, DocumentInvalid, decode, decode_wish, encode
 from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.shell.presence import Presences, Worker
 from everstep_operator.shell.round_documents import JobRef, Kept, RoundDocuments, RoundsRefused, RoundsUnavailable
-from everstep_operator.shell.round_watches import Watches
+from everstep_operator.shell.round_rules import (
+    decoded,
+    renumbered,
+    require_lawful,
+    round_view,
+    urgency,
+    with_wishes,
+)
+from everstep_operator.shell.round_watches import Urgency, Watches
 
 log = logging.getLogger("everstep.rounds")
 
@@ -29,6 +38,9 @@ API_SECONDS = 10.0  # for what one call asks of the API server
 FRESH = 5.0  # seconds after which a read asks the API server again: somebody may have edited the ConfigMap
 CROWD = 32  # agents present; with more, one after the other is told who is present, in order to write
 TURN = 0.25  # seconds for that, or until it has written
+GATHER, GATHER_PER_AGENT = 0.02, 2.5e-4  # seconds in which wishes are gathered before they are written
+ATTEMPTS = 5  # to write wishes
+GRACE, GRACE_PER_AGENT = 1.0, 2e-3  # seconds after which an agent whose wish is not written writes it itself
 BURST, RATE = 200.0, 20.0  # documents written for one job: at once, and a second
 
 
@@ -63,6 +75,8 @@ class _Job:
     tokens: float = BURST
     refilled_at: float = 0.0
     timer: asyncio.TimerHandle | None = None
+    writing: asyncio.TimerHandle | None = None  # of wishes, soon
+    written_at: float = float("-inf")
     writer: tuple[int, str, float] = (-1, "", 0.0)  # at this version, this pod was told who is present, then
     answer: tuple[int, bytes] = (-1, b"")  # of `present`, at a number of changes
 
@@ -81,7 +95,7 @@ class Rounds:
         """`changed` is told when a job's view may be another."""
         self._documents, self._clock, self._epoch, self._changed = documents, clock, epoch, changed
         self._jobs: dict[str, _Job] = {}
-        self._loading: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what agents call
 
@@ -114,26 +128,30 @@ class Rounds:
         job = self._job(agent.job)
         if job.kept is not None and expected < job.kept.version:
             return None  # in a crowd most come too late: they cost no decoding
-        text, document = _decoded(data)
+        text, document = decoded(data)
         async with job.lock:
             if job.kept is None or job.kept.version < expected:
                 await self._load(job)
             if job.kept is None or job.kept.version != expected:
                 return None
-            _require_lawful(job.document, document)
-            self._spend(job)
-            try:
-                async with asyncio.timeout(API_SECONDS):
-                    kept, written = await self._write(job, expected, text, document)
-            except BaseException as e:
-                job.kept = None  # it may have been written
-                if isinstance(e, TimeoutError):
-                    raise RoundsUnavailable(f"the API server did not answer in {API_SECONDS:g} s") from e
-                raise
-            if kept is None:
-                await self._load(job)
-                return None
-            self._take(job, kept, written)
+            require_lawful(job.document, document)
+            return await self._put(job, expected, text, document)
+
+    async def _put(self, job: _Job, expected: int, text: str, document: Document) -> int | None:
+        """What `swap` gives. The lock is held."""
+        self._spend(job)
+        try:
+            async with asyncio.timeout(API_SECONDS):
+                kept, written = await self._write(job, expected, text, document)
+        except BaseException as e:
+            job.kept = None  # it may have been written
+            if isinstance(e, TimeoutError):
+                raise RoundsUnavailable(f"the API server did not answer in {API_SECONDS:g} s") from e
+            raise
+        if kept is None:
+            await self._load(job)
+            return None
+        self._take(job, kept, written)
         return kept.version if written is document else None
 
     async def _write(self, job: _Job, expected: int, text: str, document: Document) -> tuple[Kept | None, Document]:
@@ -143,7 +161,7 @@ class Rounds:
             number = await self._documents.publish(job.ref, last)
             if number != document.round:
                 log.info("round renumbered", extra={"job": _name(job.ref), "round": number, "asked": document.round})
-                text, document = _renumbered(text, number), replace(document, round=number)
+                text, document = renumbered(text, number), replace(document, round=number)
         return await self._documents.store(job.ref, expected, text, job.presences.lease), document
 
     def announce(self, agent: Agent, name: str, value: bytes, ttl: float) -> None:
@@ -157,6 +175,17 @@ class Rounds:
         job = self._job(agent.job)
         job.presences.announce(wish, value, ttl, agent.worker, self._clock.monotonic())
         self._after_presence(job)
+
+    def ask(self, agent: Agent) -> float:
+        """Have the wish of a present agent written, with those of others that come in the same moment, in one swap.
+
+        Seconds after which the agent should do it by itself; 0: at once.
+        """
+        job = self._job(agent.job)
+        if job.document is not None and job.document.closed is not None:
+            return 0.0  # it will find out why it cannot join
+        self._write_soon(job)
+        return GRACE + len(job.presences) * GRACE_PER_AGENT
 
     def renew(self, agent: Agent, name: str) -> bool:
         """False: it has lapsed. Raises PresenceRefused."""
@@ -212,19 +241,17 @@ class Rounds:
             return None
         if job.kept is None:
             if not job.lock.locked():
-                task = asyncio.ensure_future(self._look(job))
-                self._loading.add(task)
-                task.add_done_callback(self._loading.discard)
-            return None if job.document is None else _view(job.document)
-        return RoundView(0) if job.document is None else _view(job.document)
+                self._start(self._look(job))
+            return None if job.document is None else round_view(job.document)
+        return RoundView(0) if job.document is None else round_view(job.document)
 
     def forget(self, job_uid: str) -> None:
         """The job is gone."""
         job = self._jobs.pop(job_uid, None)
         if job is not None:
-            if job.timer is not None:
-                job.timer.cancel()
-            job.watches.wake(pace=False)
+            for timer in filter(None, (job.timer, job.writing)):
+                timer.cancel()
+            job.watches.wake(Urgency.NOW)
 
     def forget_all(self) -> None:
         """The leadership changed: what this replica remembers may be old, and whoever waits here must look again."""
@@ -250,6 +277,47 @@ class Rounds:
             job = _Job(ref, epoch, Presences(epoch << 32, now), Watches(), refilled_at=now)
             self._jobs[ref.uid] = job
         return job
+
+    def _write_soon(self, job: _Job, attempt: int = 0) -> None:
+        if job.writing is None:
+            loop = asyncio.get_running_loop()
+            pause = max(GATHER, len(job.presences) * GATHER_PER_AGENT)
+            due = max(loop.time() + GATHER * 2**attempt, job.written_at + pause)
+            job.writing = loop.call_at(due, lambda: self._start(self._write_wishes(job, attempt)))
+
+    async def _write_wishes(self, job: _Job, attempt: int) -> None:
+        """Who is not written is tried again, or writes by itself after its grace."""
+        job.writing, job.written_at = None, asyncio.get_running_loop().time()
+        try:
+            await self._loaded(job, 0)
+            async with job.lock:
+                self._epoch()
+                if job.kept is None:
+                    await self._load(job)
+                if job.kept is None or self._jobs.get(job.ref.uid) is not job:
+                    return
+                wishes = job.presences.wishes(self._clock.monotonic())
+                document = with_wishes(job.kept.document, job.document, wishes)
+                if document is None:
+                    return
+                if await self._put(job, job.kept.version, encode(document).decode(), document) is not None:
+                    return
+        except NotLeading:
+            return
+        except (RoundsUnavailable, RoundsRefused, DocumentInvalid) as e:
+            log.info("wishes are not written", extra={"job": _name(job.ref), "reason": str(e)})
+        if attempt < ATTEMPTS and self._jobs.get(job.ref.uid) is job:
+            self._write_soon(job, attempt + 1)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the round store failed", exc_info=error)
 
     async def _look(self, job: _Job) -> None:
         try:
@@ -291,7 +359,7 @@ class Rounds:
             job.presences.await_members(document, kept.lease)
             self._after_presence(job)
         if changed:
-            job.watches.wake()
+            job.watches.wake(urgency(before, document))
         if _news(before) != _news(document):
             if document is not None and document.round and (before is None or before.round != document.round):
                 extra = {"job": _name(job.ref), "round": document.round, "agents": len(document.members)}
@@ -333,43 +401,8 @@ class Rounds:
             self._after_presence(job)
 
 
-def _require_lawful(before: Document | None, after: Document) -> None:
-    if before is None:
-        return
-    if before.closed is not None:
-        raise RoundsRefused(f"the job is closed: {before.closed}")
-    if after.round < before.round:
-        raise RoundsRefused(f"round {after.round} is over: round {before.round} was formed")
-    if after.round == before.round and after.members != before.members:
-        raise RoundsRefused(f"the members of round {before.round} cannot be changed, only lost")
-
-
-def _decoded(data: bytes) -> tuple[str, Document]:
-    try:
-        return data.decode(), decode(data)
-    except UnicodeDecodeError as e:
-        raise DocumentInvalid(f"not UTF-8: {e}") from e
-
-
-def _renumbered(text: str, number: int) -> str:
-    # Not through Document: fields of a newer release would get lost.
-    return json.dumps({**json.loads(text), "round": number}, separators=(",", ":"))
-
-
-def _view(document: Document) -> RoundView:
-    gone = {loss.agent for loss in document.gone} - set(document.done)
-    return RoundView(
-        round=document.round,
-        members=tuple((m.index, m.incarnation) for m in document.members),
-        gone=tuple(sorted(m.index for m in document.members if m.agent in gone)),
-        joining=tuple(sorted(m.index for m in document.joining)),
-        closed=document.closed,
-        finished=document.closed == FINISHED,
-    )
-
-
 def _news(document: Document | None) -> object:
-    return None if document is None else _view(document)
+    return None if document is None else round_view(document)
 
 
 def _name(job: JobRef) -> str:

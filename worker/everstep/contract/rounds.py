@@ -10,8 +10,11 @@ means that there is none. `lapses` grows with each presence that ended, and with
 | compare and swap | PUT document, Everstep-Version: EXPECTED | 204 with its version, 412 another is there |
 | announce | PUT presence/AGENT, Everstep-Ttl: SECONDS, body: the wish | 204 |
 | renew | POST presence/AGENT | 204, 410 it has lapsed |
+| ask | announce, with Everstep-Join: 1 | as read, and Everstep-Grace: seconds in which the operator writes the wish |
 | withdraw | DELETE presence/AGENT | 204 |
 | present | GET presence | 200 {agent: wish as text} |
+
+An answer without Everstep-Grace is 204, of an operator that writes no wishes: agents do it then.
 
 Each may be answered 307 by a follower, to the same path at the leader; 400 not understood; 401 no valid token; 403 not
 for this pod; 413 too large; 503 with Retry-After, again later. What is not 2xx, 304 or 307 has `{"reason": text}`.
@@ -25,6 +28,8 @@ PRESENCE_PATH = "/v1/rounds/presence"
 VERSION_HEADER = "Everstep-Version"
 LAPSES_HEADER = "Everstep-Lapses"
 TTL_HEADER = "Everstep-Ttl"
+JOIN_HEADER = "Everstep-Join"
+GRACE_HEADER = "Everstep-Grace"
 
 MAX_WISH_BYTES = 16 * 1024
 MAX_PRESENT_BYTES = 8 * 1024 * 1024  # of one job's wishes together

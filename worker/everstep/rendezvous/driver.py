@@ -98,9 +98,7 @@ class Driver:
             wish = Wish(member, self._after if after is None else after, self._sizes)
             self._standing = Broken("joining")
         try:
-            joining = Joining(
-                self._store, wish, self._settings, self._random, self._clock, self._announce, self._stopping
-            )
+            joining = Joining(self._store, wish, self._settings, self._random, self._clock, self._ask, self._stopping)
             view, formed = joining.run(deadline)
         finally:
             with self._changed:
@@ -115,13 +113,14 @@ class Driver:
         log.info("round %d: rank %d of %d agents", formed.number, formed.rank, formed.world_size)
         return formed
 
-    def _announce(self, wish: Wish) -> None:
-        self._store.announce(wish.member.agent, wish.encode(), self._settings.ttl)
+    def _ask(self, wish: Wish) -> float:
+        grace = self._store.ask(wish.member.agent, wish.encode(), self._settings.ttl)
         with self._changed:
             self._wish = wish
             if self._thread is None:
                 self._thread = threading.Thread(target=self._keep, name="everstep-rendezvous", daemon=True)
                 self._thread.start()
+        return grace
 
     def _sleep(self, seconds: float, deadline: float) -> None:
         with self._changed:
@@ -266,7 +265,7 @@ class Driver:
                 if not self._away and not self._stopping.is_set():
                     log.warning("the round store cannot be used; the present round goes on: %s", e)
                 self._away, attempt, renew_at = True, attempt + 1, self._clock()
-                self._sleep(self._settings.backoff.seconds(attempt, self._random), float("inf"))
+                self._sleep(self._settings.away.seconds(attempt, self._random), float("inf"))
 
     def _renew(self) -> None:
         wish = self._wish
@@ -274,7 +273,7 @@ class Driver:
             if self._stopping.is_set():
                 return
             log.warning("this agent's lease had lapsed: the others may have gone on without it")
-            self._store.announce(wish.member.agent, wish.encode(), self._settings.ttl)
+            self._store.ask(wish.member.agent, wish.encode(), self._settings.ttl)
 
     def _watch_until(self, when: float) -> None:
         with self._changed:

@@ -70,6 +70,10 @@ class EtcdStore(Watching):
                 raise StoreUnavailable(f"a lease of {whole} s lapsed before it was used")
         self._leases[agent] = (lease, ttl)
 
+    def ask(self, agent: str, value: bytes, ttl: float) -> float:
+        self.announce(agent, value, ttl)
+        return 0.0
+
     def renew(self, agent: str) -> bool:
         held = self._leases.get(agent)
         if held is None:

@@ -13,6 +13,8 @@ from random import Random
 from everstep.contract.document import MAX_BYTES
 from everstep.contract.rounds import (
     DOCUMENT_PATH,
+    GRACE_HEADER,
+    JOIN_HEADER,
     LAPSES_HEADER,
     MAX_PRESENT_BYTES,
     PRESENCE_PATH,
@@ -25,6 +27,7 @@ from everstep.rendezvous.store import View
 from everstep.rendezvous.watching import Watching
 
 WAIT = 20.0  # seconds of one watch at the operator
+MAX_GRACE = 30.0  # seconds for which an operator is trusted to write a wish
 
 
 class HttpStore(Watching):
@@ -50,7 +53,15 @@ class HttpStore(Watching):
         return version
 
     def announce(self, agent: str, value: bytes, ttl: float) -> None:
-        self._calls.call("PUT", _presence(agent), body=value, headers={TTL_HEADER: f"{ttl:g}"}, limit=0)
+        self._announce(agent, value, {TTL_HEADER: f"{ttl:g}"}, 0)
+
+    def ask(self, agent: str, value: bytes, ttl: float) -> float:
+        before = self._view
+        reply = self._announce(agent, value, {TTL_HEADER: f"{ttl:g}", JOIN_HEADER: "1"}, MAX_BYTES)
+        grace = _grace(reply)
+        if grace:
+            self._merge(_seen(reply), before)
+        return grace
 
     def renew(self, agent: str) -> bool:
         return self._calls.call("POST", _presence(agent), limit=0).status != 410
@@ -67,13 +78,13 @@ class HttpStore(Watching):
 
     # --- inside
 
+    def _announce(self, agent: str, value: bytes, headers: Mapping[str, str], limit: int) -> Reply:
+        return self._calls.call("PUT", _presence(agent), body=value, headers=headers, limit=limit)
+
     def _look(self, path: str, reply: float | None = None) -> View | None:
         """What the operator holds; None if it says that nothing is new."""
         answer = self._calls.call("GET", path, limit=MAX_BYTES, reply=reply)
-        if answer.status == 304:
-            return None
-        document = answer.data if answer.status == 200 else None
-        return View(document, _number(answer, VERSION_HEADER), _number(answer, LAPSES_HEADER))
+        return None if answer.status == 304 else _seen(answer)
 
     def _merge(self, found: View | None, before: View | None) -> View:
         """What is known after `found` came, asked for when `before` was known. An older sight changes nothing."""
@@ -108,6 +119,20 @@ def _path(known: View | None) -> str:
 
 def _presence(agent: str) -> str:
     return f"{PRESENCE_PATH}/{agent}"
+
+
+def _seen(reply: Reply) -> View:
+    document = reply.data if reply.status == 200 else None
+    return View(document, _number(reply, VERSION_HEADER), _number(reply, LAPSES_HEADER))
+
+
+def _grace(reply: Reply) -> float:
+    """0 from an operator that writes no wishes."""
+    try:
+        seconds = float(reply.headers.get(GRACE_HEADER, "0"))
+    except ValueError:
+        seconds = 0.0
+    return min(seconds, MAX_GRACE) if seconds > 0 else 0.0
 
 
 def _number(reply: Reply, header: str) -> int:

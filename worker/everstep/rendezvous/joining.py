@@ -19,7 +19,6 @@ from everstep.contract.document import Document, Wish, decode, decode_wish, enco
 from everstep.rendezvous import participant
 from everstep.rendezvous.errors import DocumentInvalid, JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.rendezvous.participant import Barred, Closed, Formed, Patience, Proposal, Round, Wait
-from everstep.rendezvous.rounds import is_waiting
 from everstep.rendezvous.store import Backoff, RoundStore, View
 
 log = logging.getLogger(__name__)
@@ -38,10 +37,15 @@ class Settings:
     ttl: float = 3.0  # of its presence; it is renewed three times in that
     spread: float = 0.02  # in which agents that start together make their first write
     backoff: Backoff = field(default_factory=Backoff)
+    # While the store does not answer: a thousand agents that ask again at once would keep it from ever doing so.
+    away: Backoff = field(default_factory=lambda: Backoff(most=2.0))
 
 
 class Joining:
-    """`announce` makes the wish present; `clock` is monotonic seconds."""
+    """`ask` makes the wish present, and gives the seconds for which the store is trusted to write it.
+
+    `clock` is monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -50,15 +54,15 @@ class Joining:
         settings: Settings,
         random: Random,
         clock: Callable[[], float],
-        announce: Callable[[Wish], None],
+        ask: Callable[[Wish], float],
         stopped: threading.Event,
     ) -> None:
         self._store, self._wish, self._settings = store, wish, settings
-        self._random, self._clock, self._announce, self._stopped = random, clock, announce, stopped
+        self._random, self._clock, self._ask, self._stopped = random, clock, ask, stopped
         self._agent = wish.member.agent
         self._view = View(None, 0)
-        self._since = self._act_at = clock()
-        self._failed = False  # the last call: much may have happened since
+        self._since = self._act_at = self._not_before = clock()
+        self._look_first = False  # much may have happened since the last look
         self._attempt = 0  # writes in a row that came too late
         self._reason = "the store has not answered"
 
@@ -82,33 +86,36 @@ class Joining:
                     self._act(now)
                 failures = 0
             except StoreUnavailable as e:
-                failures, self._reason, self._failed = failures + 1, str(e), True
-                pause = self._settings.backoff.seconds(failures, self._random)
+                failures, self._reason, self._look_first = failures + 1, str(e), True
+                pause = self._settings.away.seconds(failures, self._random)
                 self._stopped.wait(max(0.0, min(pause, deadline - self._clock())))
         why = "it was stopped" if self._stopped.is_set() else self._reason
         raise JoinTimedOut(f"{self._agent} was not taken into a round newer than {self._wish.after} in time: {why}")
 
     def _start(self) -> None:
-        self._announce(self._wish)
-        self._seen(self._store.read())
-        # Agents that were started together do not all write first: one of them writes for all.
-        spread = self._settings.spread + self._crowd() * PER_WRITER
-        self._act_at = self._clock() + self._random.uniform(0, spread)
+        grace = self._ask(self._wish)
+        # Jittered: agents that a store does not write for after all do not all write first.
+        self._not_before = self._clock() + self._random.uniform(1, 2) * grace
+        self._look_first = grace > 0
+        self._seen(self._store.watch(self._view, 0.0) if grace > 0 else self._store.read())
+        if not self._is_written():
+            # Nor do agents that were started together: one of them writes for all.
+            spread = self._settings.spread + self._crowd() * PER_WRITER
+            self._act_at = max(self._not_before, self._clock() + self._random.uniform(0, spread))
 
     def _seen(self, view: View) -> None:
         """A document that is new to this agent, so that it has stood still for no time."""
         self._view, self._since = view, self._clock()
-        document = decoded(view)
-        if document is None or not is_waiting(document, self._agent):
-            pause = self._random.uniform(0, self._crowd() * PER_WRITER)
-            self._act_at = self._since + self._settings.backoff.seconds(self._attempt, self._random) + pause
-        else:
+        if self._is_written():
             pause = min(LONGEST_WAIT, self._settings.patience.last_call)
-            self._act_at = self._since + pause + participant.stagger(document, self._agent)
+            self._act_at = self._since + pause + self._stagger()
+        else:
+            pause = self._random.uniform(0, self._crowd() * PER_WRITER)
+            pause += self._settings.backoff.seconds(self._attempt, self._random)
+            self._act_at = max(self._not_before, self._since + pause)
 
     def _wait(self, seconds: float) -> None:
-        document = decoded(self._view)
-        if document is not None and is_waiting(document, self._agent):
+        if self._is_written():
             # While others come in, the document changes all the time, and nothing in it is news to this agent.
             self._stopped.wait(min(seconds, self._crowd() * PER_AGENT))
         fresh = self._store.watch(self._view, seconds)
@@ -120,10 +127,10 @@ class Joining:
             self._act_at = min(self._act_at, self._clock() + self._stagger())
 
     def _act(self, now: float) -> None:
-        if self._failed or self._crowd() > FEW:
+        if self._look_first or self._crowd() > FEW:
             # Another has most likely written for this agent too: to look is cheaper than to propose in vain.
             fresh = self._store.read()
-            self._failed = False
+            self._look_first = False
             if fresh.version != self._view.version:
                 self._seen(fresh)
                 return
@@ -149,6 +156,9 @@ class Joining:
                 raise JoinRefused(why)
             case _:
                 assert_never(step)
+
+    def _is_written(self) -> bool:
+        return participant.is_written(decoded(self._view), self._wish)
 
     def _crowd(self) -> int:
         document = decoded(self._view)

@@ -64,6 +64,10 @@ class MemoryStore:
                 self._earliest = until
                 self._changed.notify_all()  # whoever sleeps until the earliest lapse sleeps too long now
 
+    def ask(self, agent: str, value: bytes, ttl: float) -> float:
+        self.announce(agent, value, ttl)
+        return 0.0
+
     def renew(self, agent: str) -> bool:
         with self._changed:
             self._expire()

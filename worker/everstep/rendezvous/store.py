@@ -47,6 +47,14 @@ class RoundStore(Protocol):
         """Make the agent present, with this value, until `ttl` seconds pass without `renew`."""
         ...
 
+    def ask(self, agent: str, value: bytes, ttl: float) -> float:
+        """`announce`, and have the store write this wish into the document, if it is one that does such a thing.
+
+        Seconds after which the agent should have seen that it did, and otherwise writes by itself; 0: it does not. A
+        store that does knows by then what it held, and `watch` gives it at once.
+        """
+        ...
+
     def renew(self, agent: str) -> bool:
         """Keep the agent present. False: it has lapsed and must be announced again."""
         ...

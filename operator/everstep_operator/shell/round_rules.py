@@ -1,0 +1,95 @@
+"""What the operator itself judges of a job's document, and what it reads from it for others. Pure.
+
+It knows no agents and no store. Invariants that `require_lawful` keeps: a round's number only grows; its members never
+change; a closed job stays closed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+from everstep.contract.document import FINISHED, Document, DocumentInvalid, Wish, decode, encode
+from everstep.rendezvous.participant import without_lapsed
+from everstep.rendezvous.rounds import Close, Join, Refused, Waited, apply, join_all
+from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.shell.round_documents import RoundsRefused
+from everstep_operator.shell.round_watches import Urgency
+
+
+def require_lawful(before: Document | None, after: Document) -> None:
+    """Raises RoundsRefused."""
+    if before is None:
+        return
+    if before.closed is not None:
+        raise RoundsRefused(f"the job is closed: {before.closed}")
+    if after.round < before.round:
+        raise RoundsRefused(f"round {after.round} is over: round {before.round} was formed")
+    if after.round == before.round and after.members != before.members:
+        raise RoundsRefused(f"the members of round {before.round} cannot be changed, only lost")
+
+
+def decoded(data: bytes) -> tuple[str, Document]:
+    """Raises DocumentInvalid."""
+    try:
+        return data.decode(), decode(data)
+    except UnicodeDecodeError as e:
+        raise DocumentInvalid(f"not UTF-8: {e}") from e
+
+
+def renumbered(text: str, number: int) -> str:
+    # Not through Document: fields of a newer release would get lost.
+    return json.dumps({**json.loads(text), "round": number}, separators=(",", ":"))
+
+
+def with_wishes(text: str | None, document: Document | None, wishes: Mapping[str, Wish]) -> Document | None:
+    """The document after all wishes were written that may be, as an agent that joins would write its own and theirs.
+
+    `wishes` are of all who are present. None: there is nothing to write; or `text` has what this release does not know
+    and would lose, and the agents, which may be newer, write for themselves.
+    """
+    if document is not None and (document.closed is not None or encode(document).decode() != text):
+        return None
+    number, waiting = (0, ()) if document is None else (document.round, document.joining)
+    ports = {member.agent: member.store_port for member in waiting}  # as `participant.is_written`
+    asking = [
+        wish for agent, wish in sorted(wishes.items())
+        if wish.after >= number and ports.get(agent) != wish.member.store_port
+    ]  # fmt: skip
+    if not asking:
+        return None
+    begun = Document(asking[0].sizes) if document is None else document
+    cleared, _ = without_lapsed(begun, "", wishes)
+    joined, let_in = join_all(cleared, (Join(wish.member, wish.sizes) for wish in asking))
+    if not let_in:
+        return None  # each is told why when it tries by itself
+    formed = apply(joined, Close(let_in[0], joined.round, Waited.NOTHING))
+    return joined if isinstance(formed, Refused) else formed
+
+
+def urgency(before: Document | None, after: Document | None) -> Urgency:
+    """How soon those who watch need to know."""
+    if before is None or after is None:
+        return Urgency.NOW
+    if (before.round, before.closed) != (after.round, after.closed):
+        return Urgency.NOW
+    if replace(before, joining=(), seats=after.seats, sizes=after.sizes) != replace(after, joining=()):
+        return Urgency.SOON
+    # Who waits is news only to who waits longest, but for the first member that asks for the next round: it ends this.
+    members = {member.agent for member in after.members}
+    ended, ends = (any(m.agent in members for m in one.joining) for one in (before, after))
+    return Urgency.SOON if ends and not ended else Urgency.LATER
+
+
+def round_view(document: Document) -> RoundView:
+    """The round, for a plan."""
+    gone = {loss.agent for loss in document.gone} - set(document.done)
+    return RoundView(
+        round=document.round,
+        members=tuple((m.index, m.incarnation) for m in document.members),
+        gone=tuple(sorted(m.index for m in document.members if m.agent in gone)),
+        joining=tuple(sorted(m.index for m in document.joining)),
+        closed=document.closed,
+        finished=document.closed == FINISHED,
+    )

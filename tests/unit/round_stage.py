@@ -1,0 +1,91 @@
+"""One job and its rounds, over the in-memory API server: the operators that keep them can die at any request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from everstep.contract.document import Document, Member, Sizes, decode
+from everstep_operator.kube.errors import ConnectionFailed
+from everstep_operator.kube.resources import CONFIGMAPS
+from everstep_operator.kube.wire import Unstructured
+from everstep_operator.local.memory.cluster import MemoryCluster
+from everstep_operator.main import JOBS
+from everstep_operator.runtime.clock import ManualClock
+from everstep_operator.shell.presence import Worker
+from everstep_operator.shell.round_documents import JobRef, RoundDocuments
+from everstep_operator.shell.rounds import Agent, Rounds
+
+SIZES = Sizes(1, 2)
+A, B = Member(0, "a"), Member(1, "b")
+NS = "default"
+TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["torchrun"]}]}}
+
+
+class Mortal:
+    """A client that reaches the API server until request number `at`; `after`: that one still takes effect."""
+
+    def __init__(self, inner: Any, at: int | None = None, after: bool = False) -> None:
+        self._inner, self._at, self._after = inner, at, after
+        self.requests: list[str] = []
+        self.dead = False
+        self.gate: Callable[[str], Any] | None = None  # awaited before each request
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        async def call(resource: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.dead:
+                raise ConnectionFailed("dead, by a test")
+            what = f"{name} {resource.plural}"
+            if self.gate is not None:
+                await self.gate(what)
+            self.requests.append(what)
+            self.dead = self._at is not None and len(self.requests) > self._at
+            if self.dead and not self._after:
+                raise ConnectionFailed("dead, by a test")
+            answer = await method(resource, *args, **kwargs)
+            if self.dead:
+                raise ConnectionFailed("dead, by a test")
+            return answer
+
+        return call
+
+
+class Stage:
+    """One job, and everything that was ever kept of it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.cluster = MemoryCluster(self.clock)
+        self.client: Any = self.cluster.client(manager="test")
+        self.epochs = 0
+        self.rounds: dict[int, tuple[Member, ...]] = {}
+
+    async def start(self) -> None:
+        body = {"metadata": {"name": "digits"}, "spec": {"replicas": 2, "template": TEMPLATE}}
+        job = await self.client.create(JOBS, NS, body)
+        self.job = JobRef(NS, "digits", job.metadata.uid)
+        self.agents = [Agent(self.job, Worker(f"uid-{i}", i, 0)) for i in range(2)]
+
+    def operator(self, client: Any | None = None, **kwargs: Any) -> Rounds:
+        self.epochs += 1
+        epoch = self.epochs
+        documents = RoundDocuments(client or self.client, JOBS, require_leading=lambda: epoch)
+        return Rounds(documents, clock=self.clock, epoch=lambda: epoch, **kwargs)
+
+    async def stored(self) -> Document | None:
+        found = (await self.client.list(CONFIGMAPS, NS)).items
+        return decode(found[0].data["document"].encode()) if found else None
+
+    async def published(self) -> int:
+        job: Unstructured = await self.client.get(JOBS, NS, "digits")
+        return int(job.status.get("world", {}).get("round", 0))
+
+    async def judge(self) -> None:
+        """One membership a number, and none that is not published."""
+        document = await self.stored()
+        if document is not None and document.round:
+            assert self.rounds.setdefault(document.round, document.members) == document.members
+            assert document.round <= await self.published()
+            assert document.round == max(self.rounds)

@@ -1,0 +1,59 @@
+"""When those who wait are told: at once if they are few or it matters, together and later if they are many."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from everstep_operator.shell.round_watches import Urgency, Watches
+
+MANY = 100
+
+
+def waiting(watches: Watches) -> list[asyncio.Task[None]]:
+    return [asyncio.create_task(watches.wait(f"pod-{i}", 30.0)) for i in range(MANY)]
+
+
+async def seconds_until_told(watches: Watches, urgency: Urgency) -> float:
+    calls = waiting(watches)
+    await asyncio.sleep(0)
+    began = time.monotonic()
+    watches.wake(urgency)
+    async with asyncio.timeout(10):
+        await asyncio.gather(*calls)
+    return time.monotonic() - began
+
+
+async def test_many_are_told_the_later_the_less_it_matters() -> None:
+    watches = Watches()
+    await seconds_until_told(watches, Urgency.SOON)  # the first news are told at once, and this was their moment
+    assert await seconds_until_told(watches, Urgency.NOW) < 0.05
+    assert 0.05 < await seconds_until_told(watches, Urgency.SOON) < 0.3
+    assert await seconds_until_told(watches, Urgency.LATER) > 0.3
+
+
+async def test_urgent_news_take_along_those_that_could_wait() -> None:
+    watches = Watches()
+    await seconds_until_told(watches, Urgency.NOW)
+    calls = waiting(watches)
+    await asyncio.sleep(0)
+    watches.wake(Urgency.LATER)
+    watches.wake(Urgency.NOW)
+    async with asyncio.timeout(0.3):
+        await asyncio.gather(*calls)
+    again = waiting(watches)
+    await asyncio.sleep(0.5)  # longer than the later one was to come
+    assert len(watches) == MANY  # and nobody is told twice
+    for call in again:
+        call.cancel()
+
+
+async def test_few_are_told_at_once_whatever_it_is() -> None:
+    watches = Watches()
+    for _ in range(3):
+        call = asyncio.create_task(watches.wait("pod", 30.0))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        watches.wake(Urgency.LATER)
+        await call
+        assert time.monotonic() - began < 0.05

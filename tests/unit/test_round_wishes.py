@@ -1,0 +1,223 @@
+"""Wishes that the operator writes for agents that ask: many in one swap, by the agents' own machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from round_stage import SIZES, A, B, Mortal, Stage
+
+from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
+from everstep.rendezvous.rounds import CloseJob, Join, apply, join_all
+from everstep_operator.shell.presence import Worker
+from everstep_operator.shell.round_rules import urgency, with_wishes
+from everstep_operator.shell.round_watches import Urgency
+from everstep_operator.shell.rounds import Agent, Rounds
+
+LIMIT = 10.0
+
+
+def wish(member: Member, after: int = 0, sizes: Sizes = SIZES) -> Wish:
+    return Wish(member, after, sizes)
+
+
+def announce(rounds: Rounds, agent: Agent, member: Member, after: int = 0, sizes: Sizes = SIZES) -> float:
+    """Announce and ask, as an agent does."""
+    rounds.announce(agent, member.agent, wish(member, after, sizes).encode(), 30.0)
+    return rounds.ask(agent)
+
+
+async def staged(operators: int = 1, client: Any = None) -> tuple[Stage, list[Rounds]]:
+    stage = Stage()
+    await stage.start()
+    return stage, [stage.operator(client and client(stage)) for _ in range(operators)]
+
+
+async def document(stage: Stage, round: int) -> Document:
+    """What is kept, as soon as it has that round."""
+    async with asyncio.timeout(LIMIT):
+        while (found := await stage.stored()) is None or found.round < round:  # noqa: ASYNC110 - the store tells nobody
+            await asyncio.sleep(0.005)
+    await stage.judge()
+    return found
+
+
+# --- how it is done
+
+
+async def test_agents_that_ask_find_themselves_in_a_round_that_none_of_them_wrote() -> None:
+    stage, (rounds,) = await staged()
+    for agent, member in zip(stage.agents, (A, B), strict=True):
+        assert announce(rounds, agent, member) > 0
+    assert (await document(stage, 1)).members == (A, B)
+
+
+async def test_a_hundred_wishes_cost_a_few_writes() -> None:
+    stage, (rounds,) = await staged(client=lambda stage: Mortal(stage.client))
+    sizes = Sizes(100, 100)
+    for i in range(100):
+        announce(rounds, Agent(stage.job, Worker(f"uid-{i}", i, 0)), Member(i, f"agent-{i:03}"), sizes=sizes)
+        await asyncio.sleep(0.001)
+    assert len((await document(stage, 1)).members) == 100
+    client: Any = rounds._documents._client
+    writes = sum("configmaps" in what and not what.startswith("get") for what in client.requests)
+    print(f"{writes} writes")
+    assert writes <= 40  # one after the other they would be a hundred, and as many that came too late
+
+
+async def test_who_announces_without_asking_is_written_by_nobody() -> None:
+    stage, (rounds,) = await staged()
+    rounds.announce(stage.agents[0], "a", wish(A).encode(), 30.0)
+    await asyncio.sleep(0.1)  # five times as long as wishes are gathered
+    assert await stage.stored() is None
+
+
+async def test_members_that_ask_again_meet_in_the_next_round_without_the_one_that_lapsed() -> None:
+    stage, (rounds,) = await staged()
+    for agent, member in zip(stage.agents, (A, B), strict=True):
+        announce(rounds, agent, member)
+    await document(stage, 1)
+    rounds.withdraw(stage.agents[1], "b")
+    announce(rounds, stage.agents[0], A, after=1)
+    assert (await document(stage, 2)).members == (A,)
+
+
+async def test_closed_job_writes_nothing_more_and_says_so_at_once() -> None:
+    stage, (rounds,) = await staged()
+    announce(rounds, stage.agents[0], A)
+    announce(rounds, stage.agents[1], B)
+    formed = await document(stage, 1)
+    sight = await rounds.read(stage.agents[0], 0)
+    closed = apply(formed, CloseJob("a", "done"))
+    assert isinstance(closed, Document)
+    assert await rounds.swap(stage.agents[0], sight.version, encode(closed))
+    assert announce(rounds, stage.agents[0], A, after=1) == 0
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+async def test_operator_that_dies_while_it_writes_wishes_leaves_them_to_the_next(after: bool) -> None:
+    for at in range(10):
+        stage, (first, second) = await staged(2, lambda stage: Mortal(stage.client))
+        first._documents._client = client = Mortal(stage.client, at, after)  # type: ignore[assignment]
+        for rounds in (first, second):
+            for agent, member in zip(stage.agents, (A, B), strict=True):
+                announce(rounds, agent, member)
+            if rounds is first:
+                async with asyncio.timeout(LIMIT):
+                    while not client.dead and not stage.rounds:
+                        await asyncio.sleep(0.005)
+                        await stage.judge()
+        await document(stage, 1)
+        assert list(stage.rounds.values()) == [(A, B)], at
+        if not client.dead:
+            assert at > 2  # the whole of it was died through
+            return
+    raise AssertionError("it has more requests than were tried")
+
+
+async def test_two_operators_that_both_lead_form_one_round_of_one_wish() -> None:
+    stage, operators = await staged(3)
+    for rounds in operators:
+        for agent, member in zip(stage.agents, (A, B), strict=True):
+            announce(rounds, agent, member)
+    await document(stage, 1)
+    await asyncio.sleep(0.2)
+    await stage.judge()
+    assert list(stage.rounds.values()) == [(A, B)]
+
+
+async def test_api_server_that_fails_for_a_moment_is_asked_again() -> None:
+    stage, (rounds,) = await staged()
+    rounds._documents._client = client = Mortal(stage.client, 0)  # type: ignore[assignment]
+    announce(rounds, stage.agents[0], A)
+    announce(rounds, stage.agents[1], B)
+    async with asyncio.timeout(LIMIT):
+        while not client.dead:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.005)
+    client.dead, client._at = False, None
+    assert (await document(stage, 1)).members == (A, B)
+
+
+async def test_replica_that_leads_no_more_writes_nothing() -> None:
+    stage, (rounds,) = await staged()
+    announce(rounds, stage.agents[0], A)
+    rounds.forget_all()
+    await asyncio.sleep(0.1)
+    assert await stage.stored() is None
+
+
+# --- what is written
+
+
+def asked(*wishes: Wish) -> dict[str, Wish]:
+    return {wish.member.agent: wish for wish in wishes}
+
+
+def written(before: Document | None, *wishes: Wish) -> Document | None:
+    return with_wishes(None if before is None else encode(before).decode(), before, asked(*wishes))
+
+
+def test_wish_for_a_round_that_was_formed_meanwhile_is_not_written_again() -> None:
+    formed = written(None, wish(A), wish(B))
+    assert formed is not None
+    assert formed.round == 1
+    assert written(formed, wish(A), wish(B)) is None
+
+
+def test_wish_that_an_agent_made_anew_replaces_its_older_one() -> None:
+    before = written(None, wish(A, sizes=Sizes(2, 2)))
+    assert before is not None
+    assert written(before, wish(A, sizes=Sizes(2, 2))) is None
+    anew = written(before, wish(replace(A, store_port=7), sizes=Sizes(2, 2)))
+    assert anew is not None
+    assert [member.store_port for member in anew.joining] == [7]
+
+
+def test_agent_that_cannot_join_keeps_nobody_out() -> None:
+    before, _ = join_all(Document(Sizes(2, 2)), [Join(B, Sizes(2, 2))])
+    other = wish(A, sizes=Sizes(9, 9))
+    assert written(before, other, wish(B, sizes=Sizes(2, 2))) is None
+    after = written(before, other, wish(B, sizes=Sizes(2, 2)), wish(Member(2, "c"), sizes=Sizes(2, 2)))
+    assert after is not None
+    assert [member.agent for member in after.members] == ["b", "c"]
+
+
+def test_nobody_is_taken_out_unless_somebody_joins() -> None:
+    formed = written(None, wish(A), wish(B))
+    assert formed is not None
+    assert written(formed, wish(A)) is None
+
+
+def test_document_with_fields_of_a_newer_release_is_left_to_the_agents() -> None:
+    before, _ = join_all(Document(SIZES), [Join(A, SIZES)])
+    text = json.dumps({**json.loads(encode(before)), "newer": 1}, separators=(",", ":"))
+    assert decode(text.encode()) == before
+    assert with_wishes(text, before, asked(wish(A), wish(B))) is None
+
+
+# --- who needs to know
+
+
+def test_only_the_first_member_that_asks_for_the_next_round_is_urgent_news() -> None:
+    three = Sizes(3, 5)
+    members = tuple(Member(i, name) for i, name in enumerate("abc"))
+    gathering, _ = join_all(Document(three), [Join(members[0], three)])
+    more, _ = join_all(gathering, [Join(members[1], three)])
+    assert urgency(None, gathering) is Urgency.NOW
+    assert urgency(gathering, more) is Urgency.LATER
+    whole = Document(three, round=1, members=members, seats=more.seats)
+    newcomer, _ = join_all(whole, [Join(Member(3, "d"), three)])
+    assert urgency(more, whole) is Urgency.NOW
+    assert urgency(whole, newcomer) is Urgency.LATER
+    back, _ = join_all(newcomer, [Join(members[0], three)])
+    assert urgency(newcomer, back) is Urgency.SOON
+    both, _ = join_all(back, [Join(members[1], three)])
+    assert urgency(back, both) is Urgency.LATER
+    assert urgency(both, replace(both, broken="x")) is Urgency.SOON
+    assert urgency(both, replace(both, closed="x")) is Urgency.NOW
