@@ -8,6 +8,7 @@ it makes no CUDA context; it dies with the agent, and what it forked dies with i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -73,6 +74,9 @@ class Parent:
                 os.setpgid(0, 0)
                 die_with(self._pid)
                 return command
+            # Here too: a signal to its group may come before it runs.
+            with contextlib.suppress(OSError):  # it has ended, or become another program
+                os.setpgid(pid, pid)
             self._tell(forked=command["id"], pid=pid)
         except OSError as e:
             self._tell(forked=command["id"], error=str(e))
