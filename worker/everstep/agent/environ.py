@@ -12,7 +12,7 @@ from everstep.rendezvous.participant import Round
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all processes of an agent have in common."""
+    """What all processes of an agent have in common. `most`: processes that the whole job may come to have."""
 
     inherited: Mapping[str, str]
     processes: int
@@ -21,6 +21,7 @@ class Setting:
     max_restarts: int
     socket: str
     virtual_local_rank: bool = False
+    most: int = 1
 
 
 def environment(setting: Setting, slot: int, round_: Round | None, error_file: str) -> dict[str, str]:
@@ -49,6 +50,7 @@ def environment(setting: Setting, slot: int, round_: Round | None, error_file: s
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
         ERROR_FILE: error_file,
         env.AGENT_SOCKET: setting.socket,
+        env.MOST_PROCESSES: str(max(size, setting.most)),
     }
     found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if round_ is not None:

@@ -83,8 +83,9 @@ class Agent:
             self._membership = Membership(driver, timeout, self._post)
             self._membership.start()
             self._setting = Setting(
-                self._environ, processes, a.run_id, a.role, a.max_restarts, self._switchboard.path, a.virtual_local_rank
-            )
+                self._environ, processes, a.run_id, a.role, a.max_restarts, self._switchboard.path,
+                a.virtual_local_rank, processes * a.nodes[1],
+            )  # fmt: skip
             self._output = Output(a, self._environ)
             alone = env.JOB_UID not in self._environ
             grace = min(a.shutdown_seconds, a.grace_seconds)

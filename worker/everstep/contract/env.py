@@ -30,5 +30,8 @@ GRACE_SECONDS = "EVERSTEP_GRACE_SECONDS"
 # The Unix socket on which an agent tells its training processes of rounds.
 AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"
 
+# How many training processes the job may come to have; the agent tells the session.
+MOST_PROCESSES = "EVERSTEP_MOST_PROCESSES"
+
 # Seconds for which a process may be in one step, at least, before it counts as hung; 0: never.
 HANG_SECONDS = "EVERSTEP_HANG_SECONDS"

@@ -137,6 +137,15 @@ class Boundary:
             with _exit_codes():
                 self._keeper.save(step, self._state)
 
+    def same(self, number: int) -> bool:
+        """Whether all ranks say this number, of at most 63 bits. Collective."""
+        if self._group is None:
+            return True
+        ends = torch.tensor([number, -number], dtype=torch.int64)
+        reduce_into(ends, dist.ReduceOp.MAX, self._group).wait()
+        most, least = ends.tolist()
+        return bool(most == -least)
+
     def finish(self, step: int, *, save: bool = True) -> None:
         """Training is complete after `step` steps: commit them, and report it. Collective."""
         if step != self.step:

@@ -80,8 +80,11 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Processes in the present world: 1 until `steps` begins, where worlds may change."""
-        return dist.get_world_size() if self._recovery is not None else self.place.world_size
+        """Processes in the present world. Before `steps` begins, where worlds may change: the most that the job may
+        have, so that what depends on there being others is built also by a process that begins alone."""
+        if self._recovery is None:
+            return self.place.world_size
+        return dist.get_world_size() if self._loop else self.place.most
 
     @property
     def device(self) -> torch.device:
@@ -105,9 +108,8 @@ class Run:
 
     def loader(self, dataset: Any, *, global_batch: int, seed: int = 0, **options: Any) -> ElasticLoader:
         """An `ElasticLoader` cut for this rank; pass it to `steps`."""
-        return ElasticLoader(
-            dataset, global_batch=global_batch, seed=seed, rank=self.rank, world_size=self.world_size, **options
-        )
+        size = dist.get_world_size() if self._recovery is not None else self.place.world_size
+        return ElasticLoader(dataset, global_batch=global_batch, seed=seed, rank=self.rank, world_size=size, **options)
 
     def log(self, **metrics: Any) -> None:
         """Numbers or 0-d tensors of this step, for the progress report. Never waits for a device."""
@@ -129,7 +131,7 @@ class Run:
             self._state["data"] = loader
         boundary = self._boundary
         count = partial(self._count, loader, total)
-        world: World = Steady(boundary, self._state)
+        world: World = Steady(boundary, self._state, self.place.world_size)
         if self._recovery is not None:
             world = Recovering(self._recovery, boundary, self._state, loader, count)
         world.begin()

@@ -12,16 +12,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from everstep.contract import env
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among its peers. `made`: the process group is ours to take down."""
+    """This process among its peers. `made`: the process group is ours to take down. `most`: how many processes the job
+    may come to have."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     made: bool
+    most: int
 
 
 def take_place(environ: Mapping[str, str] = os.environ) -> Place:
@@ -37,5 +41,6 @@ def take_place(environ: Mapping[str, str] = os.environ) -> Place:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         made = True
     if dist.is_available() and dist.is_initialized():
-        return Place(dist.get_rank(), dist.get_world_size(), local, device, made)
-    return Place(0, 1, local, device, made)
+        size = dist.get_world_size()
+        return Place(dist.get_rank(), size, local, device, made, max(size, int(environ.get(env.MOST_PROCESSES, "1"))))
+    return Place(0, 1, local, device, made, 1)

@@ -14,7 +14,9 @@ from everstep.train.boundary import Boundary
 from everstep.train.recovery.agreement import Quality
 from everstep.train.recovery.group import PeerLost
 from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.reducers import parallel
 from everstep.train.recovery.rounds import Dismissed
+from everstep.train.replicas import Replicas
 
 
 class World(Protocol):
@@ -48,11 +50,13 @@ class World(Protocol):
 class Steady:
     """The world of a process group that was made once."""
 
-    def __init__(self, boundary: Boundary, state: Mapping[str, Any]) -> None:
+    def __init__(self, boundary: Boundary, state: Mapping[str, Any], world_size: int) -> None:
         self._boundary = boundary
         self._state = state
+        self._size = world_size
 
     def begin(self) -> None:
+        self._replicas = Replicas(self._state, parallel() if self._size > 1 else ())
         self._boundary.restore(self._state)
 
     def step_begins(self) -> None:
@@ -68,9 +72,11 @@ class Steady:
         raise AssertionError("this world is never lost")
 
     def between(self) -> None:
+        self._replicas.completed(self._size, self._boundary.same)
         self._boundary.agree()
 
     def finish(self) -> bool:
+        self._replicas.completed(self._size, self._boundary.same)
         self._boundary.finish(self._boundary.step)
         return True
 
@@ -95,6 +101,7 @@ class Recovering:
     def begin(self) -> None:
         self._boundary.track(self._state)
         self._recovery.track(self._state)
+        self._replicas = Replicas(self._state, self._recovery.parallel)
         self._enter(Quality.NONE)
 
     def step_begins(self) -> None:
@@ -118,6 +125,7 @@ class Recovering:
 
     def between(self) -> None:
         try:
+            self._replicas.completed(self._recovery.members.world_size, self._boundary.same)
             if self._boundary.agree(move=self._recovery.boundary_wanted):
                 self._enter(Quality.WHOLE)
         except RuntimeError as e:
@@ -128,6 +136,7 @@ class Recovering:
     def finish(self) -> bool:
         before = self._boundary.step
         try:
+            self._replicas.completed(self._recovery.members.world_size, self._boundary.same)
             self._boundary.finish(before)
         except RuntimeError as e:
             if not self.lost(e):
@@ -149,6 +158,7 @@ class Recovering:
         members, round_ = self._recovery.members, self._recovery.round
         assert round_ is not None
         self._boundary.move(members, round_.number)
+        self._replicas.moved()
         if self._loader is not None:
             self._loader.reshard(members.rank, members.world_size)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
 
 from everstep.train.recovery import forming, transfer
 from everstep.train.recovery.agreement import Agreement, Quality, Standing, agree
@@ -70,6 +71,12 @@ class Recovery:
     def lost(self) -> str | None:
         """Why collectives of the present round fail; None while they work."""
         return self.main.lost or self.control.lost
+
+    @property
+    def parallel(self) -> list[DistributedDataParallel]:
+        """The script's DDP objects. After `track`."""
+        assert self._reducers is not None
+        return self._reducers.alive()
 
     def start(self) -> None:
         """Make `main` the default group, of a world of one for now."""

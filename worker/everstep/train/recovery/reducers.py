@@ -19,17 +19,24 @@ class Reducers:
     """The DDP objects of this process, found once: after the script has built them."""
 
     def __init__(self) -> None:
-        self._found = [weakref.ref(o) for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+        self._found = [weakref.ref(ddp) for ddp in parallel()]
 
     def __len__(self) -> int:
-        return sum(reference() is not None for reference in self._found)
+        return len(self.alive())
+
+    def alive(self) -> list[DistributedDataParallel]:
+        """Those that the script still holds."""
+        return [ddp for reference in self._found if (ddp := reference()) is not None]
 
     def rebuild(self) -> None:
         """For the round that has begun. On every member."""
-        for reference in self._found:
-            ddp = reference()
-            if ddp is not None:
-                rebuild(ddp)
+        for ddp in self.alive():
+            rebuild(ddp)
+
+
+def parallel() -> list[DistributedDataParallel]:
+    """The DDP objects of this process."""
+    return [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
 
 
 def rebuild(ddp: Any) -> None:
