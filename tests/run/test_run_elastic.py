@@ -19,34 +19,61 @@ pytestmark = pytest.mark.timeout(240)
 STEP = re.compile(r" step=(\d+) loss=\S+ world=(\d+) pid=(\d+)")
 
 
-def test_workers_of_an_elastic_job_are_killed_and_added_while_the_others_train_on(tmp_path: Path) -> None:
+def play(tmp_path: Path, steps: int, *at: str) -> tuple[list[object], dict[str, str]]:
+    """The example for so many steps, with these faults: its history, and the log of each pod."""
     job = yaml.safe_load((EXAMPLE / "elastic.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]
     script = str(EXAMPLE / "elastic.py")
-    container["command"] = ["everstep-run", script, "--steps", "500", "--step-seconds", "0.03"]
+    container["command"] = ["everstep-run", script, "--steps", str(steps), "--step-seconds", "0.03"]
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     out = tmp_path / "out"
     done = subprocess.run(
         [
             sys.executable, "-m", "everstep_cli.main", "run", str(tmp_path / "job.yaml"), "--plain", "--out", str(out),
-            "--checkpoint", str(tmp_path / "commits"), "--at", "40:kill=1", "--at", "250:scale=4",
+            "--checkpoint", str(tmp_path / "commits"), *(f"--at={one}" for one in at),
         ],
         capture_output=True, text=True, timeout=200, check=False,
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    history = list(History.load(out / "history.jsonl"))
+    logs = {path.stem: path.read_text() for path in (out / "logs").glob("*.log")}
+    return list(History.load(out / "history.jsonl")), logs
+
+
+def taken(logs: dict[str, str]) -> list[tuple[int, ...]]:
+    """What rank 0 printed: step, world size, process."""
+    return [tuple(map(int, found)) for log in logs.values() for found in STEP.findall(log)]
+
+
+def test_workers_of_an_elastic_job_are_killed_and_added_while_the_others_train_on(tmp_path: Path) -> None:
+    history, logs = play(tmp_path, 500, "40:kill=1", "250:scale=4")
     reasons = [e.reason for e in history if isinstance(e, EventSeen)]
     assert "WorkerLost" in reasons
     assert "RestoredFromCheckpoint" not in reasons, "the state came from a living peer"
     sizes = [e.size for e in history if isinstance(e, StatusSeen)]
     assert {2, 3, 4} <= set(sizes), sizes
 
-    logs = {path.stem: path.read_text() for path in (out / "logs").glob("*.log")}
     assert set(logs) == {f"digits-elastic-w{i}-{n}" for i, n in ((0, 0), (1, 0), (1, 1), (2, 0), (3, 0))}
-    rows = [tuple(map(int, found)) for log in logs.values() for found in STEP.findall(log)]
+    rows = taken(logs)
     assert sorted(step for step, _, _ in rows) == list(range(10, 501, 10)), "no step was taken twice, none left out"
     assert {world for _, world, _ in rows} == {2, 3, 4}
     assert len({pid for _, _, pid in rows}) == 1, "rank 0 was never started again"
     (accuracy,) = re.findall(r"final step=500 test_accuracy=([\d.]+)", "".join(logs.values()))
     assert float(accuracy) >= 0.95
+
+
+def test_workers_that_are_scaled_away_leave_at_the_end_of_a_step(tmp_path: Path) -> None:
+    history, logs = play(tmp_path, 300, "60:scale=2")
+    reasons = [e.reason for e in history if isinstance(e, EventSeen)]
+    assert "WorldResized" in reasons
+    assert not {"WorkerLost", "RestoredFromCheckpoint"} & set(reasons), reasons
+    sizes = [e.size for e in history if isinstance(e, StatusSeen)]
+    assert sizes[-1] == 2
+    assert set(logs) == {f"digits-elastic-w{i}-0" for i in range(3)}, "no worker was started again"
+    rows = taken(logs)
+    assert sorted(step for step, _, _ in rows) == list(range(10, 301, 10)), "no step was taken twice, none left out"
+    assert {world for _, world, _ in rows} == {2, 3}
+    assert len({pid for _, _, pid in rows}) == 1, "rank 0 was never started again"
+    left = re.findall(r"left after step (\d+), the others train on", logs["digits-elastic-w2-0"])
+    assert len(left) == 1
+    assert not any("committed" in log and "asked to stop" in log for log in logs.values()), "nobody else stopped"
