@@ -184,7 +184,7 @@ def test_a_store_that_is_away_makes_all_save_and_stop(
     job: Callable[..., Job], agents_etcd: Any, tmp_path: Path
 ) -> None:
     run = job(
-        *session(tmp_path, pause=0.01, url=str(tmp_path / "commits")), environ={"EVERSTEP_GRACE_SECONDS": "6"}
+        *session(tmp_path, pause=0.01, url=str(tmp_path / "commits")), environ={"EVERSTEP_GRACE_SECONDS": "15"}
     )  # fmt: skip
     agents = run.start(3)
     run.world(agents, 0)

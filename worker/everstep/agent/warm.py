@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -31,6 +32,8 @@ def main(argv: list[str]) -> None:
     commands = socket.socket(fileno=descriptor)
     for module in modules:
         _import(module)
+    # Else a child walks, and so copies, all that was imported here: when it collects garbage, and when it ends.
+    gc.freeze()
     program = Parent(commands).serve()
     if program is not None:
         # In a child, and outside of all that the parent had on its stack.
