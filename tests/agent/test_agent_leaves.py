@@ -144,6 +144,19 @@ def test_one_of_two_that_are_both_needed_is_told_to_stop_and_both_save_and_stop(
     assert commits(tmp_path) == [newest(run)]
 
 
+def test_a_signal_to_the_whole_group_of_an_agent_ends_no_process_behind_its_back(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """As some supervisors send it."""
+    run = job(*session(tmp_path, pause=0.01))
+    agents = run.start(3)
+    run.world(agents, 0)
+    os.killpg(agents[0].pid, signal.SIGTERM)
+    assert ended(run, agents[0]) == [PREEMPTED]
+    run.world(agents[1:], time.monotonic())
+    assert again(run) == []
+
+
 def test_who_left_can_be_followed_by_a_new_agent(job: Callable[..., Job], tmp_path: Path) -> None:
     """An agent that is drained, and its replacement: each change at the end of a step."""
     run = job(*session(tmp_path, pause=0.01))

@@ -22,13 +22,16 @@ from typing import Any
 
 MAX_LINE = 1024 * 1024
 PR_SET_PDEATHSIG = 1
+# Sent to the whole group of the agent by a terminal or a supervisor: the agent decides what they mean.
+FOR_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 MORE_LIKELY = 100  # added to oom_score_adj: of agent and process, the process goes
 
 
 def main(argv: list[str]) -> None:
     descriptor, parent, modules = int(argv[1]), int(argv[2]), [m for m in argv[3].split(",") if m]
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the agent passes on what it wants to
+    for number in FOR_THE_AGENT:
+        signal.signal(number, signal.SIG_IGN)
     commands = socket.socket(fileno=descriptor)
     for module in modules:
         _import(module)
@@ -73,6 +76,8 @@ class Parent:
             if pid == 0:
                 self._commands.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for number in FOR_THE_AGENT:
+                    signal.signal(number, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.setpgid(0, 0)
                 die_with(self._pid)
