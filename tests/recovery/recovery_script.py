@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from held_store import held_checkpointer
 from torch.nn.functional import cross_entropy, relu
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -46,6 +47,7 @@ class Wanted:
     pause: float = 0.0
     plain: bool = False  # nothing that depends on how a batch is cut: no BatchNorm, dropout or mixed precision
     bug_at: int = -1  # this step raises an error of the script's own
+    hold: str = ""  # the file that holds calls of the store; see held_store
 
 
 class Points(Dataset[Any]):
@@ -96,10 +98,17 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
+def start(wanted: Wanted) -> Any:
+    """The session's run, over a store that can be held if that is wanted."""
+    if wanted.hold:
+        return everstep.start(held_checkpointer(str(wanted.url), wanted.hold, every_steps=wanted.every_steps))
+    return everstep.start(wanted.url, every_steps=wanted.every_steps)
+
+
 def train(wanted: Wanted) -> None:
     torch.set_num_threads(1)
     diary = Diary(wanted.out)
-    with everstep.start(wanted.url, every_steps=wanted.every_steps) as run:
+    with start(wanted) as run:
         torch.manual_seed(1)
         model = DistributedDataParallel(Net(wanted.width, wanted.plain), **wanted.ddp)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -110,7 +119,11 @@ def train(wanted: Wanted) -> None:
         )
         run.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
         diary.write(kind="begin")
+        began = False
         for step in run.steps(loader, until=wanted.steps):
+            if not began:
+                began = True
+                diary.write(kind="from", step=run.step, digest=digest(model, optimizer))
             with step as batches:
                 optimizer.zero_grad(set_to_none=True)
                 total, taken = torch.zeros(1), []

@@ -122,6 +122,7 @@ class Checkpointer:
         self._ranks: Ranks | None = None
         self._own: OpenRecord | None = None
         self._writer: Writer | None = None
+        self._loading: Loads | None = None  # of a load that has not ended
         self._loads: Loads | None = None  # of rank 0
         self._proved: int | None = None  # the step at which the state that was loaded is no poison
         self._damaged: set[int] = set()
@@ -141,6 +142,7 @@ class Checkpointer:
         wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group)
         loads = Loads(self._store, own)
         guard = Guard(loads, self._settings.max_loads, self._settings.nonfinite)
+        self._loading = loads
         try:
             found = newest_whole(self._log, self._store, own, ranks, wanted, guard, self._stepped_over)
             if found is not None:
@@ -151,6 +153,7 @@ class Checkpointer:
             with contextlib.suppress(StorageError):
                 loads.end()  # this says nothing about the commit
             raise
+        self._loading = None
         step = found[0].step if found else None
         if ranks.rank == 0 and step is not None:
             self._loads, self._proved = loads, step + SURVIVED_STEPS
@@ -205,6 +208,10 @@ class Checkpointer:
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
+        if self._loading is not None:
+            # It came to nothing because of others, and this process lives: that says nothing about the commit.
+            self._loading.end_quietly()
+            self._loading = None
         self._moved = True
         self._ranks, self._own, self._sequence = ranks, None, 0
 
@@ -267,10 +274,13 @@ class Checkpointer:
 
     def _alive(self, step: int) -> None:
         """Training has come to `step`: what was loaded some steps before was no poison."""
-        if self._proved is not None and step >= self._proved and self._writer is not None:
+        if self._proved is not None and step >= self._proved:
             assert self._loads is not None
-            self._writer.later(self._loads.end)
             self._proved = None
+            if self._writer is not None:
+                self._writer.later(self._loads.end)
+            else:  # the world changed since; the next save makes the next writer
+                threading.Thread(target=self._loads.end_quietly, name="everstep-note", daemon=True).start()
 
     def _stage(self, step: int, identifier: str, captured: Captured, ranks: Ranks) -> Staged:
         arranged, tensors = self._arranger.arrange(captured, ranks)

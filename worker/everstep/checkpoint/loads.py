@@ -7,13 +7,16 @@ stepped over. Only rank 0 uses this. Invariant: a mark is written before the loa
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Final
 
 from everstep.checkpoint import wire
 from everstep.checkpoint.layout import LOADS, load_name, load_numbers
 from everstep.checkpoint.manifest import NONE, VERSION, OpenRecord
-from everstep.storage import ObjectStore
+from everstep.storage import ObjectStore, StorageError
+
+log = logging.getLogger("everstep.checkpoint")
 
 SURVIVED_STEPS: Final = 10
 
@@ -40,9 +43,16 @@ class Loads:
 
     def end(self) -> None:
         """What was loaded is no poison, or was not used: take this run's mark back."""
-        if self._marked != NONE:
-            self._store.delete(load_name(self._marked, self._own.n))
+        if (marked := self._marked) != NONE:
+            self._store.delete(load_name(marked, self._own.n))
             self._marked = NONE
+
+    def end_quietly(self) -> None:
+        """`end`, where nobody can do anything about a store that fails."""
+        try:
+            self.end()
+        except StorageError as e:
+            log.warning("the mark of the commit that was loaded stays: %s", e)
 
     def clear(self, commit: int) -> None:
         """`commit` is the newest now: what older ones did to earlier runs no longer matters."""

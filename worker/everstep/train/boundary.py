@@ -44,6 +44,7 @@ class Boundary:
         self._group: Any = None
         self._intent = Intent(None)
         self._rank = 0
+        self._check: Callable[[], None] = _nothing
         self.step = 0
 
     @classmethod
@@ -73,6 +74,10 @@ class Boundary:
     def track(self, state: Mapping[str, Any]) -> None:
         """What is saved, in a process that may restore nothing because a peer gives it the state."""
         self._state = state
+
+    def check_by(self, check: Callable[[], None]) -> None:
+        """Ask this while a save is waited for, of which a rank may be gone: it raises then."""
+        self._check = check
 
     def move(self, ranks: Ranks, round_: int) -> None:
         """The world is another one. What was agreed on in the one before, and a save in flight, are given up."""
@@ -133,7 +138,7 @@ class Boundary:
     def save(self, step: int) -> None:
         """Begin to save the state after the last step now, because later it will be another. Collective."""
         self.step = step
-        if self._keeper is not None and not self._all(self._keeper.durable(step, None)):
+        if self._keeper is not None and not self._all(self._keeper.durable(step, None, self._check)):
             with _exit_codes():
                 self._keeper.save(step, self._state)
 
@@ -187,10 +192,10 @@ class Boundary:
         """Commit the present state, unless it is; whether it is durable, the same answer on every rank."""
         if self._keeper is None:
             return False
-        if self._all(self._keeper.durable(self.step, remaining())):
+        if self._all(self._keeper.durable(self.step, remaining(), self._check)):
             return True
         self._keeper.save(self.step, self._state)
-        return self._all(self._keeper.durable(self.step, remaining()))
+        return self._all(self._keeper.durable(self.step, remaining(), self._check))
 
     def _all(self, done: bool) -> bool:
         """Whether every rank says so; rank 0 does only when the commit exists, so nobody leaves before."""
@@ -199,6 +204,10 @@ class Boundary:
         answer = torch.tensor([int(done)], dtype=torch.int32)
         reduce_into(answer, dist.ReduceOp.MIN, self._group).wait()
         return bool(answer.item())
+
+
+def _nothing() -> None:
+    """In a world whose launcher ends its processes when a peer is gone."""
 
 
 def _part() -> None:

@@ -8,19 +8,21 @@ written, or that was restored.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle
 from everstep.checkpoint.opening import Settings
 from everstep.checkpoint.ranks import Ranks
-from everstep.checkpoint.writer import Committed, Written
+from everstep.checkpoint.writer import Committed, Outcome, Written
 
 log = logging.getLogger("everstep.train")
 
 NEVER = 999_999_999  # steps between saves, for a Checkpointer whose saves the session times
+LOOK_SECONDS = 0.02  # from one look at the peers to the next, while a save is waited for
 
 
 class Keeper:
@@ -82,13 +84,26 @@ class Keeper:
         self._began = time.monotonic()
         self._handle = self.checkpointer.save(step, state)
 
-    def durable(self, step: int, seconds: float | None) -> bool:
-        """Wait for the save in flight, at most `seconds`; whether this rank's part of `step` is durable then."""
+    def durable(self, step: int, seconds: float | None, check: Callable[[], None]) -> bool:
+        """Wait for the save in flight, at most `seconds`; whether this rank's part of `step` is durable then. `check`
+        is called meanwhile, and raises if the peers that the save needs are gone."""
         if self._handle is None:
             return self._restored == step
         try:
-            outcome = self._handle.wait(seconds)
+            outcome = _wait(self._handle, seconds, check)
         except (CheckpointError, TimeoutError) as e:
             log.warning("step %d is not saved: %s", self._handle.step, e)
             return False
         return isinstance(outcome, Committed | Written) and outcome.step == step
+
+
+def _wait(handle: SaveHandle, seconds: float | None, check: Callable[[], None]) -> Outcome:
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    while True:
+        check()
+        left = until - time.monotonic()
+        try:
+            return handle.wait(max(0.0, min(left, LOOK_SECONDS)))
+        except TimeoutError:
+            if left <= LOOK_SECONDS:
+                raise TimeoutError(f"the save of step {handle.step} is still in flight after {seconds} s") from None

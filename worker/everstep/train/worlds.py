@@ -100,6 +100,7 @@ class Recovering:
 
     def begin(self) -> None:
         self._boundary.track(self._state)
+        self._boundary.check_by(self._recovery.check)
         self._recovery.track(self._state)
         self._replicas = Replicas(self._state, self._recovery.parallel)
         self._enter(Quality.NONE)

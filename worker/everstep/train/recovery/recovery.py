@@ -88,7 +88,7 @@ class Recovery:
         """What makes up the training state. Once, before the first `enter`."""
         self._state = state
         self._reducers = Reducers()
-        self._replay = Replay(state, self._refuse)
+        self._replay = Replay(state, self.check)
         self._rounds.on_round(self._heard)
         self._rounds.on_where(self._where)
         self._rounds.ready()
@@ -193,8 +193,8 @@ class Recovery:
         newest = self._rounds.newest()
         return newest is not None and newest.number > number
 
-    def _refuse(self) -> None:
-        """Before an optimizer's step: not in a round that is over, whose other members may go without it."""
+    def check(self) -> None:
+        """Raises `PeerLost` if the round is over. Before an optimizer's step: the other members may go without it."""
         if (reason := self.lost) is not None:
             raise PeerLost(reason)
 
