@@ -35,6 +35,11 @@ def test_steps_that_are_slow_anyway_may_take_longer() -> None:
     assert looks(Watch(2.5), *[slow] * (int(FACTOR) + 2))[-1]
 
 
+def test_slow_steps_do_not_raise_a_limit_that_is_fixed() -> None:
+    slow = Where(7, False, 100.0)
+    assert looks(Watch(2.5, factor=0), *[slow] * 4) == [False, False, False, True]
+
+
 def test_progress_and_the_time_between_two_steps_begin_the_count_anew() -> None:
     steps = [Where(step, False, 0.1) for step in range(20)]
     assert not any(looks(Watch(2.5), *(one for step in steps for one in (step, step))))

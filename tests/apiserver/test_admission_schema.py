@@ -154,7 +154,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"checkpoint": {"url": "s3://b/c", "onPreemption": True}},
         "spec.checkpoint.onPreemption: true is not implemented",
     ),
-    "pending_hang_detection": ({"recovery.hang.mode": "Auto"}, "spec.recovery.hang.mode"),
+    "hang_fixed_over_c10d": (
+        {"recovery.hang": {"mode": "Fixed", "timeoutSeconds": 60}, "rendezvous.backend": "c10d"},
+        "spec.recovery.hang.mode Fixed needs",
+    ),
 }
 
 NAMES_REFUSED = {

@@ -33,6 +33,11 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             "rules": [RULE, {"onReasons": ["OOMKilled", "NodeLost"], "action": "RestartUncharged"}],
         }
     },
+    "hang_found_by_what_is_usual": {"recovery.hang": {"mode": "Auto", "floorSeconds": 5}},
+    "hang_found_after_fixed_seconds": {
+        "recovery.hang": {"mode": "Fixed", "timeoutSeconds": 30},
+        "rendezvous.backend": "everstep",
+    },
     "lifecycle_with_all": {
         "activeDeadlineSeconds": 60,
         "ttlSecondsAfterFinished": 0,

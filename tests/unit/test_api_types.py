@@ -51,7 +51,7 @@ def test_minimal_spec_has_the_documented_defaults() -> None:
     assert parsed.recovery.restart_window_seconds == 3600
     assert (parsed.recovery.backoff_seconds.initial, parsed.recovery.backoff_seconds.max) == (1, 300)
     assert parsed.recovery.no_progress_limit == 3
-    assert parsed.recovery.hang.mode == HangMode.OFF
+    assert (parsed.recovery.hang.mode, parsed.recovery.hang.floor_seconds) == (HangMode.AUTO, 60)
     assert parsed.pod_cleanup == PodCleanup.RUNNING
     assert parsed.pod_disruption_budget
     assert parsed.checkpoint is None
@@ -107,6 +107,10 @@ def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:
         ),
         ({"recovery": {"rules": [{"action": "Fail"}]}}, "spec.recovery.rules[0]"),
         ({"recovery": {"backoffSeconds": {"initial": 9, "max": 3}}}, "spec.recovery.backoffSeconds.initial"),
+        (
+            {"recovery": {"hang": {"mode": "Fixed", "timeoutSeconds": 9}}, "rendezvous": {"backend": "c10d"}},
+            "spec.recovery.hang.mode",
+        ),
         ({"checkpoint": {"url": "s3://b/../c"}}, "spec.checkpoint.url"),
         ({"elastic": {"minReplicas": 4, "maxReplicas": 2}}, "spec.elastic.minReplicas"),
         ({"elastic": {"minReplicas": 1, "maxReplicas": 4}}, "spec.elastic"),
@@ -142,7 +146,6 @@ def test_default_spec_asks_for_nothing_that_is_pending(check: Any) -> None:
         ),
         (elastic(shrinkAfterSeconds=5), "spec.elastic.shrinkAfterSeconds"),
         ({"checkpoint": {"url": "s3://b/c", "onPreemption": True}}, "spec.checkpoint.onPreemption"),
-        ({"recovery": {"hang": {"mode": "Auto"}}}, "spec.recovery.hang.mode"),
     ],
 )
 def test_field_of_a_later_version_is_refused_not_ignored(fields: dict[str, Any], path: str) -> None:

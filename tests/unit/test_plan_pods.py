@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from everstep.agent.arguments import read
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.api.status import Status
 from everstep_operator.plan import names, pods
@@ -195,6 +196,37 @@ def test_service_selects_by_uid_and_answers_before_pods_are_ready() -> None:
     assert body["spec"]["selector"] == {"everstep.dev/job-uid": "uid-1"}
     assert body["spec"]["publishNotReadyAddresses"]
     assert body["spec"]["clusterIP"] == "None"
+
+
+@pytest.mark.parametrize(
+    ("hang", "told"),
+    [
+        ({}, {"EVERSTEP_HANG_SECONDS": "60"}),
+        ({"mode": "Auto", "floorSeconds": 5}, {"EVERSTEP_HANG_SECONDS": "5"}),
+        ({"mode": "Fixed", "timeoutSeconds": 9}, {"EVERSTEP_HANG_SECONDS": "9", "EVERSTEP_HANG_FACTOR": "0"}),
+        ({"mode": "Off"}, {"EVERSTEP_HANG_SECONDS": "0"}),
+    ],
+)
+def test_agents_are_told_how_long_a_step_and_a_recovery_may_take(hang: dict[str, Any], told: dict[str, str]) -> None:
+    view = job(recovery={"hang": hang}, rendezvous={"backend": "everstep", "joinTimeoutSeconds": 90})
+    env = values(pods.agent_pod(view, 0, 0, SETTINGS))
+    assert {k: v for k, v in env.items() if "_HANG_" in k} == told
+    assert env["EVERSTEP_RECOVERY_SECONDS"] == "90"
+    arguments = read(["train.py"], env)
+    assert arguments.hang_seconds == float(told["EVERSTEP_HANG_SECONDS"])
+    assert arguments.hang_factor == float(told.get("EVERSTEP_HANG_FACTOR", "10"))
+    assert arguments.recovery_seconds == 90
+
+
+def test_hang_settings_of_the_template_win_and_the_rendezvous_settings_do_not() -> None:
+    template = copy.deepcopy(TEMPLATE)
+    template["spec"]["containers"][1]["env"] = [
+        {"name": "EVERSTEP_HANG_SECONDS", "value": "7"},
+        {"name": "PET_RDZV_BACKEND", "value": "etcd"},
+    ]
+    env = values(pods.agent_pod(job(template, rendezvous={"backend": "everstep"}), 0, 0, SETTINGS))
+    assert env["EVERSTEP_HANG_SECONDS"] == "7"
+    assert env["PET_RDZV_BACKEND"] == "everstep"
 
 
 _PARSE = """

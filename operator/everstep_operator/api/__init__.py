@@ -4,6 +4,7 @@ from everstep_operator.api.base import ApiError, SpecError
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason, EventType, event_type
 from everstep_operator.api.parse import parse_spec, parse_status
+from everstep_operator.api.recovery import Hang, HangMode, Recovery, Rule, RuleAction
 from everstep_operator.api.status import (
     CheckpointStatus,
     Condition,
@@ -19,14 +20,9 @@ from everstep_operator.api.status import (
 from everstep_operator.api.types import (
     Checkpoint,
     Elastic,
-    Hang,
-    HangMode,
     PodCleanup,
-    Recovery,
     Rendezvous,
     RendezvousBackend,
-    Rule,
-    RuleAction,
     TrainingJobSpec,
 )
 

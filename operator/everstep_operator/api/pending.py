@@ -7,7 +7,7 @@ Work that implements a field deletes its entry here and nothing else. Invariant:
 from __future__ import annotations
 
 from everstep_operator.api.base import Check
-from everstep_operator.api.types import HangMode, TrainingJobSpec
+from everstep_operator.api.types import TrainingJobSpec
 
 
 def _not_yet(what: str, remedy: str) -> str:
@@ -33,12 +33,6 @@ PENDING: tuple[Check, ...] = (
         message=_not_yet("spec.checkpoint.onPreemption: true", "remove it"),
         field=".checkpoint.onPreemption",
         holds=lambda s: s.checkpoint is None or not s.checkpoint.on_preemption,
-    ),
-    Check(
-        cel="self.recovery.hang.mode == 'Off'",
-        message=_not_yet('spec.recovery.hang.mode other than "Off"', "remove it"),
-        field=".recovery.hang.mode",
-        holds=lambda s: s.recovery.hang.mode == HangMode.OFF,
     ),
 )
 

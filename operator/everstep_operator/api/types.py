@@ -15,14 +15,13 @@ from pydantic import Field, StringConstraints, WithJsonSchema, field_validator
 
 from everstep.contract.labels import WORKER_CONTAINER
 from everstep_operator.api.base import ApiModel, Bool, Check, Int32, ObjectName, section
-from everstep_operator.api.conditions import Cause
+from everstep_operator.api.recovery import YEAR, HangMode, Recovery
 from everstep_operator.api.template import TEMPLATE_SCHEMA, require_bounded, worker_container
 
 MAX_REPLICAS = 4096
 MAX_PROCESSES = 64
 # Pods are named <job>-w<index>-<incarnation>: 48 + 2 + 4 digits + 1 + 8 digits are the 63 characters of a host name.
 MAX_NAME = 48
-YEAR = 365 * 24 * 3600
 DEFAULT_EVERY_SECONDS = 600
 AUTO: Literal["auto"] = "auto"
 
@@ -33,22 +32,6 @@ class RendezvousBackend(StrEnum):
     EVERSTEP = "everstep"
     ETCD = "etcd"
     C10D = "c10d"
-
-
-class HangMode(StrEnum):
-    """How a hang is found. Write "Off" in quotes: bare Off is a boolean in YAML."""
-
-    AUTO = "Auto"
-    FIXED = "Fixed"
-    OFF = "Off"
-
-
-class RuleAction(StrEnum):
-    """What a recovery rule does with the loss that it matches."""
-
-    FAIL = "Fail"
-    RESTART = "Restart"
-    RESTART_UNCHARGED = "RestartUncharged"
 
 
 class PodCleanup(StrEnum):
@@ -218,91 +201,6 @@ class Checkpoint(ApiModel):
         return self.every_seconds if self.every_seconds is not None else DEFAULT_EVERY_SECONDS
 
 
-class Backoff(ApiModel):
-    """Waits between charged restarts: `initial` doubled at each, up to `max`."""
-
-    initial: Annotated[Int32, Field(ge=0, le=3_600)] = Field(
-        default=1, description="Seconds before the first charged restart."
-    )
-    max: Annotated[Int32, Field(ge=0, le=86_400)] = Field(default=300, description="Longest wait in seconds.")
-
-    CHECKS: ClassVar[tuple[Check, ...]] = (
-        Check(
-            cel="self.initial <= self.max",
-            message="spec.recovery.backoffSeconds.initial must not be greater than max",
-            field=".initial",
-            holds=lambda b: b.initial <= b.max,
-        ),
-    )
-
-
-class Hang(ApiModel):
-    """When a training process that reports no progress counts as hung."""
-
-    mode: HangMode = Field(
-        default=HangMode.OFF,
-        description='Auto: k times p99 of recent steps. Fixed: timeoutSeconds. "Off" (in quotes: bare Off is a boolean '
-        "in YAML).",
-    )
-    timeout_seconds: Annotated[Int32, Field(ge=1, le=86_400)] | None = Field(
-        default=None, description="Seconds without progress, with mode Fixed."
-    )
-    floor_seconds: Annotated[Int32, Field(ge=1, le=86_400)] = Field(
-        default=60, description="With mode Auto, never sooner than this many seconds."
-    )
-
-    CHECKS: ClassVar[tuple[Check, ...]] = (
-        Check(
-            cel="(self.mode == 'Fixed') == has(self.timeoutSeconds)",
-            message="spec.recovery.hang.timeoutSeconds must be given with mode Fixed, and only with it",
-            field=".timeoutSeconds",
-            holds=lambda h: (h.mode == HangMode.FIXED) == (h.timeout_seconds is not None),
-        ),
-    )
-
-
-class Rule(ApiModel):
-    """What to do about a loss with one of these exit codes or reasons."""
-
-    on_exit_codes: tuple[Annotated[Int32, Field(ge=1, le=255)], ...] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=255,
-        description="Exit codes of the worker container; 0 is never a failure.",
-    )
-    on_reasons: tuple[Cause, ...] | None = Field(
-        default=None, min_length=1, max_length=16, description="Causes, as in status.recoveries."
-    )
-    action: RuleAction = Field(
-        description="Fail: end the job. Restart: charge the budget. RestartUncharged: restart without a charge."
-    )
-
-    CHECKS: ClassVar[tuple[Check, ...]] = (
-        Check(
-            cel="has(self.onExitCodes) != has(self.onReasons)",
-            message="spec.recovery.rules: a rule has either onExitCodes or onReasons; make two rules of it",
-            holds=lambda r: (r.on_exit_codes is None) != (r.on_reasons is None),
-        ),
-    )
-
-
-class Recovery(ApiModel):
-    """How often, how soon and after what the job is started again."""
-
-    max_restarts: Annotated[Int32, Field(ge=0, le=10_000)] = Field(
-        default=10, description="Charged restarts within the window; only failures of the program are charged."
-    )
-    restart_window_seconds: Annotated[Int32, Field(ge=1, le=YEAR)] = Field(
-        default=3_600, description="Seconds after which the charged restarts are forgotten."
-    )
-    backoff_seconds: Backoff = section(Backoff, "Waits between charged restarts.")
-    no_progress_limit: Annotated[Int32, Field(ge=1, le=1_000)] = Field(
-        default=3, description="Restarts in a row without one new step that fail the job."
-    )
-    hang: Hang = section(Hang, "When a silent process counts as hung.")
-    rules: tuple[Rule, ...] = Field(default=(), max_length=32, description="The first that matches a loss decides.")
-
-
 class TrainingJobSpec(ApiModel):
     """What is to be trained, on how many workers, and how it is kept going."""
 
@@ -370,6 +268,13 @@ class TrainingJobSpec(ApiModel):
             message="spec.elastic needs a spec.rendezvous.backend other than c10d, whose world has one size",
             field=".elastic",
             holds=lambda s: s.elastic is None or s.rendezvous.backend != RendezvousBackend.C10D,
+        ),
+        Check(
+            cel="self.recovery.hang.mode != 'Fixed' || self.rendezvous.backend != 'c10d'",
+            message="spec.recovery.hang.mode Fixed needs a spec.rendezvous.backend other than c10d, "
+            "under which nobody watches the processes",
+            field=".recovery.hang.mode",
+            holds=lambda s: s.recovery.hang.mode != HangMode.FIXED or s.rendezvous.backend != RendezvousBackend.C10D,
         ),
         Check(
             cel=f"self.template.spec.containers.exists_one(c, c.name == '{WORKER_CONTAINER}')",

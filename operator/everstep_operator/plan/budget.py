@@ -11,8 +11,8 @@ from datetime import datetime, timedelta
 
 from everstep_operator.api.conditions import Cause
 from everstep_operator.api.events import EventReason
+from everstep_operator.api.recovery import Recovery, RuleAction
 from everstep_operator.api.status import Restarts
-from everstep_operator.api.types import Recovery, RuleAction
 from everstep_operator.plan.failure import Charge, Loss
 from everstep_operator.plan.snapshot import Snapshot
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.contract import env, labels
 from everstep.contract.messages import REPORT_PATH
-from everstep_operator.plan import names, rendezvous
+from everstep_operator.plan import agents, names, rendezvous
 from everstep_operator.plan.snapshot import JobView, Settings
 
 TOKEN_VOLUME = "everstep-token"
@@ -71,17 +71,21 @@ def worker_pod(job: JobView, index: int, round_: int, size: int, settings: Setti
 def agent_pod(job: JobView, index: int, incarnation: int, settings: Settings) -> dict[str, Any]:
     """The pod of worker `index` whose agent joins rounds: it has no round of its own, and may be in many."""
     environment = _everstep(job, index, incarnation, settings)
-    return _pod(job, index, incarnation, {**environment, **rendezvous.of_agents(job, settings)})
+    identity = {**environment, **rendezvous.of_agents(job, settings)}
+    return _pod(job, index, incarnation, identity, agents.tuning(job.spec))
 
 
-def _pod(job: JobView, index: int, incarnation: int, identity: dict[str, str]) -> dict[str, Any]:
-    """The template as it is, with who the pod is. `identity` are variables that the user cannot set."""
+def _pod(
+    job: JobView, index: int, incarnation: int, identity: dict[str, str], tuning: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """The template as it is, with who the pod is. `identity` are variables that the user cannot set, `tuning` are ones
+    that are there unless the user sets them."""
     template = copy.deepcopy(job.spec.template)
     spec: dict[str, Any] = template.get("spec", {})
     meta: dict[str, Any] = template.get("metadata", {}) or {}
     name = names.pod_name(job.name, index, incarnation)
     container = next(c for c in spec["containers"] if c.get("name") == labels.WORKER_CONTAINER)
-    _inject_environment(container, job, identity)
+    _inject_environment(container, job, identity, tuning or {})
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     mounts = [m for m in (container.get("volumeMounts") or ()) if m.get("name") != TOKEN_VOLUME]
     container["volumeMounts"] = [*mounts, {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIR, "readOnly": True}]
@@ -120,8 +124,11 @@ def _token_volume() -> dict[str, Any]:
     return {"name": TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
 
 
-def _inject_environment(container: dict[str, Any], job: JobView, identity: dict[str, str]) -> None:
+def _inject_environment(
+    container: dict[str, Any], job: JobView, identity: dict[str, str], tuning: dict[str, str]
+) -> None:
     tuning = {
+        **tuning,
         "PET_MAX_RESTARTS": str(rendezvous.restarts_in_place(job)),
         "PET_MONITOR_INTERVAL": "0.1",
         "PYTHONUNBUFFERED": "1",

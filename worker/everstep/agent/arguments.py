@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from everstep.agent.hang import FACTOR
 from everstep.contract import env
 
 OUR_BACKENDS = ("everstep", "etcd-v3")
@@ -19,8 +20,6 @@ OUR_BACKENDS = ("everstep", "etcd-v3")
 MODULES = "torch,torch.distributed,torch._dynamo"
 # What torchrun has no flag for. Modules that the warm parent imports once for all processes:
 PRELOAD = "EVERSTEP_PRELOAD"
-# Seconds that a process may take to come into a new round before it is replaced:
-RECOVERY_SECONDS = "EVERSTEP_RECOVERY_SECONDS"
 GRACE_SHARE = 0.85  # of the grace period is for the processes, as `train.stopping` has it
 
 
@@ -64,6 +63,7 @@ class Arguments:
     recovery_seconds: float
     hang_seconds: float
     grace_seconds: float  # from SIGTERM to when all processes have to be gone
+    hang_factor: float
 
     @property
     def ours(self) -> bool:
@@ -166,9 +166,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
         shutdown_seconds=_number("--shutdown-timeout", a.shutdown_timeout),
         virtual_local_rank=a.virtual_local_rank,
         preload=tuple(m.strip() for m in environ.get(PRELOAD, MODULES).split(",") if m.strip()),
-        recovery_seconds=_number(RECOVERY_SECONDS, environ.get(RECOVERY_SECONDS, "300")),
+        recovery_seconds=_number(env.RECOVERY_SECONDS, environ.get(env.RECOVERY_SECONDS, "300")),
         hang_seconds=_number(env.HANG_SECONDS, environ.get(env.HANG_SECONDS, "60")),
         grace_seconds=GRACE_SHARE * max(1.0, _number(env.GRACE_SECONDS, environ.get(env.GRACE_SECONDS, "30"))),
+        hang_factor=_number(env.HANG_FACTOR, environ.get(env.HANG_FACTOR, f"{FACTOR:g}")),
     )
     if found.ours:
         _refuse(a)

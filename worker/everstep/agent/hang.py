@@ -1,7 +1,7 @@
 """When a process hangs, and whose fault that is. Pure.
 
 The agent asks each process that speaks with it, about once a second, where it is. A process is *stalled* if it is in
-the same step for longer than `FACTOR` times its slowest recent step, and longer than a floor. In a step where one rank
+the same step for longer than a factor times its slowest recent step, and longer than a floor. In a step where one rank
 does not arrive all others wait in a collective; so of the stalled processes only one that does *not* wait is to blame.
 One that does not even answer holds the interpreter's lock, which nobody does who waits in a collective of ours.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-FACTOR = 10.0
+FACTOR = 10.0  # if nothing else is said
 ASK_SECONDS = 1.0
 
 
@@ -29,9 +29,11 @@ class Where:
 @dataclass(frozen=True, slots=True)
 class Watch:
     """Of one process. `stalled`: seconds in the step in which it was seen last, as far as it was looked at: an agent
-    that was stopped itself knows nothing of that time. `looked`: when, by any clock."""
+    that was stopped itself knows nothing of that time. `looked`: when, by any clock. `factor` 0: the floor is the
+    limit."""
 
     floor: float
+    factor: float = FACTOR
     step: int | None = None
     stalled: float = 0.0
     looked: float = 0.0
@@ -39,7 +41,7 @@ class Watch:
 
     @property
     def limit(self) -> float:
-        return max(self.floor, FACTOR * self.slowest)
+        return max(self.floor, self.factor * self.slowest)
 
 
 def look(watch: Watch, where: Where | None, now: float) -> tuple[Watch, bool]:

@@ -256,7 +256,8 @@ class Agent:
                 "stacks": str(files.stacks),
             }
         )
-        self._running[pid] = Running(slot, rank, files, Watch(self._arguments.hang_seconds))
+        watch = Watch(self._arguments.hang_seconds, self._arguments.hang_factor)
+        self._running[pid] = Running(slot, rank, files, watch)
         self._state = started(self._state, slot, pid)
         if (number := self._signals.pop(slot, None)) is not None:
             self._warm.signal(pid, number)

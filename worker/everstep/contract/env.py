@@ -35,3 +35,7 @@ MOST_PROCESSES = "EVERSTEP_MOST_PROCESSES"
 
 # Seconds for which a process may be in one step, at least, before it counts as hung; 0: never.
 HANG_SECONDS = "EVERSTEP_HANG_SECONDS"
+# And so many times its slowest recent step; 0: however slow its steps are.
+HANG_FACTOR = "EVERSTEP_HANG_FACTOR"
+# Seconds that a process may take to come into an announced round before it is replaced.
+RECOVERY_SECONDS = "EVERSTEP_RECOVERY_SECONDS"
