@@ -142,13 +142,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "case_02_elastic_over_c10d": ({"elastic": ELASTIC}, "spec.elastic needs"),
     "case_02_replicas_below_the_sizes": ({**OVER_ETCD, "elastic": {**ELASTIC, "sizes": [4, 8]}}, "spec.replicas"),
     "case_02_etcd_without_endpoints": ({"rendezvous.backend": "etcd"}, "spec.rendezvous.etcd.endpoints"),
-    "pending_etcd_secret": (
-        {"rendezvous": {"backend": "etcd", "etcd": {**ETCD, "secretRef": {"name": "s"}}}},
-        "spec.rendezvous.etcd.secretRef is not implemented",
-    ),
-    "pending_shrink_after": (
-        {**OVER_ETCD, "elastic": {**ELASTIC, "shrinkAfterSeconds": 5}},
-        "spec.elastic.shrinkAfterSeconds above 0 is not implemented",
+    "shrink_after_without_a_replacement": (
+        {**OVER_ETCD, "elastic": {**ELASTIC, "shrinkAfterSeconds": 5, "regrow": False}},
+        "spec.elastic.shrinkAfterSeconds needs regrow",
     ),
     "pending_save_on_preemption": (
         {"checkpoint": {"url": "s3://b/c", "onPreemption": True}},

@@ -38,6 +38,14 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "recovery.hang": {"mode": "Fixed", "timeoutSeconds": 30},
         "rendezvous.backend": "everstep",
     },
+    "etcd_with_all": {
+        "replicas": 2,
+        "rendezvous": {
+            "backend": "etcd",
+            "etcd": {"endpoints": ["https://etcd:2379"], "prefix": "/jobs", "secretRef": {"name": "etcd-credentials"}},
+        },
+        "elastic": {"minReplicas": 1, "maxReplicas": 4, "sizes": [1, 2, 4], "shrinkAfterSeconds": 30},
+    },
     "lifecycle_with_all": {
         "activeDeadlineSeconds": 60,
         "ttlSecondsAfterFinished": 0,

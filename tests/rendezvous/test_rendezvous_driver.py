@@ -85,6 +85,25 @@ def test_an_agent_that_leaves_is_missed_at_once_and_the_others_go_on(store: Make
         assert time.monotonic() - began < QUICK.ttl
 
 
+def test_survivors_wait_for_a_replacement_for_as_long_as_they_are_told(store: MakeStore) -> None:
+    wait = 2.0
+    patience = replace(QUICK.patience, last_call=5.0, shrink_after=wait)
+    with crew(store, Sizes(1, 3), replace(QUICK, patience=patience)) as job:
+        before = ranks(job.start("abc"))
+        job.drivers["c"].leave()
+        survivors = job.joining("ab")
+        until(lambda: len(job.drivers["a"].document().joining) == 2)  # type: ignore[union-attr]
+        job.add("d")
+        rounds = {**job.join("d"), **{name: future.result(LIMIT) for name, future in survivors.items()}}
+        assert sorted(ranks(rounds)) == ["a", "b", "d"]
+        assert {r.number for r in rounds.values()} == {2}, "nobody trained with two"
+        assert ranks(rounds).replace("d", "") == before.replace("c", "")
+        job.drivers["d"].leave()
+        began = time.monotonic()
+        assert sorted(ranks(job.join("ab"))) == ["a", "b"]
+        assert wait <= time.monotonic() - began < wait + 2.0, "and no longer"
+
+
 def test_an_agent_that_falls_silent_is_taken_out_when_its_lease_lapses(store: MakeStore) -> None:
     with crew(store, Sizes(2, 3)) as job:
         before = ranks(job.start("abc"))

@@ -287,6 +287,17 @@ def test_rounds_over_tls_with_user_and_password(etcd_folder: Path) -> None:
             job.drivers["a"].leave()
             assert isinstance(job.drivers["b"].wait(LIMIT), Broken)
 
+        secret = etcd_folder / "secret"  # as a TrainingJob's Secret is mounted
+        secret.mkdir()
+        for name, file in (("tls.crt", "client.crt"), ("tls.key", "client.key"), ("ca.crt", "ca.crt")):
+            (secret / name).write_text((folder / file).read_text())
+        (secret / "password").write_text("secret-phrase")
+        (secret / "username").write_text("trainer\n")
+        settings = read({"secret_dir": str(secret)}, endpoint)
+        with crew(store, Sizes(2, 3)) as job:
+            assert {r.number for r in job.start("de").values()} == {3}
+
+        settings = read(config, endpoint)
         password.write_text("secret-guess")
         with pytest.raises(StoreRefused, match="wrong name or password") as wrong:
             etcd_gateway(settings).call("/v3/kv/range", RANGE)
@@ -366,6 +377,7 @@ def test_endpoints_that_are_none_are_refused(text: str) -> None:
         ({"allowed": "2:x"}, "allowed=2:x"),
         ({"user": "u"}, "user and password_file"),
         ({"cert_file": "c"}, "cert_file needs TLS"),
+        ({"secret_dir": "/nowhere"}, r"secret_dir=/nowhere: none of username, .*tls.key is there"),
     ],
 )
 def test_configuration_that_is_wrong_is_refused_by_key(config: dict[str, str], named: str) -> None:

@@ -135,6 +135,24 @@ def test_a_living_member_that_does_not_come_back_is_left_behind_after_the_rejoin
     assert isinstance(standing(document, 1, "c"), Broken)
 
 
+def test_survivors_that_are_to_wait_for_a_replacement_form_no_smaller_round() -> None:
+    patient = Close("a", 1, Waited.REJOIN, shrink=False)
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Evict("a", 1, "c", "gone"))
+    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"))
+    assert "2 of 3 agents are here: waiting for replacements" in refused(document, patient).reason
+    assert names(after(document, replace(patient, shrink=True))) == ["a", "b"]
+    replaced = after(document, Join(agent("d"), TWO_OR_THREE), replace(patient, waited=Waited.NOTHING))
+    assert sorted(names(replaced)) == ["a", "b", "d"]
+
+
+def test_who_has_no_survivor_or_no_smaller_size_before_it_waits_for_no_replacement() -> None:
+    document = after(joined(TWO_OR_THREE, "a", "b"), Close("a", 0, Waited.LAST_CALL, shrink=False))
+    assert names(document) == ["a", "b"]
+    alone = after(document, Evict("a", 1, "b", "gone"), Join(agent("a"), TWO_OR_THREE), Leave("a"))
+    alone = after(alone, *(Join(agent(n), TWO_OR_THREE) for n in "cd"))
+    assert names(after(alone, Close("c", 1, Waited.LAST_CALL, shrink=False))) == ["c", "d"]
+
+
 def test_joiners_are_taken_in_when_the_members_ask_for_the_next_round() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b"), Join(agent("c"), TWO_OR_THREE))
     assert standing(document, 1, "a") == Growing(1, None)

@@ -103,7 +103,7 @@ class World:
     def read_presence(self, agent: Agent) -> None:
         agent.present = dict(self.presence)
 
-    def join(self, agent: Agent, waited: Waited, answer_lost: bool) -> None:
+    def join(self, agent: Agent, waited: Waited, answer_lost: bool, shrink: bool) -> None:
         """Write what it would, on what it saw, however old that is."""
         if agent.round is not None or agent.barred or agent.left:
             return
@@ -111,7 +111,7 @@ class World:
         if agent.round is not None:
             return
         version, document = agent.seen
-        match participant.propose_join(document, agent.wish, agent.present, waited):
+        match participant.propose_join(document, agent.wish, agent.present, waited, shrink=shrink):
             case Proposal(after, reasons):
                 why = f"{agent.name}: {'; '.join(reasons)}"
                 if self._swap(version, after, why, set(agent.present)) and not answer_lost:
@@ -336,7 +336,7 @@ class World:
             self.again(agent)
             self.announce(agent)
         self.read_presence(agent)
-        self.join(agent, waited, False)
+        self.join(agent, waited, False, waited is not Waited.NOTHING)
         self.look(agent, 0)
 
     def _judge_rest(self) -> None:
@@ -397,7 +397,8 @@ def step(world: World, random: Random) -> None:
     elif choice < 0.55:
         world.read_presence(agent)
     elif choice < 0.80:
-        world.join(agent, Waited(random.choice([0, 0, 0, 1, 2])), random.random() < 0.2)
+        waited = Waited(random.choice([0, 0, 0, 1, 2]))
+        world.join(agent, waited, random.random() < 0.2, random.random() < 0.7)
     elif choice < 0.85:
         world.again(agent)
     elif choice < 0.91:

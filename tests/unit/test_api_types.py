@@ -115,6 +115,7 @@ def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:
         ({"elastic": {"minReplicas": 4, "maxReplicas": 2}}, "spec.elastic.minReplicas"),
         ({"elastic": {"minReplicas": 1, "maxReplicas": 4}}, "spec.elastic"),
         (elastic(sizes=[4]), "spec.replicas"),
+        (elastic(shrinkAfterSeconds=5, regrow=False), "spec.elastic.shrinkAfterSeconds"),
         ({"rendezvous": {"backend": "etcd"}}, "spec.rendezvous.etcd"),
         ({"rendezvous": {"etcd": ETCD}}, "spec.rendezvous.etcd"),
         ({"template": {"spec": {"containers": [{"name": "main"}]}}}, "spec.template"),
@@ -140,11 +141,6 @@ def test_default_spec_asks_for_nothing_that_is_pending(check: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "path"),
     [
-        (
-            {"rendezvous": {"backend": "etcd", "etcd": {**ETCD, "secretRef": {"name": "s"}}}},
-            "spec.rendezvous.etcd.secretRef",
-        ),
-        (elastic(shrinkAfterSeconds=5), "spec.elastic.shrinkAfterSeconds"),
         ({"checkpoint": {"url": "s3://b/c", "onPreemption": True}}, "spec.checkpoint.onPreemption"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from everstep.agent.arguments import read
+from everstep.rendezvous.configuration import read_operator
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.api.status import Status
 from everstep_operator.plan import names, pods
@@ -227,6 +228,30 @@ def test_hang_settings_of_the_template_win_and_the_rendezvous_settings_do_not() 
     env = values(pods.agent_pod(job(template, rendezvous={"backend": "everstep"}), 0, 0, SETTINGS))
     assert env["EVERSTEP_HANG_SECONDS"] == "7"
     assert env["PET_RDZV_BACKEND"] == "everstep"
+
+
+def test_secret_of_etcd_is_mounted_into_the_worker_container_only() -> None:
+    """Case 12, and the settings are such as the agent reads."""
+    etcd = {"endpoints": ["https://etcd-0:2379"], "secretRef": {"name": "etcd-credentials"}}
+    template = copy.deepcopy(TEMPLATE)
+    template["spec"]["volumes"].append({"name": "everstep-etcd", "hostPath": {"path": "/"}})
+    body = pods.agent_pod(job(template, rendezvous={"backend": "etcd", "etcd": etcd}), 0, 0, SETTINGS)
+    volumes = [v for v in body["spec"]["volumes"] if v["name"] == "everstep-etcd"]
+    assert volumes == [{"name": "everstep-etcd", "secret": {"secretName": "etcd-credentials"}}]
+    [mount] = [m for m in container(body)["volumeMounts"] if m["name"] == "everstep-etcd"]
+    assert mount["readOnly"]
+    assert read(["train.py"], values(body)).rendezvous["secret_dir"] == mount["mountPath"]
+    assert not container(body, "sidecar").get("volumeMounts")
+    plain = pods.agent_pod(job(rendezvous={"backend": "etcd", "etcd": {**etcd, "secretRef": None}}), 0, 0, SETTINGS)
+    assert "everstep-etcd" not in str(plain)
+
+
+def test_agents_that_wait_for_replacements_are_given_the_time_for_it() -> None:
+    sizes = {"minReplicas": 1, "maxReplicas": 4, "shrinkAfterSeconds": 30}
+    spec = {"elastic": sizes, "rendezvous": {"backend": "everstep", "joinTimeoutSeconds": 90}}
+    arguments = read(["train.py"], values(pods.agent_pod(job(**spec), 0, 0, SETTINGS)))
+    settings = read_operator(arguments.rendezvous, arguments.endpoint, {"EVERSTEP_TOKEN_FILE": "token"})
+    assert (settings.settings.patience.shrink_after, settings.timeout) == (30, 120)
 
 
 _PARSE = """

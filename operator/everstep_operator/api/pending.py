@@ -17,18 +17,6 @@ def _not_yet(what: str, remedy: str) -> str:
 # `self` and the argument of `holds` are the spec.
 PENDING: tuple[Check, ...] = (
     Check(
-        cel="!has(self.rendezvous.etcd) || !has(self.rendezvous.etcd.secretRef)",
-        message=_not_yet("spec.rendezvous.etcd.secretRef", "remove it, and let the workers reach etcd without"),
-        field=".rendezvous.etcd.secretRef",
-        holds=lambda s: s.rendezvous.etcd is None or s.rendezvous.etcd.secret_ref is None,
-    ),
-    Check(
-        cel="!has(self.elastic) || self.elastic.shrinkAfterSeconds == 0",
-        message=_not_yet("spec.elastic.shrinkAfterSeconds above 0", "remove it: survivors go on at once"),
-        field=".elastic.shrinkAfterSeconds",
-        holds=lambda s: s.elastic is None or s.elastic.shrink_after_seconds == 0,
-    ),
-    Check(
         cel="!has(self.checkpoint) || !self.checkpoint.onPreemption",
         message=_not_yet("spec.checkpoint.onPreemption: true", "remove it"),
         field=".checkpoint.onPreemption",

@@ -81,11 +81,19 @@ class Elastic(ApiModel):
         description="Workers that live and die together (a pipeline or tensor group); every size is a multiple of it.",
     )
     shrink_after_seconds: Annotated[Int32, Field(ge=0, le=86_400)] = Field(
-        default=0, description="Seconds that survivors wait for a replacement before they go on with fewer."
+        default=0,
+        description="Seconds that survivors of a loss wait, in their processes, for a replacement before they go on "
+        "with fewer; new values count for workers that start after the change.",
     )
     regrow: Bool = Field(default=True, description="Whether a job that shrank grows again when there is capacity.")
 
     CHECKS: ClassVar[tuple[Check, ...]] = (
+        Check(
+            cel="self.shrinkAfterSeconds == 0 || self.regrow",
+            message="spec.elastic.shrinkAfterSeconds needs regrow: true; without it no replacement comes",
+            field=".shrinkAfterSeconds",
+            holds=lambda e: e.shrink_after_seconds == 0 or e.regrow,
+        ),
         Check(
             cel="self.minReplicas <= self.maxReplicas",
             message="spec.elastic.minReplicas must not be greater than spec.elastic.maxReplicas",
@@ -129,7 +137,9 @@ class Etcd(ApiModel):
         default="/everstep", description="Keys of all jobs begin with it."
     )
     secret_ref: SecretRef | None = Field(
-        default=None, description="Secret with username and password, or tls.crt, tls.key and ca.crt."
+        default=None,
+        description="Secret with username and password, or tls.crt, tls.key and ca.crt, or both; mounted into "
+        "the worker container only.",
     )
 
 

@@ -18,6 +18,7 @@ from everstep_operator.plan.snapshot import JobView, Settings
 TOKEN_VOLUME = "everstep-token"
 TOKEN_DIR = "/var/run/secrets/everstep.dev"
 TOKEN_SECONDS = 3600
+ETCD_VOLUME = "everstep-etcd"
 DEFAULT_GRACE_SECONDS = 30
 
 
@@ -87,10 +88,10 @@ def _pod(
     container = next(c for c in spec["containers"] if c.get("name") == labels.WORKER_CONTAINER)
     _inject_environment(container, job, identity, tuning or {})
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
-    mounts = [m for m in (container.get("volumeMounts") or ()) if m.get("name") != TOKEN_VOLUME]
-    container["volumeMounts"] = [*mounts, {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIR, "readOnly": True}]
-    volumes = [v for v in (spec.get("volumes") or ()) if v.get("name") != TOKEN_VOLUME]
-    spec["volumes"] = [*volumes, _token_volume()]
+    _mount(spec, container, TOKEN_DIR, _token_volume())
+    if (etcd := job.spec.rendezvous.etcd) is not None and etcd.secret_ref is not None:
+        secret = {"name": ETCD_VOLUME, "secret": {"secretName": etcd.secret_ref.name}}
+        _mount(spec, container, rendezvous.ETCD_DIR, secret)
     # A restarted container would rejoin a round that the operator has given up.
     spec["restartPolicy"] = "Never"
     spec["hostname"] = name
@@ -112,6 +113,14 @@ def _pod(
         },
         "spec": spec,
     }
+
+
+def _mount(spec: dict[str, Any], container: dict[str, Any], path: str, volume: dict[str, Any]) -> None:
+    """For the worker container alone, in place of a volume that the user gave our name."""
+    name = volume["name"]
+    mounts = [m for m in (container.get("volumeMounts") or ()) if m.get("name") != name]
+    container["volumeMounts"] = [*mounts, {"name": name, "mountPath": path, "readOnly": True}]
+    spec["volumes"] = [*(v for v in (spec.get("volumes") or ()) if v.get("name") != name), volume]
 
 
 def labels_of(job: JobView) -> dict[str, str]:

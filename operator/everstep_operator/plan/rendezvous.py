@@ -24,6 +24,8 @@ _RENDEZVOUS_TUNING = {
 }
 
 
+# Where a worker finds the Secret of etcd.
+ETCD_DIR = "/var/run/secrets/everstep-etcd"
 # The name under which each backend is registered with torchrun.
 _HANDLERS = {RendezvousBackend.EVERSTEP: "everstep", RendezvousBackend.ETCD: "etcd-v3"}
 
@@ -68,9 +70,13 @@ def of_agents(job: JobView, settings: Settings) -> dict[str, str]:
         conf["allowed"] = ":".join(map(str, sizes.allowed))
     if job.spec.elastic is not None and job.spec.elastic.shrink_after_seconds > 0:
         conf["shrink_after"] = job.spec.elastic.shrink_after_seconds
+        # Who waits for a replacement is not late.
+        conf["timeout"] = wanted.join_timeout_seconds + job.spec.elastic.shrink_after_seconds
     endpoint = settings.report_url.rstrip("/")
     if wanted.etcd is not None:
         endpoint, conf["prefix"] = ",".join(wanted.etcd.endpoints), wanted.etcd.prefix
+        if wanted.etcd.secret_ref is not None:
+            conf["secret_dir"] = ETCD_DIR
     return {
         "PET_NNODES": f"{sizes.minimum}:{sizes.maximum}",
         "PET_NPROC_PER_NODE": str(job.spec.processes()),

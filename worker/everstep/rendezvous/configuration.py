@@ -33,6 +33,7 @@ class Configuration:
     timeout: float = 600.0  # seconds that one rendezvous may take
     last_call: float = 5.0  # seconds without a newcomer after which a round smaller than the maximum is formed
     rejoin: float = 45.0  # seconds for which living members are waited for that do not come back
+    shrink_after: float = 0.0  # seconds for which survivors wait for replacements before they go on with fewer
     ttl: float = 3.0  # seconds after which a silent agent counts as gone
     allowed: tuple[int, ...] = ()  # the world sizes to choose from, as 2:4:8
     prefix: str = PREFIX
@@ -45,12 +46,20 @@ class Configuration:
 
     @property
     def settings(self) -> Settings:
-        return Settings(patience=Patience(self.last_call, self.rejoin), ttl=self.ttl)
+        return Settings(patience=Patience(self.last_call, self.rejoin, self.shrink_after), ttl=self.ttl)
 
 
-_SECONDS = {"timeout": (1.0, 86400.0), "last_call": (0.0, 3600.0), "rejoin": (1.0, 3600.0), "ttl": (2.0, 300.0)}
-_COMMON = ("timeout", "last_call", "rejoin", "ttl", "allowed", "ca_file")
-ETCD_KEYS = (*_COMMON, "prefix", "user", "password_file", "cert_file", "key_file")
+_SECONDS = {
+    "timeout": (1.0, 2 * 86400.0),
+    "last_call": (0.0, 3600.0),
+    "rejoin": (1.0, 3600.0),
+    "shrink_after": (0.0, 86400.0),
+    "ttl": (2.0, 300.0),
+}
+_COMMON = ("timeout", "last_call", "rejoin", "shrink_after", "ttl", "allowed", "ca_file")
+ETCD_KEYS = (*_COMMON, "prefix", "user", "password_file", "cert_file", "key_file", "secret_dir")
+# In a folder that is a mounted Secret: keys of `--rdzv-conf` and the files that are meant.
+_IN_SECRET = {"password_file": "password", "ca_file": "ca.crt", "cert_file": "tls.crt", "key_file": "tls.key"}
 OPERATOR_KEYS = (*_COMMON, "token_file")
 OPERATOR_PORT = 8080
 
@@ -58,10 +67,12 @@ OPERATOR_PORT = 8080
 def read(config: Mapping[str, Any], endpoint: str) -> Configuration:
     """For etcd. Raises ConfigurationInvalid."""
     values = _values(config, ETCD_KEYS)
+    if folder := values.pop("secret_dir", ""):
+        values = {**_of_secret(Path(folder)), **values}
     if not endpoint:
         raise ConfigurationInvalid("--rdzv-endpoint is missing: give etcd's members, as host:2379,host:2379")
     try:
-        urls = endpoints(endpoint, tls="ca_file" in config)
+        urls = endpoints(endpoint, tls="ca_file" in values)
     except ValueError as e:
         raise ConfigurationInvalid(f"--rdzv-endpoint: {e}") from e
     settings = Configuration(urls, **values)
@@ -93,6 +104,20 @@ def read_operator(config: Mapping[str, Any], endpoint: str, environ: Mapping[str
     except ValueError as e:
         raise ConfigurationInvalid(f"--rdzv-endpoint: {e}") from e
     return Configuration((url,), **values)
+
+
+def _of_secret(folder: Path) -> dict[str, Any]:
+    """What the folder of a Secret says, of the keys that a Secret for etcd may have."""
+    found: dict[str, Any] = {key: str(folder / name) for key, name in _IN_SECRET.items() if (folder / name).is_file()}
+    try:
+        if (user := folder / "username").is_file():
+            found["user"] = user.read_text().strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigurationInvalid(f"--rdzv-conf: secret_dir: {e}") from e
+    if not found:
+        names = ", ".join(("username", *_IN_SECRET.values()))
+        raise ConfigurationInvalid(f"--rdzv-conf: secret_dir={folder}: none of {names} is there")
+    return found
 
 
 def _values(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

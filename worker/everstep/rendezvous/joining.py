@@ -61,7 +61,7 @@ class Joining:
         self._random, self._clock, self._ask, self._stopped = random, clock, ask, stopped
         self._agent = wish.member.agent
         self._view = View(None, 0)
-        self._since = self._act_at = self._not_before = clock()
+        self._since = self._act_at = self._not_before = self._began = clock()
         self._look_first = False  # much may have happened since the last look
         self._attempt = 0  # writes in a row that came too late
         self._reason = "the store has not answered"
@@ -108,6 +108,7 @@ class Joining:
         self._view, self._since = view, self._clock()
         if self._is_written():
             pause = min(LONGEST_WAIT, self._settings.patience.last_call)
+            pause = min(pause, self._until_shrink(self._since) or pause)
             self._act_at = self._since + pause + self._stagger()
         else:
             pause = self._random.uniform(0, self._crowd() * PER_WRITER)
@@ -136,7 +137,8 @@ class Joining:
                 return
         waited = self._settings.patience.waited(now - self._since)
         present = read_wishes(self._store)
-        step = participant.propose_join(decoded(self._view), self._wish, present, waited)
+        shrink = self._until_shrink(now) == 0
+        step = participant.propose_join(decoded(self._view), self._wish, present, waited, shrink=shrink)
         match step:
             case Proposal(document, reasons):
                 data = encode(document)
@@ -150,8 +152,8 @@ class Joining:
                     self._seen(View(data, version, self._view.lapses))
             case Wait(reason):
                 self._reason = reason
-                pause = self._settings.patience.next_after(now - self._since)
-                self._act_at = now + min(LONGEST_WAIT, pause) + self._stagger()
+                pause = min(LONGEST_WAIT, self._settings.patience.next_after(now - self._since))
+                self._act_at = now + min(pause, self._until_shrink(now) or pause) + self._stagger()
             case Barred(why):
                 raise JoinRefused(why)
             case _:
@@ -159,6 +161,10 @@ class Joining:
 
     def _is_written(self) -> bool:
         return participant.is_written(decoded(self._view), self._wish)
+
+    def _until_shrink(self, now: float) -> float:
+        """Seconds for which replacements are still waited for."""
+        return max(0.0, self._began + self._settings.patience.shrink_after - now)
 
     def _crowd(self) -> int:
         document = decoded(self._view)

@@ -31,10 +31,15 @@ MAX_STAGGER = 2.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds for which the document must stand unchanged before a round is formed without those who miss."""
+    """Seconds for which the document must stand unchanged before a round is formed without those who miss.
+
+    `shrink_after` runs from an agent's asking for the next round, whatever changes meanwhile: for so long it waits for
+    replacements of who was lost.
+    """
 
     last_call: float = 5.0
     rejoin: float = 45.0  # torchrun gives its processes 30 s to end
+    shrink_after: float = 0.0
 
     def waited(self, unchanged: float) -> Waited:
         if unchanged >= self.rejoin:
@@ -123,12 +128,13 @@ def is_written(document: Document | None, wish: Wish) -> bool:
 
 
 def propose_join(
-    document: Document | None, wish: Wish, present: Mapping[str, Wish], waited: Waited
+    document: Document | None, wish: Wish, present: Mapping[str, Wish], waited: Waited, *, shrink: bool = True
 ) -> Proposal | Wait | Barred:
     """The wish written, with all other wishes and losses that presence shows, and the round formed if that may be.
 
     `present` was read after `document`: an agent in the document that is not in it has lapsed. `waited` is for how long
-    the document stood still. Everything goes into one swap, so that no crash comes between.
+    the document stood still; `shrink`: replacements were waited for long enough. Everything goes into one swap, so that
+    no crash comes between.
     """
     before = document
     now = Document(wish.sizes) if document is None else document
@@ -143,7 +149,7 @@ def propose_join(
     now, folded = _fold(joined, agent, present)
     reasons += folded
     # Whoever changed something has not waited for anything since.
-    formed = apply(now, Close(agent, now.round, Waited.NOTHING if now != before else waited))
+    formed = apply(now, Close(agent, now.round, Waited.NOTHING if now != before else waited, shrink))
     if not isinstance(formed, Refused):
         return Proposal(formed, (*reasons, f"round {formed.round} of {len(formed.members)}"))
     return Proposal(now, tuple(reasons)) if now != before else Wait(formed.reason)

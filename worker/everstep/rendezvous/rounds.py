@@ -141,11 +141,12 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Form the round `round` + 1 of those who wait."""
+    """Form the round `round` + 1 of those who wait. `shrink`: even if survivors would then be fewer than they were."""
 
     by: str
     round: int
     waited: Waited
+    shrink: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +376,9 @@ def _close(document: Document, event: Close) -> Document | Refused:
         return Refused(f"{len(pool)} of at least {document.sizes.minimum} agents wait")
     if not remaining and size < document.sizes.maximum and event.waited < Waited.LAST_CALL:
         return Refused(f"{len(pool)} of at most {document.sizes.maximum} agents wait: last call")
+    whole = document.sizes.largest(len(document.members))
+    if remaining and size < whole and not event.shrink:
+        return Refused(f"{size} of {whole} agents are here: waiting for replacements before going on with fewer")
     if document.round + 1 >= MAX_NUMBER:
         return Refused(f"round {document.round} is the last that can be counted", final=True)
     rank = {member.agent: rank for rank, member in enumerate(remaining)}
