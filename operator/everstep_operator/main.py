@@ -31,7 +31,7 @@ from everstep_operator.shell.apply import Applier, Key
 from everstep_operator.shell.identity import IdentityCache, PodIdentity
 from everstep_operator.shell.reconcile import BY_NODE, BY_OWNER, Caches, Reconciler
 from everstep_operator.shell.record import Recorder
-from everstep_operator.shell.round_documents import RoundDocuments
+from everstep_operator.shell.round_documents import JobRef, RoundDocuments
 from everstep_operator.shell.round_routes import RoundRoutes
 from everstep_operator.shell.rounds import Rounds
 from everstep_operator.shell.wiring import (
@@ -100,12 +100,19 @@ class Operator:
         self.queue: WorkQueue[Key] = WorkQueue(clock, rng)
         expectations: Expectations[Key] = Expectations()
         require = self.elector.require
-        applier = Applier(client, JOBS, expectations, require_leading=require, monotonic=clock.monotonic)
         self.rounds = Rounds(
             RoundDocuments(client, JOBS, require_leading=require),
             clock=clock,
             epoch=require,
             changed=lambda job: self.queue.add((job.namespace, job.name)),
+        )
+        applier = Applier(
+            client,
+            JOBS,
+            expectations,
+            require_leading=require,
+            monotonic=clock.monotonic,
+            set_sizes=lambda job, sizes: self.rounds.rule(JobRef(job.namespace, job.name, job.uid), sizes),
         )
         recorder = Recorder(client, JOBS, instance=settings.pod_name, require_leading=require, now=clock.now)
         self.reconciler = Reconciler(

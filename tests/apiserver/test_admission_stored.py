@@ -169,6 +169,20 @@ def test_sizes_of_a_running_job_over_etcd_change_only_within_its_bounds(jobs: An
     assert jobs.patch("fixed", {"spec": {"replicas": 3, "suspend": False}}).returncode == 0
 
 
+def test_sizes_of_a_running_job_over_the_operators_rounds_change(jobs: Any) -> None:
+    """The operator tells the agents that run."""
+    jobs.create("ruled", {"rendezvous": {"backend": "everstep"}})
+    for change in (
+        {"replicas": 3},
+        {"elastic": BOUNDS},
+        {"elastic": {"maxReplicas": 8}},
+        {"elastic": {"sizes": [1, 2, 3]}},
+        {"elastic": None},
+    ):
+        done = jobs.patch("ruled", {"spec": change})
+        assert done.returncode == 0, done.stderr
+
+
 def test_manager_added_to_a_job_without_one_is_denied_case_06(jobs: Any) -> None:
     jobs.create("unmanaged", {})
     done = jobs.patch("unmanaged", {"spec": {"managedBy": "example.com/other"}})

@@ -62,9 +62,14 @@ class Job(RuleBasedStateMachine):
         self.world.read_presence(self.agent(data))
 
     @precondition(lambda self: self.world.agents)
-    @rule(data=st.data(), waited=st.sampled_from(Waited), answer_lost=st.booleans())
-    def join(self, data: st.DataObject, waited: Waited, answer_lost: bool) -> None:
-        self.world.join(self.agent(data), waited, answer_lost)
+    @rule(data=st.data(), waited=st.sampled_from(Waited), answer_lost=st.booleans(), shrink=st.booleans())
+    def join(self, data: st.DataObject, waited: Waited, answer_lost: bool, shrink: bool) -> None:
+        self.world.join(self.agent(data), waited, answer_lost, shrink)
+
+    @precondition(lambda self: self.world.agents)
+    @rule(sizes=st.sampled_from(SIZES))
+    def resize(self, sizes: Sizes) -> None:
+        self.world.rule(sizes)
 
     @precondition(lambda self: self.world.agents)
     @rule(data=st.data())

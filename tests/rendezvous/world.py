@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode
+from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode, under
 from everstep.rendezvous import participant, rounds
 from everstep.rendezvous.participant import Formed, Proposal, Round
 from everstep.rendezvous.rounds import (
@@ -178,6 +178,12 @@ class World:
         if after is not None:
             self._swap(version, after, "operator", set(self.presence))
 
+    def rule(self, sizes: Sizes) -> None:
+        """Sizes that hold from now on, though the agents were started with others."""
+        document = self.document or Document(sizes)
+        if document.closed is None:
+            self._swap(self.history[-1][0], under(document, sizes), f"sizes {sizes}")
+
     # --- what happens to agents
 
     def crash(self, agent: Agent) -> None:
@@ -299,6 +305,8 @@ class World:
 
     def settle(self) -> None:
         """Everyone alive does what it should, in turn; the world must come to rest. Raises Violation."""
+        if self.document is not None and self.document.ruled:
+            self.rule(Sizes(1, MOST_AGENTS))  # nobody is taken away here who is too many
         for agent in self.agents.values():
             if not agent.alive or agent.left or agent.barred:
                 self.lapse(agent)
@@ -412,7 +420,9 @@ def step(world: World, random: Random) -> None:
         world.lapse(agent)
     elif choice < 0.99:
         world.act(agent, random.choice((Leave(agent.name), Charge(agent.name, number, "test"))))
-    elif random.random() < 0.1:
+    elif random.random() < 0.5:
+        world.rule(random.choice(SIZES))
+    elif random.random() < 0.2:
         world.act(agent, CloseJob(agent.name, "done"))
 
 

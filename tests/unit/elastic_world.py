@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from plan_world import TEMPLATE, World
 
+from everstep.contract.document import Sizes
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan import roster, sizing
@@ -56,14 +57,17 @@ class ElasticWorld(World):
             for i in sorted(self.published().lives)
             if (p := self.pods.get(self.current(i))) is not None and p.ready and p.deleted_at is None
         ]
-        size = sizing.present(TrainingJobSpec.model_validate(self.spec)).largest(len(ready))
+        # As the agents do: by the sizes that they were told last, whatever the spec says by now.
+        sizes = self.view.sizes or sizing.bounds(TrainingJobSpec.model_validate(self.spec))
+        size = sizes.largest(len(ready))
         if size == 0:
             return "no round"
         number = max(self.view.round, self.status.world.round) + 1
         self.status = self.status.model_copy(update={"world": self.status.world.model_copy(update={"round": number})})
         before = dict(self.view.members)
         ready.sort(key=lambda m: (before.get(m[0]) != m[1], m[0]))  # survivors first, as the agents choose
-        self.view = RoundView(number, tuple(sorted(ready[:size])), joining=tuple(sorted(i for i, _ in ready[size:])))
+        joining = tuple(sorted(i for i, _ in ready[size:]))
+        self.view = RoundView(number, tuple(sorted(ready[:size])), joining=joining, sizes=self.view.sizes)
         return f"round {number}: {' '.join(f'w{i}-{n}' for i, n in self.view.members)}"
 
     def do_gone_from(self, *indexes: str) -> None:
@@ -95,6 +99,10 @@ class ElasticWorld(World):
         super().apply(decided, stop_after)
         if opened and self.status.recoveries and self.status.recoveries[0].first_step_ms is None:
             self.progress = replace(self.progress, lost_at=self.now)  # as the reconciler tells JobProgress
+
+    def take_sizes(self, sizes: Sizes) -> None:
+        assert self.view is not None
+        self.view = replace(self.view, sizes=sizes)
 
     def take_status(self, status: object) -> None:
         self.status = status  # type: ignore[assignment]  # progress is of the agents' rounds, not of the operator's

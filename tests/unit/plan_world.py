@@ -6,6 +6,7 @@ import shlex
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+from everstep.contract.document import Sizes
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
@@ -18,6 +19,7 @@ from everstep_operator.plan.actions import (
     DeletePod,
     DeleteService,
     Plan,
+    SetSizes,
 )
 from everstep_operator.plan.check import check
 from everstep_operator.plan.explain import explain
@@ -135,8 +137,13 @@ class World:
                         del self.pods[name]
                 case DeleteJob():
                     self.job_exists = False
+                case SetSizes(sizes, _):
+                    self.take_sizes(sizes)
         if not decided.publish and left > 0:
             self.take_status(decided.status)
+
+    def take_sizes(self, sizes: Sizes) -> None:
+        raise AssertionError(f"nobody is there to be told {sizes}")
 
     def take_status(self, status: Status) -> None:
         if status.world.round > self.status.world.round:

@@ -153,6 +153,82 @@ async def test_document_that_was_lost_is_begun_anew_with_larger_numbers() -> Non
     assert rounds.view(stage.job) == RoundView(4, ((0, 0),))
 
 
+async def test_sizes_that_the_operator_sets_hold_for_agents_that_were_started_with_others() -> None:
+    stage = Stage()
+    await stage.start()
+    told: list[JobRef] = []
+    rounds = stage.operator(changed=told.append)
+    await rounds.rule(stage.job, Sizes(1, 1))
+    assert rounds.view(stage.job) == RoundView(0, sizes=Sizes(1, 1))
+    assert told == [stage.job], "the planner looks again"
+    for who, event, _ in STORY[:3]:
+        await change(rounds, stage.agents[who], event)
+    assert (await stage.stored()) is not None
+    assert rounds.view(stage.job) == RoundView(1, ((0, 0),), joining=(1,), sizes=Sizes(1, 1))
+    await rounds.rule(stage.job, Sizes(2, 2))
+    document = await stage.stored()
+    assert document is not None
+    assert (document.round, document.sizes, document.ruled) == (1, Sizes(2, 2), True)
+    new = stage.operator()
+    assert (await new.read(stage.agents[0], 0)).document == encode(document).decode()
+    await stage.judge()
+
+
+async def test_sizes_that_are_the_same_or_of_a_closed_job_are_not_written() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator(client := Mortal(stage.client))
+    await rounds.rule(stage.job, SIZES)
+    await rounds.rule(stage.job, SIZES)
+    assert client.requests.count("create configmaps") == 1
+    await change(rounds, stage.agents[0], join(A))
+    await change(rounds, stage.agents[0], lambda _: CloseJob("a", "over"))
+    await rounds.rule(stage.job, Sizes(2, 2))
+    document = await stage.stored()
+    assert document is not None
+    assert (document.closed, document.sizes) == ("over", SIZES)
+
+
+async def test_agent_that_changes_the_sizes_or_forgets_whose_they_are_is_corrected() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    await rounds.rule(stage.job, SIZES)
+    sight = await rounds.read(stage.agents[0], 0)
+    assert sight.document is not None
+    before = decode(sight.document.encode())
+    forgot = json.loads(encode(replace(before, joining=(A,))))
+    del forgot["ruled"]  # as an older release writes it
+    for after in (json.dumps(forgot).encode(), encode(replace(before, joining=(A,), sizes=Sizes(1, 1)))):
+        sight = await rounds.read(stage.agents[0], 0)
+        assert await rounds.swap(stage.agents[0], sight.version, after) is None, "it is to read again"
+        assert await stage.stored() == replace(before, joining=(A,))
+
+
+async def test_sizes_are_set_though_the_operator_dies_at_any_request_or_another_changes_the_document() -> None:
+    for at in range(4):
+        stage = Stage()
+        await stage.start()
+        await change(stage.operator(), stage.agents[0], join(A))
+        with contextlib.suppress(RoundsUnavailable):
+            await stage.operator(Mortal(stage.client, at)).rule(stage.job, Sizes(2, 2))
+        await stage.operator().rule(stage.job, Sizes(2, 2))
+        document = await stage.stored()
+        assert document is not None
+        assert (document.sizes, document.joining) == (Sizes(2, 2), (A,))
+
+
+async def test_fields_of_a_newer_agent_are_kept_where_sizes_are_set() -> None:
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    body = {**json.loads(encode(Document(SIZES, joining=(A,)))), "later": [1]}
+    await rounds.swap(stage.agents[0], 0, json.dumps(body).encode())
+    await rounds.rule(stage.job, Sizes(2, 2))
+    (kept,) = (await stage.client.list(CONFIGMAPS, NS)).items
+    assert json.loads(kept.data["document"])["later"] == [1]
+
+
 async def test_number_that_an_agent_asks_for_is_not_the_one_that_it_gets() -> None:
     stage = Stage()
     await stage.start()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from everstep.contract.document import Sizes
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.kube.errors import (
@@ -20,7 +21,7 @@ from everstep_operator.kube.errors import (
     ServerError,
 )
 from everstep_operator.kube.wire import KubeObject, ObjectMeta, OwnerReference
-from everstep_operator.plan.actions import CreatePod, CreateService, DeletePod
+from everstep_operator.plan.actions import CreatePod, CreateService, DeletePod, SetSizes
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.shell.apply import Applied, Applier
@@ -57,6 +58,11 @@ class Server:
         if name in self.loses:
             raise ConnectionFailed("the answer was lost")
 
+    async def set_sizes(self, job: JobView, sizes: Sizes) -> None:
+        if "sizes" in self.refuses:
+            raise self.refuses["sizes"]
+        self.log.append(f"sizes {sizes}")
+
     async def get(self, resource: Any, namespace: str, name: str) -> KubeObject:
         if self.owners.get(name) in (None, "gone"):
             raise NotFound(name)
@@ -86,6 +92,7 @@ class Hand:
             self.expectations,
             require_leading=self.require,
             monotonic=lambda: 0.0,
+            set_sizes=self.server.set_sizes,
         )
 
     def require(self) -> None:
@@ -115,6 +122,18 @@ async def test_service_comes_first_and_deletes_come_before_creates(hand: Hand) -
     await hand.applier.apply(JOB, (pod(0), DeletePod("old", "u", 1, ""), pod(1), SERVICE))
     assert hand.server.log == ["create svc", "delete old", "create w0", "create w1"]
     assert hand.waits_for() == {"w0", "w1", "u"}
+
+
+async def test_no_pod_comes_or_goes_before_the_agents_were_told_the_sizes(hand: Hand) -> None:
+    hand.server.uids["old"] = "u"
+    actions = (pod(0), DeletePod("old", "u", 1, ""), SetSizes(Sizes(1, 2), ""))
+    hand.server.refuses["sizes"] = ServerError("etcd has no leader")
+    with pytest.raises(ServerError):
+        await hand.applier.apply(JOB, actions)
+    assert hand.server.log == []
+    hand.server.refuses.clear()
+    await hand.applier.apply(JOB, actions)
+    assert hand.server.log == ["sizes 1:2", "delete old", "create w0"]
 
 
 async def test_many_creates_run_in_parallel_up_to_a_bound(hand: Hand) -> None:

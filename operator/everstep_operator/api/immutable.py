@@ -35,14 +35,14 @@ IMMUTABLE: tuple[Check, ...] = (
         ".elastic.groupSize",
         "(has(self.elastic) ? self.elastic.groupSize : 1) == (has(oldSelf.elastic) ? oldSelf.elastic.groupSize : 1)",
     ),
-    # Running agents keep the sizes that they were started with, and refuse one that asks for others.
+    # There, running agents keep the sizes that they were started with, and refuse one that asks for others.
     Check(
-        cel="oldSelf.suspend || self.rendezvous.backend == 'c10d' || (has(self.elastic) == has(oldSelf.elastic) && "
+        cel="oldSelf.suspend || self.rendezvous.backend != 'etcd' || (has(self.elastic) == has(oldSelf.elastic) && "
         "(has(self.elastic) ? self.elastic.minReplicas == oldSelf.elastic.minReplicas && "
         "self.elastic.maxReplicas == oldSelf.elastic.maxReplicas && self.elastic.sizes == oldSelf.elastic.sizes "
         ": self.replicas == oldSelf.replicas))",
-        message="with a spec.rendezvous.backend other than c10d, the sizes of a job (spec.elastic, "
-        "or spec.replicas without it) are immutable while it is not suspended; suspend it first",
+        message="with spec.rendezvous.backend etcd, the sizes of a job (spec.elastic, or spec.replicas without it) are "
+        "immutable while it is not suspended; suspend it first",
         field=".elastic",
     ),
     Check(

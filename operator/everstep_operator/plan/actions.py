@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from everstep.contract.document import Sizes
 from everstep_operator.api.status import Status
 
 
@@ -92,7 +93,18 @@ class DeleteJob:
         return f"delete job ({self.why})"
 
 
-Action = CreateService | CreatePod | DeletePod | DeleteService | CreateBudget | DeleteBudget | DeleteJob
+@dataclass(frozen=True, slots=True)
+class SetSizes:
+    """Tell the agents, through the round store, which sizes a round may have. Before any pod comes or goes for it."""
+
+    sizes: Sizes
+    why: str
+
+    def __str__(self) -> str:
+        return f"set sizes {self.sizes} ({self.why})"
+
+
+Action = CreateService | CreatePod | DeletePod | DeleteService | CreateBudget | DeleteBudget | DeleteJob | SetSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from everstep_operator.plan import (
     standing,
     status,
 )
-from everstep_operator.plan.actions import CreatePod, Event, Plan
+from everstep_operator.plan.actions import CreatePod, Event, Plan, SetSizes
 from everstep_operator.plan.carry import SURVIVOR_GRACE_SECONDS, Carried, Over, carry, or_deadline
 from everstep_operator.plan.failure import Loss, losses_among
 from everstep_operator.plan.lifecycle import Failed
@@ -203,7 +203,7 @@ def _publish(snapshot: Snapshot, change: _Revise) -> Plan:
     news = () if change.event is None else (change.event,)
     return Plan(
         wanted,
-        (*drains.actions(snapshot), *carried.actions),
+        (*_told(snapshot), *drains.actions(snapshot), *carried.actions),
         events=(*news, *_events(snapshot, wanted, current)),
         requeue=carried.requeue,
         publish=True,
@@ -218,11 +218,20 @@ def _converge(snapshot: Snapshot, published: Roster, current: dict[int, WorkerPo
     ready = observed.condition(ConditionType.READY)
     return Plan(
         observed,
-        (*drains.actions(snapshot), *carried.actions),
+        (*_told(snapshot), *drains.actions(snapshot), *carried.actions),
         _events(snapshot, observed, current),
         or_deadline(snapshot, requeue),
         reason=carried.waits or (ready.message if ready is not None else ""),
     )
+
+
+def _told(snapshot: Snapshot) -> tuple[SetSizes, ...]:
+    """The sizes, if the agents' store is ours and holds others. While nothing is wanted the last ones stand."""
+    view, wanted = snapshot.world, sizing.present(snapshot.job.spec)
+    if view is None or view.closed is not None or view.sizes == wanted or snapshot.job.spec.suspend:
+        return ()
+    why = "nobody was told any" if view.sizes is None else f"in place of {view.sizes}"
+    return (SetSizes(wanted, why),)
 
 
 def _events(snapshot: Snapshot, observed: Status, current: dict[int, WorkerPod]) -> tuple[Event, ...]:

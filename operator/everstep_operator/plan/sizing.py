@@ -2,25 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from everstep.contract.document import Sizes
 from everstep_operator.api.types import TrainingJobSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """World sizes in workers: `allowed`, increasing, or all from `minimum` to `maximum`."""
-
-    minimum: int
-    maximum: int
-    allowed: tuple[int, ...] = ()
-
-    def largest(self, available: int) -> int:
-        """The largest size that `available` workers can make; 0 if none."""
-        if self.allowed:
-            return max((size for size in self.allowed if size <= available), default=0)
-        size = min(available, self.maximum)
-        return size if size >= self.minimum else 0
 
 
 def bounds(spec: TrainingJobSpec) -> Sizes:
@@ -42,7 +25,7 @@ def wanted(spec: TrainingJobSpec) -> int:
 def present(spec: TrainingJobSpec) -> Sizes:
     """The sizes that a round may have now: none above what is wanted, so that nobody is waited for who is not wanted.
 
-    What the round store tells agents: those that run were started with the sizes of an older spec.
+    What the round store tells agents: those that run were started with the sizes of an older spec, or of another size.
     """
     all_, most = bounds(spec), bounds(spec).largest(spec.replicas)
     return Sizes(all_.minimum, most, tuple(size for size in all_.allowed if size <= most))

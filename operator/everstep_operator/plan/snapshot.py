@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from everstep.contract.document import Sizes
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 
@@ -113,6 +114,7 @@ class RoundView:
     joining: tuple[int, ...] = ()  # indices that wait for the next
     closed: str | None = None  # why there will be no further round
     finished: bool = False  # closed because the processes of all members have succeeded
+    sizes: Sizes | None = None  # that agents were told to keep to; None: they keep to those that they were started with
 
 
 @dataclass(frozen=True, slots=True)

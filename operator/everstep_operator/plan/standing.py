@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from everstep.contract.document import Sizes
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
 from everstep_operator.api.status import World
 from everstep_operator.api.types import RendezvousBackend
 from everstep_operator.plan import sizing
 from everstep_operator.plan.failure import Loss
 from everstep_operator.plan.roster import Roster
-from everstep_operator.plan.sizing import Sizes
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
 
 

@@ -7,11 +7,12 @@ admission) is kept as a reason for the next plan, since it is a state of the job
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar, assert_never
 
+from everstep.contract.document import Sizes
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound, Rejected
 from everstep_operator.kube.resources import PDBS, PODS, SERVICES, Resource
@@ -25,6 +26,7 @@ from everstep_operator.plan.actions import (
     DeleteJob,
     DeletePod,
     DeleteService,
+    SetSizes,
 )
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.runtime.expectations import Expectations
@@ -50,7 +52,8 @@ class _Refusals:
 
 
 class Applier:
-    """`require_leading` raises when this replica may not write; `monotonic` is the clock of the expectations."""
+    """`require_leading` raises when this replica may not write; `monotonic` is the clock of the expectations;
+    `set_sizes` tells the agents of a job their sizes."""
 
     def __init__(
         self,
@@ -60,17 +63,20 @@ class Applier:
         *,
         require_leading: Callable[[], object],
         monotonic: Callable[[], float],
+        set_sizes: Callable[[JobView, Sizes], Awaitable[None]],
     ) -> None:
         self._client = client
         self._jobs = jobs
         self._expectations = expectations
         self._require_leading = require_leading
         self._monotonic = monotonic
+        self._set_sizes = set_sizes
 
     async def apply(self, job: JobView, actions: tuple[Action, ...]) -> Applied:
-        """Carry out `actions`. Raises the first KubeError that a later pass may overcome, after trying all of them."""
+        """Carry out `actions`. Raises the first error that a later pass may overcome, after trying all of them."""
         refusals = _Refusals()
-        # Services first: pods need the host names. Deletes before creates: replacements need the room.
+        # Services first: pods need the host names. Sizes too: who stays after a delete must be allowed to go on.
+        # Deletes before creates: replacements need the room.
         groups: tuple[list[Action], ...] = ([], [], [])
         for action in actions:
             groups[_order(action)].append(action)
@@ -100,6 +106,8 @@ class Applier:
                 await self._delete(SERVICES, job, action.name, action.uid)
             case DeleteJob():
                 await self._delete(self._jobs, job, job.name, action.uid)
+            case SetSizes():
+                await self._set_sizes(job, action.sizes)
             case other:
                 assert_never(other)
 
@@ -161,7 +169,7 @@ class Applier:
 
 def _order(action: Action) -> int:
     match action:
-        case CreateService() | CreateBudget():
+        case SetSizes() | CreateService() | CreateBudget():
             return 0
         case DeletePod() | DeleteService() | DeleteBudget():
             return 1

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
-from everstep.contract.document import FINISHED, Document, DocumentInvalid, Wish, decode, encode
+from everstep.contract.document import FINISHED, Document, DocumentInvalid, Sizes, Wish, decode, encode, under
 from everstep.rendezvous.participant import without_lapsed
 from everstep.rendezvous.rounds import Close, Join, Refused, Waited, apply, join_all
 from everstep_operator.plan.snapshot import RoundView
@@ -43,6 +43,26 @@ def renumbered(text: str, number: int) -> str:
     return json.dumps({**json.loads(text), "round": number}, separators=(",", ":"))
 
 
+def with_sizes(text: str | None, document: Document | None, sizes: Sizes) -> tuple[str, Document] | None:
+    """The document, or a new one in place of none, with the sizes that hold from now on. None: it has them, or needs
+    none any more."""
+    before = Document(sizes) if document is None else document
+    if before.closed is not None or (before.ruled and before.sizes == sizes):
+        return None
+    after = under(before, sizes)
+    written = json.loads(encode(after))
+    kept = written if text is None else json.loads(text)
+    return json.dumps({**kept, "sizes": written["sizes"], "ruled": True}, separators=(",", ":")), after
+
+
+def corrected(text: str, document: Document, before: Document | None) -> tuple[str, Document]:
+    """What an agent wrote, with the sizes that it should have left alone: it is of a release that does not know that
+    mark, or would like others."""
+    if before is None or not before.ruled:
+        return text, document
+    return with_sizes(text, document, before.sizes) or (text, document)
+
+
 def with_wishes(text: str | None, document: Document | None, wishes: Mapping[str, Wish]) -> Document | None:
     """The document after all wishes were written that may be, as an agent that joins would write its own and theirs.
 
@@ -64,7 +84,9 @@ def with_wishes(text: str | None, document: Document | None, wishes: Mapping[str
     joined, let_in = join_all(cleared, (Join(wish.member, wish.sizes) for wish in asking))
     if not let_in:
         return None  # each is told why when it tries by itself
-    formed = apply(joined, Close(let_in[0], joined.round, Waited.NOTHING))
+    # How long survivors wait for replacements is their own affair.
+    patient = any(wish.patient for wish in wishes.values())
+    formed = apply(joined, Close(let_in[0], joined.round, Waited.NOTHING, shrink=not patient))
     return joined if isinstance(formed, Refused) else formed
 
 
@@ -92,4 +114,5 @@ def round_view(document: Document) -> RoundView:
         joining=tuple(sorted(m.index for m in document.joining)),
         closed=document.closed,
         finished=document.closed == FINISHED,
+        sizes=document.sizes if document.ruled else None,
     )

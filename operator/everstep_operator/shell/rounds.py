@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 
-from everstep.contract.document import Document, DocumentInvalid, decode, decode_wish, encode
+from everstep.contract.document import Document, DocumentInvalid, Sizes, decode, decode_wish, encode
 from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.runtime.clock import Clock
@@ -23,11 +23,13 @@ from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.shell.presence import Presences, Worker
 from everstep_operator.shell.round_documents import JobRef, Kept, RoundDocuments, RoundsRefused, RoundsUnavailable
 from everstep_operator.shell.round_rules import (
+    corrected,
     decoded,
     renumbered,
     require_lawful,
     round_view,
     urgency,
+    with_sizes,
     with_wishes,
 )
 from everstep_operator.shell.round_watches import Urgency, Watches
@@ -135,7 +137,9 @@ class Rounds:
             if job.kept is None or job.kept.version != expected:
                 return None
             require_lawful(job.document, document)
-            return await self._put(job, expected, text, document)
+            asked, (text, document) = document, corrected(text, document, job.document)
+            version = await self._put(job, expected, text, document)
+            return version if document is asked else None
 
     async def _put(self, job: _Job, expected: int, text: str, document: Document) -> int | None:
         """What `swap` gives. The lock is held."""
@@ -244,6 +248,16 @@ class Rounds:
                 self._start(self._look(job))
             return None if job.document is None else round_view(job.document)
         return RoundView(0) if job.document is None else round_view(job.document)
+
+    async def rule(self, ref: JobRef, sizes: Sizes) -> None:
+        """Agents keep to these sizes from now on. Raises RoundsUnavailable, after which it may be so."""
+        job = self._job(ref)
+        async with job.lock:
+            await self._load(job)  # a plan may be old, and this is rare
+            assert job.kept is not None
+            changed = with_sizes(job.kept.document, job.document, sizes)
+            if changed is not None and await self._put(job, job.kept.version, *changed) is None:
+                raise RoundsUnavailable("another operator changed the document at the same time")
 
     def forget(self, job_uid: str) -> None:
         """The job is gone."""

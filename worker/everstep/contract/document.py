@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 VERSION = 1
@@ -142,6 +142,7 @@ class Document:
     done: tuple[str, ...] = ()  # members whose processes have all succeeded
     stopping: tuple[str, ...] = ()  # agents that are asked to stop; who of them is out does not come back
     in_process: bool = False  # the job's processes keep their memory from round to round
+    ruled: bool = False  # the sizes are those of who publishes the job: what agents were started with does not count
     restarts: int = 0  # charged, of the whole job
     history: tuple[Setback, ...] = ()  # the newest setbacks, oldest first
     closed: str | None = None
@@ -150,6 +151,14 @@ class Document:
         """The members of the present round that are not gone from it, in rank order."""
         gone = {loss.agent for loss in self.gone}
         return tuple(member for member in self.members if member.agent not in gone)
+
+
+def under(document: Document, sizes: Sizes) -> Document:
+    """The document of a job that may have these sizes from now on, whatever its agents ask for.
+
+    The round that runs is not ended by it: who is too many is taken away, who is missing is taken in.
+    """
+    return replace(document, sizes=sizes, ruled=True)
 
 
 def encode(document: Document) -> bytes:
@@ -168,6 +177,7 @@ def encode(document: Document) -> bytes:
         "done": list(document.done),
         "stopping": list(document.stopping),
         "in_process": document.in_process,
+        "ruled": document.ruled,
         "restarts": document.restarts,
         "history": [[s.round, s.agent, s.why, s.charged] for s in document.history],
         "closed": document.closed,
@@ -200,6 +210,7 @@ def decode(data: bytes) -> Document:
         # A release that does not know this field writes none.
         stopping=tuple(_each(body.get("stopping", []), "stopping", MAX_STOPPING, agent_name)),
         in_process=flag(body.get("in_process"), "in_process"),
+        ruled=flag(body.get("ruled", False), "ruled"),
         restarts=number(body.get("restarts"), "restarts"),
         history=tuple(_each(body.get("history"), "history", MAX_HISTORY, _setback)),
         closed=None if closed is None else text(closed, "closed", MAX_REASON),
@@ -212,15 +223,18 @@ def decode(data: bytes) -> Document:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What an agent's presence says: who it is, and that it wants a round newer than `after`."""
+    """What an agent's presence says: who it is, and that it wants a round newer than `after`. `patient`: survivors wait
+    for replacements, and it is they who say for how long."""
 
     member: Member
     after: int
     sizes: Sizes = field(default=Sizes(1, MAX_MEMBERS))
+    patient: bool = False
 
     def encode(self) -> bytes:
         body = [member_row(self.member), self.after, _sizes_row(self.sizes)]
-        return json.dumps({"version": VERSION, "wish": body}, separators=(",", ":")).encode()
+        patient = {"patient": True} if self.patient else {}
+        return json.dumps({"version": VERSION, "wish": body, **patient}, separators=(",", ":")).encode()
 
 
 def decode_wish(data: bytes) -> Wish:
@@ -234,6 +248,7 @@ def decode_wish(data: bytes) -> Wish:
         member=read_member(wish[0], "presence.member"),
         after=number(wish[1], "presence.after"),
         sizes=sizes,
+        patient=flag(body.get("patient", False), "presence.patient"),
     )
 
 

@@ -95,7 +95,8 @@ class Driver:
         deadline = self._clock() + timeout
         with self._changed:
             self._joining, self._round = True, None
-            wish = Wish(member, self._after if after is None else after, self._sizes)
+            patient = self._settings.patience.shrink_after > 0
+            wish = Wish(member, self._after if after is None else after, self._sizes, patient)
             self._standing = Broken("joining")
         try:
             joining = Joining(self._store, wish, self._settings, self._random, self._clock, self._ask, self._stopping)

@@ -7,6 +7,8 @@ compare-and-swap underneath, its invariants are the job's:
 - An agent that is gone from a round can do nothing in it, and nothing under another round's number; it may ask to join.
 - A round that is whole is ended by its members alone: by one that asks for the next round, not by who waits.
 - An agent that a newer life of its worker has replaced never comes back.
+
+One change is not an agent's: who publishes the job says its sizes (`contract.document.under`), between any two events.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Table:
         agent = member.agent
         if agent in self._stopping and not self._is_here(agent):
             return f"{agent} was asked to stop, and is out", True
-        if sizes != self._sizes:
+        if sizes != self._sizes and not self._before.ruled:
             if len(self._remaining - {agent}) + len(self._joining.keys() - {agent}):
                 return (
                     f"{agent} asks for sizes {sizes}, and this job has {self._sizes}: start all agents with the same"
