@@ -28,19 +28,19 @@ KILLED: list[Entry] = [
     PodSeen(0.1, "j-w0-0", 0, 1, "n1", "Pending"),
     PodSeen(0.1, "j-w1-0", 1, 1, "n2", "Pending"),
     PodSeen(0.2, "j-w0-0", 0, 1, "n1", "Running"),
-    StepSeen(3.0, "j-w0-0", 0, 0, 2, 1, 2.0),
-    StepSeen(3.1, "j-w1-0", 1, 1, 2, 1),
+    StepSeen(3.0, "j-w0-0", 0, 0, 2, 1, 2.0, 1),
+    StepSeen(3.1, "j-w1-0", 1, 1, 2, 1, round=1),
     StatusSeen(3.2, "Running", "2/2 ready", 1, 2, 20),
     ActionTaken(5.0, "kill j-w1-0", 1),
     PodSeen(5.1, "j-w1-0", 1, 1, "n2", "Failed"),
     StatusSeen(5.2, "Recovering", "worker 1 lost", 2, 2, 20),
     EventSeen(5.2, "Warning", "WorkerLost", "worker 1 lost"),
-    StepSeen(5.3, "j-w0-0", 0, 0, 2, 30, 1.5),  # still of the old world
+    StepSeen(5.3, "j-w0-0", 0, 0, 2, 30, 1.5, 1),  # still of the old world
     PodSeen(5.4, "j-w0-0", 0, 1, "n1", "Deleted"),
     PodSeen(5.4, "j-w0-1", 0, 2, "n1", "Pending"),
     PodSeen(5.4, "j-w1-1", 1, 2, "n2", "Pending"),
-    StepSeen(9.0, "j-w1-1", 1, 0, 2, 31, 1.4),
-    StepSeen(9.2, "j-w0-1", 0, 1, 2, 31),
+    StepSeen(9.0, "j-w1-1", 1, 0, 2, 31, 1.4, 2),
+    StepSeen(9.2, "j-w0-1", 0, 1, 2, 31, round=2),
     PodSeen(12.0, "j-w0-1", 0, 2, "n1", "Succeeded"),
     PodSeen(12.0, "j-w1-1", 1, 2, "n2", "Succeeded"),
     StatusSeen(12.1, "Complete", "all 2 workers succeeded", 2, 2, 60),
@@ -60,6 +60,18 @@ def test_killed_worker_has_a_lane_of_four_parts() -> None:
 
 def test_recovery_ends_with_the_first_step_of_the_new_world() -> None:
     assert build(KILLED).spans == (Span(5.2, 9.0, "Recovering"),)
+
+
+def test_recovery_of_survivors_that_keep_their_pods_ends_with_their_first_step_of_the_next_round() -> None:
+    entries: list[Entry] = [
+        StepSeen(3.0, "j-w0-0", 0, 0, 3, 7, round=4),
+        StatusSeen(5.2, "Recovering", "worker 1 lost", 4, 3),
+        StepSeen(5.3, "j-w0-0", 0, 0, 3, 8, round=4),  # still of the old world
+        StepSeen(5.5, "j-w0-0", 0, 0, 2, 9, round=5),
+    ]
+    assert build(entries).spans == (Span(5.2, 5.5, "Recovering"),)
+    quick = [StepSeen(5.1, "j-w0-0", 0, 0, 2, 8, round=5), entries[1], StepSeen(5.3, "j-w0-0", 0, 0, 2, 9, round=5)]
+    assert build(quick).spans == (Span(5.2, 5.3, "Recovering"),), "they were quicker than the status"
 
 
 def test_loss_is_that_of_rank_0_wherever_it_runs() -> None:

@@ -40,6 +40,7 @@ class StepSeen:
     world_size: int
     step: int
     loss: float | None = None
+    round: int = 0  # in which the process trained; 0: it does not know
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,8 @@ class LocalRun:
         loss = report.metrics.get("loss")
         loss = loss if loss is not None and math.isfinite(loss) else None
         seen = StepSeen(
-            self.seconds, identity.pod_name, worker, report.rank, report.world_size, report.step, loss
+            self.seconds, identity.pod_name, worker, report.rank, report.world_size, report.step, loss,
+            report.round,
         )  # fmt: skip
         before = self._steps.get(identity.pod_name)
         # Of several processes in a pod the lowest rank speaks for it.

@@ -105,16 +105,17 @@ def _spans(statuses: list[StatusSeen], steps: list[StepSeen], seconds: float) ->
     for e in statuses:
         if e.reason not in STANDING or (spans and e.at < spans[-1].end):
             continue
-        # Reports of the old world may still arrive after the status: the step has to come from the new one.
-        resumed = (s.at for s in steps if s.at > e.at and _is_of_round(s, e.round))
-        spans.append(Span(e.at, min(resumed, default=seconds), e.reason))
+        spans.append(Span(e.at, _resumed(steps, e, seconds), e.reason))
     return tuple(spans)
 
 
-def _is_of_round(step: StepSeen, round_: int) -> bool:
-    """Pods carry their incarnation, which is the round less one, as the last part of their name (ADR 0002)."""
-    incarnation = step.pod.rpartition("-")[2]
-    return incarnation.isdecimal() and int(incarnation) + 1 >= round_
+def _resumed(steps: list[StepSeen], stood: StatusSeen, seconds: float) -> float:
+    """When the world stepped again: reports of the old one may still arrive, so the step has to be of a newer round."""
+    old = max((s.round for s in steps if s.at <= stood.at), default=0)
+    later = [s for s in steps if s.at > stood.at]
+    newer = [s for s in later if s.round > old]
+    # Agents may be in the next round before the status says that the old one is over: then there is no newer one.
+    return min((s.at for s in newer or (later if stood.round <= old else ())), default=seconds)
 
 
 def _changes(values: Iterable[tuple[float, T]]) -> tuple[tuple[float, T], ...]:
