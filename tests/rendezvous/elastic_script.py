@@ -3,7 +3,7 @@
     elastic_script.py FOLDER
 
 Each process writes one line a world that it was in, at its first all-reduce: seconds, agent's pid, restart, rank, world
-size, sum. A process that sees `fail` in the folder, with its rank in it, ends with an error.
+size, sum, round. A process that sees `fail` in the folder, with its rank in it, ends with an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def main() -> None:
         total = torch.ones(1)
         dist.all_reduce(total)
         if first:
-            words = (time.time(), os.getppid(), os.environ["TORCHELASTIC_RESTART_COUNT"], rank, world, int(total))
+            restart, told = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["EVERSTEP_ROUND"]
+            words = (time.time(), os.getppid(), restart, rank, world, int(total), told)
             with (folder / "worlds").open("a") as out:
                 out.write(" ".join(map(str, words)) + "\n")
             first = False

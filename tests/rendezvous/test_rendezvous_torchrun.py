@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from agents import until
 from etcd_server import EtcdCluster
 from operator_server import OperatorServer
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -18,7 +19,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torchrun_job import TorchrunJob, children
 
 from everstep.contract import env
+from everstep.contract.document import FINISHED, decode
 from everstep.contract.messages import REPORT_PATH
+from everstep_operator.kube.wire import Unstructured
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -42,19 +45,23 @@ def operated(operator: OperatorServer, tmp_path: Path) -> Iterator[Callable[...,
     """Agents in pods of a TrainingJob: where the operator is, and which token to show it, is in their environment."""
     made: list[TorchrunJob] = []
 
-    def make() -> TorchrunJob:
-        owner = operator.create_job(f"job-{uuid.uuid4().hex}")
+    def make(*flags: str, nodes: str = "2:3", owner: Unstructured | None = None) -> TorchrunJob:
+        owner = owner or operator.create_job(f"job-{uuid.uuid4().hex}")
 
         def variables(number: int) -> dict[str, str]:
             pod = operator.create_pod(owner, number)
             return {
+                env.JOB_UID: owner.metadata.uid,
                 env.REPORT_URL: operator.replicas[0].url + REPORT_PATH,
                 env.TOKEN_FILE: str(pod.token_file),
                 env.WORKER_INDEX: str(pod.index),
                 env.INCARNATION: "0",
             }
 
-        made.append(TorchrunJob(tmp_path, "", owner.metadata.uid, backend="everstep", variables=variables))
+        job = TorchrunJob(
+            tmp_path, "", owner.metadata.uid, *flags, nodes=nodes, backend="everstep", variables=variables
+        )
+        made.append(job)
         return made[-1]
 
     yield make
@@ -93,8 +100,34 @@ def test_agents_that_are_killed_are_left_behind_and_replaced_and_the_job_ends_we
     print(f"agent of rank 0 killed: all-reduce of the survivors after {max(x.at for x in left) - killed:.1f} s")
     assert {line.agent for line in left} == {line.agent for line in three[1:]}
 
+    told = [{line.round for line in world} for world in (first, two, three, left)]
+    assert all(len(rounds) == 1 for rounds in told), told
+    assert sorted(told, key=min) == told, "the fencing token of their commits"
     codes = run.finish()
     assert sorted(codes) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
+
+
+def test_agents_that_fail_for_good_leave_the_job_to_those_that_the_operator_starts_in_their_place(
+    operated: Callable[..., TorchrunJob], operator: OperatorServer
+) -> None:
+    owner = operator.create_job(f"job-{uuid.uuid4().hex}")
+    run = operated("--max-restarts=0", nodes="2", owner=owner)
+    run.start(2)
+    first = run.world(2)
+    (run.folder / "fail").write_text("1")
+    failed = next(agent for agent in run.agents if agent.pid == first[1].agent)
+    assert failed.wait(60) != 0
+
+    def both_train_again() -> bool:
+        # The other one may have failed too, of its lost peer, or wait for the successor.
+        run.start(2 - sum(agent.poll() is None for agent in run.agents))
+        return {line.rank for line in run.lines() if line.round > 1} == {0, 1}
+
+    until(both_train_again, 120)
+    assert run.finish().count(0) == 2
+    kept = operator.store(operator.create_pod(owner, 9)).read().document
+    assert kept is not None
+    assert decode(kept).closed == FINISHED, "the success of all is known"
 
 
 @pytest.mark.long

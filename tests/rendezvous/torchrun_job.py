@@ -28,6 +28,7 @@ class Line:
     rank: int
     world: int
     total: int
+    round: int  # that it was told
 
 
 class TorchrunJob:

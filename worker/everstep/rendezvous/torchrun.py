@@ -10,7 +10,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -26,7 +28,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from everstep.contract import env
-from everstep.contract.document import Member, Sizes
+from everstep.contract.document import Document, Member, Sizes
 from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.errors import (
@@ -74,6 +76,7 @@ class RoundHandler(RendezvousHandler):
         )
         self._driver = Driver(store, member, sizes, settings.settings, links=self._links)
         self._server: TCPStore | None = None
+        self._number = 0  # of the round that this agent was in last
         self._left = False
         # torchrun does not shut a handler down when a signal ends it, and the others should not wait for the lease.
         atexit.register(self._leave)
@@ -102,6 +105,9 @@ class RoundHandler(RendezvousHandler):
         first = formed.members[0]
         if formed.rank != 0:
             self._server = None
+        self._number = formed.number
+        # torchrun starts its processes in this environment: with the round, their commits can be fenced.
+        os.environ[env.ROUND] = str(formed.number)
         return RendezvousInfo(
             PrefixStore(f"everstep/round/{formed.number}", store),
             formed.rank,
@@ -180,16 +186,28 @@ class RoundHandler(RendezvousHandler):
         self._close("an agent closed the rendezvous")
 
     def shutdown(self) -> bool:
-        """torchrun calls this when its processes have succeeded, or failed for good: there is no next round."""
-        closed = self._close("an agent finished")
+        """torchrun calls this when its processes have succeeded, or failed for good.
+
+        There is no next round then, unless somebody starts this worker again: the operator does, in a TrainingJob.
+        """
+        failed = sys.exception() is not None  # torchrun calls this in a `finally`, while its error is on the way
+        if env.JOB_UID not in os.environ:
+            said = self._close("an agent finished")
+        elif failed:
+            said = True
+        else:
+            said = self._say(lambda: self._driver.done(self._number))
         self._leave()
-        return closed
+        return said
 
     def _close(self, why: str) -> bool:
+        return self._say(lambda: self._driver.close_job(why))
+
+    def _say(self, change: Callable[[], Document | Refused]) -> bool:
         try:
-            done = self._driver.close_job(why)
+            done = change()
         except RendezvousFailed as e:
-            log.warning("the job could not be closed: %s", e)
+            log.warning("the others could not be told of this agent's end: %s", e)
             return False
         return not isinstance(done, Refused) or done.final
 
