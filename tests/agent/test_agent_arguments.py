@@ -36,6 +36,12 @@ def test_flags_are_read_from_the_environment_as_torchrun_reads_them() -> None:
     assert read(["--nnodes=3", "t.py"], environ).nodes == (3, 3)
 
 
+def test_restarts_that_an_operator_leaves_to_this_agent_are_not_those_that_it_leaves_to_torchrun() -> None:
+    environ = {"PET_MAX_RESTARTS": "5", "EVERSTEP_MAX_RESTARTS": "0"}
+    assert read(["t.py"], environ).max_restarts == 0
+    assert read(["--max-restarts=3", "t.py"], environ).max_restarts == 3
+
+
 def test_what_comes_after_the_script_is_the_scripts() -> None:
     found = read(["--nproc_per_node", "3", "train.py", "--nnodes", "9", "-m"], {})
     assert found.program.arguments == ("--nnodes", "9", "-m")

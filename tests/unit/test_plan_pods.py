@@ -219,6 +219,16 @@ def test_agents_are_told_how_long_a_step_and_a_recovery_may_take(hang: dict[str,
     assert arguments.recovery_seconds == 90
 
 
+def test_failures_of_the_program_are_the_operators_unless_the_template_says_otherwise() -> None:
+    spec = {"rendezvous": {"backend": "everstep"}, "recovery": {"maxRestarts": 4}}
+    bare = {"spec": {"containers": [{"name": "worker", "image": "train:1"}]}}
+    env = values(pods.agent_pod(job(bare, **spec), 0, 0, SETTINGS))
+    assert env["PET_MAX_RESTARTS"] == "3", "torchrun counts the loss of a peer too"
+    assert read(["train.py"], env).max_restarts == 0
+    env = values(pods.agent_pod(job(**spec), 0, 0, SETTINGS))
+    assert read(["train.py"], env).max_restarts == 5, "the template's own"
+
+
 def test_hang_settings_of_the_template_win_and_the_rendezvous_settings_do_not() -> None:
     template = copy.deepcopy(TEMPLATE)
     template["spec"]["containers"][1]["env"] = [

@@ -14,7 +14,13 @@ from everstep_operator.api.types import TrainingJobSpec
 
 def tuning(spec: TrainingJobSpec) -> dict[str, str]:
     """Variables of the worker container where agents form the rounds."""
-    return {**_hang(spec.recovery.hang), env.RECOVERY_SECONDS: str(spec.rendezvous.join_timeout_seconds)}
+    return {
+        **_hang(spec.recovery.hang),
+        env.RECOVERY_SECONDS: str(spec.rendezvous.join_timeout_seconds),
+        # A failure of the program ends the pod: rules, budget and back-off are the operator's, and so is the choice of
+        # another node. What was killed from outside, or lost a peer, the agent mends without being asked.
+        env.MAX_RESTARTS: "0",
+    }
 
 
 def _hang(hang: Hang) -> dict[str, str]:

@@ -148,6 +148,8 @@ def _inject_environment(
     reserved = {*identity, *_FIELDS, env.ROUND}
     theirs = [e for e in (container.get("env") or ()) if e.get("name") not in reserved]
     taken = {e.get("name") for e in theirs}
+    if "PET_MAX_RESTARTS" in taken:
+        taken.add(env.MAX_RESTARTS)  # who sets the one means both
     ours = {**identity, **{k: v for k, v in tuning.items() if k not in taken}}
     container["env"] = [
         *theirs,

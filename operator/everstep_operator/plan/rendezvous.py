@@ -24,6 +24,7 @@ _RENDEZVOUS_TUNING = {
 }
 
 
+FEW = 3
 # Where a worker finds the Secret of etcd.
 ETCD_DIR = "/var/run/secrets/everstep-etcd"
 # The name under which each backend is registered with torchrun.
@@ -31,12 +32,13 @@ _HANDLERS = {RendezvousBackend.EVERSTEP: "everstep", RendezvousBackend.ETCD: "et
 
 
 def restarts_in_place(job: JobView) -> int:
-    """How often an agent may start its processes again before its pod fails.
+    """How often torchrun may start its processes again before its pod fails.
 
-    c10d: never, so that the operator decides, and each failure is charged to the right side, once (ADR 0002). Else the
-    budget of the job: torchrun counts a lost peer as a failure too, and without restarts each loss would end all pods.
+    c10d: never, so that the operator decides, and each failure is charged to the right side, once (ADR 0002). Else a
+    few: torchrun counts a lost peer as a failure too, and without restarts each loss would end all pods; but what it
+    restarts is neither charged nor judged. (`everstep-run` tells the two apart, and has its own number: `agents`.)
     """
-    return 0 if job.spec.rendezvous.backend is RendezvousBackend.C10D else job.spec.recovery.max_restarts
+    return 0 if job.spec.rendezvous.backend is RendezvousBackend.C10D else min(FEW, job.spec.recovery.max_restarts)
 
 
 def of_round(job: JobView, index: int, round_: int, size: int) -> dict[str, str]:

@@ -129,6 +129,8 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         value(name, text="torchrun's; refused here")
     for name in ("--duplicate-stdout-filters", "--duplicate-stderr-filters"):
         value(name, text="torchrun's; refused here")
+    if env.MAX_RESTARTS in environ:
+        p.set_defaults(max_restarts=environ[env.MAX_RESTARTS])
     p.add_argument("training_script", help="the script, module or executable")
     p.add_argument("training_script_args", nargs=argparse.REMAINDER, help="what it is given")
     return p

@@ -37,5 +37,8 @@ MOST_PROCESSES = "EVERSTEP_MOST_PROCESSES"
 HANG_SECONDS = "EVERSTEP_HANG_SECONDS"
 # And so many times its slowest recent step; 0: however slow its steps are.
 HANG_FACTOR = "EVERSTEP_HANG_FACTOR"
+# Failures of the program that `everstep-run` mends itself. In place of PET_MAX_RESTARTS, which is meant for torchrun,
+# to whom a lost peer is a failure like any other.
+MAX_RESTARTS = "EVERSTEP_MAX_RESTARTS"
 # Seconds that a process may take to come into an announced round before it is replaced.
 RECOVERY_SECONDS = "EVERSTEP_RECOVERY_SECONDS"
