@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,13 @@ def _objects(helm: Any, *flags: str) -> list[dict[str, Any]]:
     return [found for found in yaml.safe_load_all(rendered) if found]
 
 
+def wait_until(what: str, holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, f"not within 30 s: {what}"
+        time.sleep(0.2)
+
+
 def _only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     (found,) = [o for o in objects if o["kind"] == kind]
     return found
@@ -27,7 +35,7 @@ def _only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def granted(crd: Any, helm: Any) -> Iterator[Any]:
     """The control plane with the chart's roles and service account, and nothing else of it."""
-    templates = ("serviceaccount", "rbac")
+    templates = ("serviceaccount", "rbac", "policy-rounds")
     flags = [flag for name in templates for flag in ("-s", f"templates/{name}.yaml")]
     manifest = helm("template", "everstep", "-n", NAMESPACE, *flags).stdout
     crd.kubectl("create", "namespace", NAMESPACE)
@@ -113,6 +121,36 @@ def test_operator_may_do_what_it_does(answers: dict[Request, bool], request_: Re
 @pytest.mark.parametrize("request_", DENIED, ids="-".join)
 def test_operator_may_do_nothing_else(answers: dict[Request, bool], request_: Request) -> None:
     assert not answers[request_]
+
+
+def _config_map(name: str, owner: str | None) -> str:
+    job = {"apiVersion": "everstep.dev/v1alpha1", "kind": "TrainingJob", "name": owner, "uid": "1", "controller": True}
+    owners = [] if owner is None else [job]
+    metadata = {"name": name, "namespace": "default", "ownerReferences": owners}
+    return yaml.safe_dump({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
+
+
+def test_operator_writes_the_config_maps_of_jobs_and_nobody_elses(granted: Any) -> None:
+    def write(verb: str, name: str, owner: str | None, *flags: str) -> Any:
+        return granted.kubectl(verb, *flags, "-f", "-", input=_config_map(name, owner))
+
+    by_operator = ("--as", ACCOUNT)
+    wait_until(
+        "the policy is in force", lambda: write("create", "p", None, "--dry-run=server", *by_operator).returncode
+    )
+    assert write("create", "theirs", None).returncode == 0, "others are not asked"
+    assert write("create", "taken-rounds", None).returncode == 0
+    assert write("create", "digits-rounds", "digits", *by_operator).returncode == 0
+    assert write("replace", "digits-rounds", "digits", *by_operator).returncode == 0
+    for verb, name, owner, why in (
+        ("create", "settings", "digits", "writes only ConfigMaps"),
+        ("create", "other-rounds", None, "writes only ConfigMaps"),
+        ("replace", "theirs", None, "writes only ConfigMaps"),
+        ("replace", "taken-rounds", "taken", "takes over no ConfigMap"),
+    ):
+        done = write(verb, name, owner, *by_operator)
+        assert done.returncode != 0
+        assert why in done.stderr, done.stderr
 
 
 def test_all_that_the_chart_renders_is_accepted_by_the_api_server(granted: Any, helm: Any) -> None:
