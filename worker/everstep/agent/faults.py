@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 from everstep.agent.events import Fault
+from everstep.contract import exit_codes
 
 MAX_ERROR_FILE = 1024 * 1024
 MAX_WHY = 180
@@ -30,6 +31,8 @@ def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]
         if out_of_memory and code == -signal.SIGKILL:
             return Fault.PROGRAM, f"{name}: out of memory"
         return (Fault.OUTSIDE if -code in _KILLED else Fault.PROGRAM), name
+    if code == exit_codes.NOT_RECOVERED:
+        return Fault.OUTSIDE, f"exit code {code}: it lost its peers and could not go on from what it held"
     said = _error(error_file)
     why = f"exit code {code}" + (f": {said}" if said else "")
     return (Fault.PEER if _PEER.search(said) else Fault.PROGRAM), why[:MAX_WHY]

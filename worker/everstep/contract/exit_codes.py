@@ -8,3 +8,5 @@ STORE_UNUSABLE = 85
 # The process was asked to stop (SIGTERM) and did, after a commit if there was time, or because the others train on.
 # Never charged as a fault.
 PREEMPTED = 86
+# The process lost its peers and cannot go on from what it holds: a new process takes its place. Never charged.
+NOT_RECOVERED = 87

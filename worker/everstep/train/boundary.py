@@ -96,6 +96,11 @@ class Boundary:
                 self.step = self._keeper.restore(state)
         return self.step
 
+    @property
+    def restored(self) -> bool:
+        """Whether `restore` found a commit."""
+        return self._keeper is not None and self._keeper.restored
+
     def begin(self, state: Mapping[str, Any]) -> int:
         """`join` and `restore`."""
         self.join()

@@ -64,6 +64,11 @@ class Keeper:
         self._began = time.monotonic()
         return self._restored or 0
 
+    @property
+    def restored(self) -> bool:
+        """Whether the last `restore` found a commit, and the world is still that one."""
+        return self._restored is not None
+
     def move(self, ranks: Ranks) -> None:
         """Go on in another world; see `Checkpointer.move`."""
         self.checkpointer.move(ranks)

@@ -6,17 +6,23 @@ step comes again, or counts, and the next step is taken with other members.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from everstep.contract import exit_codes
 from everstep.data import ElasticLoader
 from everstep.train.boundary import Boundary
-from everstep.train.recovery.agreement import Quality
+from everstep.train.recovery.agreement import NoState, Quality
+from everstep.train.recovery.forming import Unformed
 from everstep.train.recovery.group import PeerLost
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import parallel
 from everstep.train.recovery.rounds import Dismissed
+from everstep.train.recovery.transfer import TransferFailed
 from everstep.train.replicas import Replicas
+
+log = logging.getLogger("everstep.train")
 
 
 class World(Protocol):
@@ -153,6 +159,9 @@ class Recovering:
         except Dismissed:
             self._recovery.part()
             self._boundary.part()
+        except (NoState, TransferFailed, Unformed) as e:
+            log.error("%s; this process ends, and a new one takes its place", e)
+            raise SystemExit(exit_codes.NOT_RECOVERED) from e
 
     def _moved(self) -> None:
         """The round has formed; its members are not at one state yet."""
@@ -163,8 +172,9 @@ class Recovering:
         if self._loader is not None:
             self._loader.reshard(members.rank, members.world_size)
 
-    def _start(self) -> int:
-        return self._boundary.restore(self._state)
+    def _start(self) -> int | None:
+        step = self._boundary.restore(self._state)
+        return step if self._boundary.restored else None
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

@@ -40,7 +40,7 @@ class Agreement:
 
 
 class NoState(RuntimeError):
-    """Members trained, and no whole state is left among them: the last commit is what there is."""
+    """Members trained, and no whole state is left among them: the last commit is what there is, if there is one."""
 
 
 def agree(standings: Sequence[Standing]) -> Agreement:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.train.recovery import forming, transfer
-from everstep.train.recovery.agreement import Agreement, Quality, Standing, agree
+from everstep.train.recovery.agreement import Agreement, NoState, Quality, Standing, agree
 from everstep.train.recovery.group import BACKEND, PeerLost, RecoverableGroup
 from everstep.train.recovery.members import Members
 from everstep.train.recovery.reducers import Reducers
@@ -41,7 +41,8 @@ WAIT_SECONDS = 120.0  # for a newer round after a collective failed
 ATTEMPTS = 100
 RECENT = 64  # steps by which the next ones are judged
 
-Start = Callable[[], int]  # brings the state that nobody has from storage, on all members; completed steps
+# Brings the state that nobody has from storage, on all members; completed steps, None if nothing was committed.
+Start = Callable[[], int | None]
 
 
 class Recovery:
@@ -130,7 +131,8 @@ class Recovery:
         """Leave the present round for the newest, and bring all its members to one state; its completed steps.
 
         `moved` is called when the round has formed; then `start`, on all members, if none of them has a state. Raises
-        `RoundsOver` if no round comes, `NoState` if the state was lost, `Dismissed` if this process is to end here.
+        `RoundsOver` if no round comes, `NoState` if the state was lost and nothing is committed, `TransferFailed` if
+        what this member was sent is damaged, `Dismissed` if this process is to end here.
         """
         for _ in range(ATTEMPTS):
             round_ = self._rounds.wait_newer(self._number, WAIT_SECONDS if quality else JOIN_SECONDS)
@@ -162,7 +164,14 @@ class Recovery:
         assert self._reducers is not None
         digest = transfer.digest(self._state) if quality > Quality.NONE else 0
         told = self.members.gather((step, int(quality), digest))
-        agreement = agree([Standing(s, Quality(q), d) for s, q, d in told])
+        try:
+            agreement = agree([Standing(s, Quality(q), d) for s, q, d in told])
+        except NoState as e:
+            log.error("%s; all members go back to the last commit", e)
+            if (found := start()) is None:
+                raise NoState(f"{e}, and nothing is committed") from e
+            self._reducers.rebuild()
+            return found, Agreement(found, None, ())
         holder, receivers = agreement.holder, agreement.receivers
         if agreement.diverged:
             log.error(
@@ -171,7 +180,7 @@ class Recovery:
             )  # fmt: skip
         found = agreement.step
         if holder is None:
-            found = start()
+            found = start() or 0
             holder, receivers = 0, tuple(range(1, self.members.world_size))
         if receivers:
             transfer.send(self._state, holder, receivers, self.members)

@@ -1,0 +1,113 @@
+"""State that is lost with a peer, though its process lives: nobody is charged, and training comes to the same end.
+
+One agent with two processes, `--max-restarts=0`: a single failure that was charged would end the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_job import HERE, LIMIT
+
+pytestmark = pytest.mark.timeout(240)
+SCRIPT = HERE / "gan_script.py"
+
+
+class Run:
+    """`everstep-run` of the script in a folder of its own."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.log = folder / "log"
+        argv = [sys.executable, "-m", "everstep.agent.main", "--nproc-per-node=2", "--max-restarts=0"]
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*argv, str(SCRIPT), str(folder), url], stdout=out, stderr=out,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            )  # fmt: skip
+
+    def end(self) -> int:
+        code = self.process.wait(LIMIT)
+        return code
+
+    def steps(self) -> dict[int, list[dict[str, Any]]]:
+        """By process, in the order in which they were made."""
+        return {
+            int(path.stem): [json.loads(line) for line in path.read_text().splitlines()]
+            for path in self.folder.glob("*.jsonl")
+        }
+
+    def final(self) -> set[str]:
+        return {e["digest"] for steps in self.steps().values() for e in steps if e["step"] == 40}
+
+    def until(self, text: str) -> None:
+        deadline = time.monotonic() + LIMIT
+        while text not in self.log.read_text():
+            assert self.process.poll() is None, f"ended before {text!r}\n{self.log.read_text()[-4000:]}"
+            assert time.monotonic() < deadline, f"no {text!r}\n{self.log.read_text()[-4000:]}"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def start(name: str, url: str, *asked: str) -> Run:
+        one = Run(tmp_path / name, url)
+        for file in asked:
+            (one.folder / file).touch()
+        made.append(one)
+        return one
+
+    yield start
+    for one in made:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["from-the-commit", "from-the-start"])
+def test_kill_between_two_optimizers_is_charged_to_nobody_and_changes_nothing(
+    saves: bool, run: Callable[..., Run], tmp_path: Path
+) -> None:
+    still = run("still", "")
+    assert still.end() == 0, still.log.read_text()
+    torn = run("torn", str(tmp_path / "commits") if saves else "", "tear")
+    assert torn.end() == 0, torn.log.read_text()
+    assert torn.final() == still.final()
+    assert len(torn.final()) == 1
+    said = torn.log.read_text()
+    assert "SIGKILL" in said
+    assert "lost its peers between two of its optimizers" in said
+    steps = torn.steps()
+    orders = {pid: [e["step"] for e in told] for pid, told in steps.items()}
+    if saves:
+        # The survivor keeps its process, and goes back to the last commit. The new one begins there.
+        assert len(steps) == 3, said
+        (back,) = [o for o in orders.values() if o[0] == 1 and o[-1] == 40]
+        again = next(at for at in range(1, len(back)) if back[at] <= back[at - 1])
+        assert back[again] in (6, 11, 16)
+        assert "exit code 87" not in said
+    else:
+        # What there was is gone with the peer: both begin again.
+        assert re.search(r"rank 0 .*exit code 87: it lost its peers", said), said
+        assert sum(o == list(range(1, 41)) for o in orders.values()) == 2, orders
+
+
+def test_state_that_arrives_damaged_costs_a_new_process_and_no_restart(run: Callable[..., Run], tmp_path: Path) -> None:
+    job = run("job", "", "die", "mutate")
+    job.until("fails its checksum")
+    (job.folder / "mutate").unlink()
+    assert job.end() == 0, job.log.read_text()
+    assert "exit code 87" in job.log.read_text()
+    assert len(job.final()) == 1
