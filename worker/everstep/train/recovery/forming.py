@@ -7,6 +7,7 @@ program's tensors.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from everstep.train.recovery.rounds import Round
 LOST_SECONDS = 1800.0
 CLOSE_SECONDS = 1.0
 COMPUTE_SECONDS = 0.1  # the longest that a reduction of what has arrived takes
+ABORT_SECONDS = 10.0  # for a device to end the collectives of an abandoned round
 
 
 class Unformed(RuntimeError):
@@ -34,20 +36,23 @@ class Unformed(RuntimeError):
 
 @dataclass(slots=True)
 class Formed:
-    """The groups of one round: `main` for the program, `control` for our own agreements and transfers."""
+    """The groups of one round: `main` for the program, `control` for our own agreements and transfers. `abort` ends the
+    collectives of an accelerator."""
 
     round: Round
     main: Any
     control: Any
     addresses: frozenset[links.Address]
     store: Any
+    abort: Callable[[], None] | None = None
     keep: list[Any] = field(default_factory=list)  # gloo's devices
 
 
 def alone() -> Any:
     """The group of a world of one, in which a script builds its objects before it joins its first round."""
-    device = _default_device()
-    return _gloo(HashStore(), 0, 1, device)
+    store = HashStore()
+    main, _ = _with_devices(_gloo(store, 0, 1, _default_device()), 0, 1, store)
+    return main
 
 
 def form(round_: Round, newer: Callable[[], bool], seconds: float) -> Formed:
@@ -76,9 +81,10 @@ def form(round_: Round, newer: Callable[[], bool], seconds: float) -> Formed:
             raise Unformed(f"round {round_.number}: {e}") from e
 
 
-def dismiss(formed: Formed, works: list[Any]) -> None:
+def dismiss(formed: Formed, works: list[Any], on_device: list[Any]) -> None:
     """Close the connections of an abandoned round, whose unfinished `works` are then over or never will be. Raises
-    `Unformed` if gloo keeps both: what it may still write makes a repeated step unsafe."""
+    `Unformed` if gloo keeps both, or a device goes on with its own: what they may still write makes a repeated step
+    unsafe."""
 
     def over() -> bool:
         # gloo lets go of the tensors with the work. It may leave a connection open whose receiver is gone.
@@ -90,12 +96,19 @@ def dismiss(formed: Formed, works: list[Any]) -> None:
     until = time.monotonic() + COMPUTE_SECONDS
     while not over() and time.monotonic() < until:
         time.sleep(links.POLL_SECONDS)
+    until = time.monotonic() + ABORT_SECONDS
+    while not all(work.is_completed() for work in on_device):
+        if time.monotonic() > until:
+            raise Unformed(
+                f"round {formed.round.number}: the device did not end its collectives in {ABORT_SECONDS:g} s"
+            )
+        time.sleep(links.POLL_SECONDS)
     # Destroying a group waits for its threads, and those that lost a transfer end with gloo's own timeout.
     threading.Thread(target=_drop, args=(formed,), name="everstep-drop", daemon=True).start()
 
 
 def _drop(formed: Formed) -> None:
-    formed.main = formed.control = None
+    formed.main = formed.control = formed.abort = None
     formed.keep.clear()
     formed.store = None
 
@@ -108,26 +121,29 @@ def _form(round_: Round, seconds: float) -> Formed:
     store = PrefixStore(f"round-{round_.number}", client)
     device, address = links.listening(_default_device)
     store.set(f"link/{round_.rank}", f"{address[0]} {address[1]}")
-    main = _gloo(PrefixStore("main", store), round_.rank, round_.world_size, device)
+    gloo = _gloo(PrefixStore("main", store), round_.rank, round_.world_size, device)
+    main, abort = _with_devices(gloo, round_.rank, round_.world_size, store)
     control = _gloo(PrefixStore("control", store), round_.rank, round_.world_size, device)
     addresses = set()
     for rank in range(round_.world_size):
         name, number = store.get(f"link/{rank}").decode().split()
         addresses.add((name, int(number)))
-    return Formed(round_, _with_devices(main, round_, store), control, frozenset(addresses), store, [device])
+    return Formed(round_, main, control, frozenset(addresses), store, abort, [device])
 
 
-def _with_devices(gloo: Any, round_: Round, store: Any) -> Any:
-    """Together with NCCL where there are GPUs."""
+def _with_devices(gloo: Any, rank: int, size: int, store: Any) -> tuple[Any, Callable[[], None] | None]:
+    """Together with NCCL where there are GPUs, and what aborts that. UNPROVEN: nobody has run it on a GPU."""
     if not torch.cuda.is_available():
-        return gloo
-    both = dist.ProcessGroup(store, round_.rank, round_.world_size)
+        return gloo, None
+    # Clean up after an error, and do not end the process for it, as torchrun's setting (1) asks: we recover.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=LOST_SECONDS)
+    nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
+    both = dist.ProcessGroup(store, rank, size)
     both._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    nccl = dist.ProcessGroupNCCL(
-        PrefixStore("nccl", store), round_.rank, round_.world_size, dist.ProcessGroupNCCL.Options()
-    )
     both._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-    return both
+    return both, nccl.abort
 
 
 def _gloo(store: Any, rank: int, size: int, device: Any) -> Any:

@@ -7,6 +7,9 @@ millisecond. The program holds one group for its life; `attach` puts the group o
 
 Invariant: a collective ends once, with its result or with `PeerLost`; after `abandon` no collective of the round that
 was abandoned succeeds, and none begins before `attach`.
+
+Collectives of an accelerator's tensors are NCCL's own: they are watched, and aborted with the round. What they leave in
+their tensors is garbage, and no optimizer takes it, because the round is over. UNPROVEN: nobody has run it on a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 BACKEND = "everstep"
+DEVICE_WORKS = 256  # that are kept before those that are over are dropped
 
 
 class PeerLost(RuntimeError):
@@ -87,12 +91,26 @@ class _Flight:
         self.lock = threading.Lock()
         self.lost: str | None = "no round has begun"
         self.left: list[Any] = []
+        self._device: list[Any] = []  # NCCL's works, those that are over among them
         self._pending = set[Answer]()
         self._on_lost = on_lost
 
     @property
     def waits(self) -> bool:
-        return bool(self._pending)
+        return bool(self._pending) or bool(self.on_device())
+
+    def on_device(self) -> list[Any]:
+        """The works of an accelerator that are not over."""
+        with self.lock:
+            self._device = [work for work in self._device if not work.is_completed()]
+            return list(self._device)
+
+    def begun_on_device(self, work: Any) -> None:
+        with self.lock:
+            self._device.append(work)
+            many = len(self._device) >= DEVICE_WORKS
+        if many:
+            self.on_device()
 
     def begin(self, answer: Answer) -> None:
         """Under the lock."""
@@ -153,6 +171,7 @@ class RecoverableGroup(dist.ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]
         self._flight = _Flight(on_lost)
         self._inner: Any = None
+        self._abort: Callable[[], None] | None = None
         self._rank, self._size = 0, 1
 
     @property
@@ -170,15 +189,21 @@ class RecoverableGroup(dist.ProcessGroup):
         """gloo's works that were given up in this round, and may not be over."""
         return list(self._flight.left)
 
-    def attach(self, inner: Any, rank: int, size: int) -> None:
-        """Work over `inner`, a group of another round, from now on. After `abandon`.
+    @property
+    def left_on_device(self) -> list[Any]:
+        """Works of an accelerator that are not over."""
+        return self._flight.on_device()
+
+    def attach(self, inner: Any, rank: int, size: int, abort: Callable[[], None] | None = None) -> None:
+        """Work over `inner`, a group of another round, from now on. After `abandon`. `abort` ends its collectives of an
+        accelerator's tensors.
 
         Hold on to `inner` until its connections are closed: its destructor waits for gloo's threads.
         """
         flight = self._flight
         with flight.lock:
             assert self._inner is None, "the group of the round before was not abandoned"
-            self._inner, self._rank, self._size = inner, rank, size
+            self._inner, self._rank, self._size, self._abort = inner, rank, size, abort
             flight.lost, flight.left = None, []
 
     def abandon(self, reason: str) -> None:
@@ -186,19 +211,22 @@ class RecoverableGroup(dist.ProcessGroup):
         self._flight.give_up(reason)
         with self._flight.lock:
             self._inner = None
+            abort, self._abort = self._abort, None
+        if abort is not None:  # it may wait for the device, and nobody here does
+            threading.Thread(target=abort, name="everstep-abort", daemon=True).start()
 
     def _run(self, name: str, value: Any, tensors: Any, *arguments: Any) -> Any:
         flight, answer = self._flight, Answer(value)
         with flight.lock:
             inner, lost = self._inner, flight.lost
-            if lost is None and _on_device(tensors):
-                # NCCL orders its work by streams and has an abort of its own: its answers need none of ours.
-                return getattr(inner, name)(*arguments)
-            if lost is None:
+            device = _on_device(tensors)
+            if lost is None and not device:
                 flight.begin(answer)
         if lost is not None:
             answer.finish(PeerLost(lost))
             return answer
+        if device:
+            return self._run_on_device(answer, getattr(inner, name), *arguments)
         try:
             answer.work = getattr(inner, name)(*arguments)
         except RuntimeError as e:
@@ -212,6 +240,23 @@ class RecoverableGroup(dist.ProcessGroup):
         else:
             future.add_done_callback(lambda done: flight.ended(answer, done.value))
         return answer
+
+    def _run_on_device(self, answer: Answer, collective: Callable[..., Any], *arguments: Any) -> Any:
+        """NCCL orders its work by streams and has an abort of its own: its answers need none of ours."""
+        flight = self._flight
+        try:
+            work = collective(*arguments)
+        except RuntimeError as e:
+            if (lost := flight.lost) is not None:
+                raise PeerLost(lost) from e
+            if not isinstance(e, dist.DistBackendError):
+                raise
+            with flight.lock:
+                flight.begin(answer)
+            flight.failed(answer, e)
+            return answer
+        flight.begun_on_device(work)
+        return work
 
     # What c10d calls, from Python and (by the names that begin with `get`) from C++.
 

@@ -190,7 +190,7 @@ class Recovery:
     def _join(self, formed: forming.Formed) -> None:
         with self._leaving:
             self._formed = formed
-            self.main.attach(formed.main, formed.round.rank, formed.round.world_size)
+            self.main.attach(formed.main, formed.round.rank, formed.round.world_size, formed.abort)
             self.control.attach(formed.control, formed.round.rank, formed.round.world_size)
         if self._overtaken(formed.round.number):
             self._abandon("a newer round began")
@@ -237,4 +237,4 @@ class Recovery:
         if formed is None:
             self.main.abandon(reason)  # the world of one
         else:
-            forming.dismiss(formed, works)
+            forming.dismiss(formed, works, self.main.left_on_device)
