@@ -48,6 +48,20 @@ async def test_urgent_news_take_along_those_that_could_wait() -> None:
         call.cancel()
 
 
+async def test_others_have_their_turn_while_many_are_told() -> None:
+    watches = Watches()
+    calls = waiting(watches)
+    await asyncio.sleep(0)
+    watches.wake(Urgency.NOW)
+    turns = 0
+    async with asyncio.timeout(10):
+        while not all(call.done() for call in calls):
+            assert sum(call.done() for call in calls) <= turns * 32
+            await asyncio.sleep(0)
+            turns += 1
+    assert turns >= MANY // 32
+
+
 async def test_few_are_told_at_once_whatever_it_is() -> None:
     watches = Watches()
     for _ in range(3):

@@ -14,6 +14,7 @@ from collections import deque
 from enum import Enum
 
 MAX_OF_POD = 8
+AT_ONCE = 32  # told in one turn of the event loop
 
 
 class Urgency(Enum):
@@ -76,9 +77,14 @@ class Watches:
     def _wake(self) -> None:
         self._cancel()
         self._woken, self._woken_at = self._count, asyncio.get_running_loop().time()
-        for own in self._of_pod.values():
-            for woken in own:
-                _end(woken)
+        self._tell([woken for own in self._of_pod.values() for woken in own], 0)
+
+    def _tell(self, waiting: list[asyncio.Future[None]], told: int) -> None:
+        """Some in each turn of the loop: who renews the Lease in between must not wait for a thousand answers."""
+        for woken in waiting[told : told + AT_ONCE]:
+            _end(woken)
+        if told + AT_ONCE < len(waiting):
+            asyncio.get_running_loop().call_soon(self._tell, waiting, told + AT_ONCE)
 
     def _cancel(self) -> None:
         if self._waking is not None:
