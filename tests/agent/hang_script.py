@@ -28,7 +28,7 @@ if __name__ == "__main__":
             for step in run.steps(until=10**9):
                 with step:
                     if dist.get_rank() == 1 and (out / "hang").exists():
-                        (out / "hang").unlink()
+                        (out / "hang").replace(out / f"hangs-{os.getpid()}")
                         stuck()
                     optimizer.zero_grad()
                     model(torch.ones(4, 8)).sum().backward()

@@ -270,6 +270,17 @@ def test_a_process_that_does_not_come_into_the_round_is_replaced() -> None:
     assert on_time.take(e.Elapsed(timer)) == ()
 
 
+def test_a_process_that_has_come_and_waits_for_others_is_kept_once_more_as_long_and_then_replaced() -> None:
+    play = keeping()
+    play.take(e.Changed(1, Broken("c is gone")))
+    _, timer = play.form(2, "a", "b")
+    play.take(e.Comes(0, play.pid(), 2))
+    (again,) = play.take(e.Elapsed(timer))
+    assert isinstance(again, e.Timer)
+    assert (again.seconds, again.purpose, again.round) == (timer.seconds, e.Purpose.COME, 2)
+    assert play.take(e.Elapsed(again)) == (e.Signal((0,), KILL), e.StepOut(2, "a process ended"))
+
+
 def test_who_is_taken_in_when_the_others_have_finished_is_done_too() -> None:
     play = Play()
     play.take(e.Began(True))
@@ -381,6 +392,7 @@ class Walk:
             if self.speaks:
                 known = e.Ready(slot, pid) if place.speaks else e.Hello(slot, pid)
                 found += [known] * 4 if not place.ready else [e.Trains(slot, pid, self.number, 3)] * 4
+                found.append(e.Comes(slot, pid, self.number))
         if self.joining:
             found += [self.forms()] * 6
         elif self.number:

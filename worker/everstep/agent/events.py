@@ -81,6 +81,15 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Comes:
+    """A process has left what it did for round `round`, and waits for the round's other members."""
+
+    slot: int
+    pid: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Trains:
     """A process is in round `round`, after `step` completed steps."""
 
@@ -132,7 +141,8 @@ class Elapsed:
 
 
 Event = (
-    Began | Formed | NotFormed | Changed | Exited | Hello | Ready | Trains | Hurt | Hung | Charged | Asked | Elapsed
+    Began | Formed | NotFormed | Changed | Exited | Hello | Ready | Comes | Trains | Hurt | Hung | Charged | Asked
+    | Elapsed
 )  # fmt: skip
 
 

@@ -176,6 +176,8 @@ class Agent:
                 self._post(e.Hello(slot, pid))
             case "ready":
                 self._post(e.Ready(slot, pid))
+            case "coming":
+                self._post(e.Comes(slot, pid, int(message["round"])))
             case "joined":
                 self._post(e.Trains(slot, pid, int(message["round"]), int(message["step"])))
             case "where":

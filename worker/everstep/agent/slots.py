@@ -45,6 +45,7 @@ class Slot:
     ready: bool = False
     killed: bool = False
     born: int = 0
+    comes: int = 0  # the newest round that it waits in, or is in
     trains: int = 0  # the round that it is in
 
 

@@ -25,6 +25,7 @@ from everstep.agent.events import (
     Charge,
     Charged,
     CloseJob,
+    Comes,
     Done,
     Elapsed,
     Event,
@@ -93,7 +94,7 @@ def _take(state: State, event: Event) -> Step:
             return _changed(state, event)
         case Exited():
             return _exited(state, event)
-        case Hello() | Ready() | Trains() | Hurt() | Hung():
+        case Hello() | Ready() | Comes() | Trains() | Hurt() | Hung():
             slot = state.slots[event.slot]
             known = slot.life is Life.LIVE and slot.pid == event.pid and not slot.killed
             return _heard(state, event) if known else (state, ())
@@ -220,7 +221,7 @@ def _charged(state: State, restarts: int | None) -> Step:
     return state, ((CloseJob(why), *told) if state.config.alone else told)
 
 
-def _heard(state: State, event: Hello | Ready | Trains | Hurt | Hung) -> Step:
+def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) -> Step:
     slot = state.slots[event.slot]
     match event:
         case Hello():
@@ -232,8 +233,10 @@ def _heard(state: State, event: Hello | Ready | Trains | Hurt | Hung) -> Step:
             return state, (Announce((event.slot,), state.round, False),)
         case Ready():
             return with_slots(state, (event.slot,), replace(slot, ready=True)), ()
+        case Comes(round=number):
+            return with_slots(state, (event.slot,), replace(slot, comes=number)), ()
         case Trains(round=number):
-            state = with_slots(state, (event.slot,), replace(slot, trains=number))
+            state = with_slots(state, (event.slot,), replace(slot, comes=max(slot.comes, number), trains=number))
             everyone = all(s.trains == number for s in state.slots)
             if everyone and state.round is not None and state.round.number == number:
                 state = replace(state, trained=state.round, outside=0)
@@ -270,12 +273,9 @@ def _elapsed(state: State, timer: Timer) -> Step:
                 return state, ()
             return replace(state, over=True), (Break(number, timer.why),)
         case Purpose.COME:
-            late = tuple(
-                i for i in which(state, Life.LIVE) if state.slots[i].trains < timer.round and not state.slots[i].killed
-            )
-            if timer.round != number or not late or not stands or state.ending is not None:
+            if timer.round != number or not stands or state.ending is not None:
                 return state, ()
-            return kill(state, late, signal.SIGKILL)
+            return _replace_late(state, timer)
         case Purpose.GRACE:
             return kill(state, which(state, Life.LIVE), signal.SIGKILL)
         case Purpose.NOTICE:
@@ -288,6 +288,17 @@ def _elapsed(state: State, timer: Timer) -> Step:
             return end(state, Ending(exit_codes.OK, "the others take longer"), signal.SIGTERM)
         case _:
             assert_never(timer.purpose)
+
+
+def _replace_late(state: State, timer: Timer) -> Step:
+    """Who has not come into the round keeps the others waiting. These are patient with it, here and at other agents,
+    once more as long: then somebody is stuck who has come, and nobody knows who."""
+    live = tuple(i for i in which(state, Life.LIVE) if not state.slots[i].killed)
+    absent = tuple(i for i in live if state.slots[i].comes < timer.round)
+    waiting = tuple(i for i in live if state.slots[i].trains < timer.round)
+    if absent or (waiting and timer.why):
+        return kill(state, absent or waiting, signal.SIGKILL)
+    return state, (replace(timer, why="all have come"),) if waiting else ()
 
 
 # --- what follows from the state

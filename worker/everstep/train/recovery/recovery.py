@@ -140,6 +140,7 @@ class Recovery:
             self._leave("a newer round began")
             self._number = round_.number
             self.boundary_wanted = False
+            self._rounds.coming(round_.number)
             try:
                 formed = forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS)
                 self._join(formed)

@@ -73,6 +73,10 @@ class Rounds(Protocol):
         """This process can join a round now."""
         ...
 
+    def coming(self, number: int) -> None:
+        """This process has left what it did, and waits for the round's other members."""
+        ...
+
     def broken(self, number: int, reason: str) -> None:
         """A collective of the round failed here."""
         ...
@@ -132,6 +136,9 @@ class AgentRounds:
 
     def ready(self) -> None:
         self._tell(kind="ready")
+
+    def coming(self, number: int) -> None:
+        self._tell(kind="coming", round=number)
 
     def broken(self, number: int, reason: str) -> None:
         self._tell(kind="broken", round=number, reason=reason[:500])
