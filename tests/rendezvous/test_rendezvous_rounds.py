@@ -414,6 +414,14 @@ def test_who_was_asked_to_stop_and_is_out_does_not_come_back() -> None:
     assert "asked to stop" in again.reason
 
 
+def test_who_is_asked_to_stop_is_out_when_its_replacement_joins() -> None:
+    document = after(Document(TWO_OR_THREE), *(Join(agent(n, i), TWO_OR_THREE) for i, n in enumerate("abc")))
+    document = after(document, Close("a", 0, Waited.NOTHING), Stop("c"))
+    document = after(document, Join(agent("d", 2, incarnation=1), TWO_OR_THREE))
+    assert standing(document, 1, "c") == Left()
+    assert isinstance(standing(document, 1, "a"), Broken)
+
+
 def test_who_is_asked_to_stop_while_others_are_lost_meets_the_survivors_again_to_save() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Stop("b"), Evict("a", 1, "c", "gone"))
     document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Close("a", 1, Waited.NOTHING))
