@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "case_11_url_with_newline": ({"checkpoint.url": "s3://bucket/a\nb"}, "spec.checkpoint.url"),
     "case_11_url_with_space": ({"checkpoint.url": "s3://bucket/a b"}, "spec.checkpoint.url"),
     "case_11_url_too_long": ({"checkpoint.url": "s3://bucket/" + "a" * 1024}, "spec.checkpoint.url"),
-    "case_02_elastic_over_c10d": ({"elastic": ELASTIC}, "spec.elastic needs"),
+    "case_02_elastic_over_c10d": ({"elastic": ELASTIC, "rendezvous.backend": "c10d"}, "spec.elastic needs"),
     "case_02_replicas_below_the_sizes": ({**OVER_ETCD, "elastic": {**ELASTIC, "sizes": [4, 8]}}, "spec.replicas"),
     "case_02_etcd_without_endpoints": ({"rendezvous.backend": "etcd"}, "spec.rendezvous.etcd.endpoints"),
     "shrink_after_without_a_replacement": (

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(600)
 SPEC = TrainingJobSpec.model_validate(
     {
         "replicas": WORKERS,
+        "rendezvous": {"backend": "c10d"},  # the protocol's: a round is a set of pods
         "recovery": {"maxRestarts": 1000},
         "template": {"spec": {"containers": [{"name": "worker", "image": "train", "command": ["torchrun", "t.py"]}]}},
     }

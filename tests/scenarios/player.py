@@ -159,22 +159,24 @@ class Player(ABC):
 
     # What a user does.
 
-    def manifest(self, workers: int, steps: int, pause: float, every: int) -> dict[str, Any]:
-        """The example's own manifest with the sizes of the scenario."""
+    def manifest(self, workers: int, steps: int, pause: float, every: int, backend: str = "c10d") -> dict[str, Any]:
+        """The example's own manifest with the sizes of the scenario; under c10d stock torchrun runs it."""
         manifest: dict[str, Any] = yaml.safe_load((EXAMPLE / "trainingjob.yaml").read_text())
         manifest["metadata"]["name"] = self.name
         spec = manifest["spec"]
         spec["replicas"] = workers
         spec["checkpoint"].update(url=self.url, everySteps=every)
         worker = spec["template"]["spec"]["containers"][0]
+        spec["rendezvous"] = {"backend": backend}
+        worker["command"][0] = "torchrun" if backend == "c10d" else "everstep-run"
         worker["command"] += ["--steps", str(steps), "--step-seconds", str(pause)]
         # Small enough that four of them and the cluster's own pods fit on two cores.
         worker["resources"]["requests"] = {"cpu": "50m", "memory": "200Mi"}
         return manifest
 
-    def apply(self, workers: int, steps: int, pause: float, every: int) -> None:
+    def apply(self, workers: int, steps: int, pause: float, every: int, backend: str = "c10d") -> None:
         self.workers, self.steps = workers, steps
-        self.submit(self.manifest(workers, steps, pause, every))
+        self.submit(self.manifest(workers, steps, pause, every, backend))
 
     def inject(self, fault: Callable[[], float | None]) -> None:
         """Do it, and remember in which round and when: the moment that `fault` returns, or when it was called."""
@@ -286,7 +288,8 @@ class Player(ABC):
         match words:
             case ["job", *sizes]:
                 size = dict(s.split("=") for s in sizes)
-                self.apply(int(size["workers"]), int(size["steps"]), float(size["pause"]), int(size["every"]))
+                figures = int(size["workers"]), int(size["steps"]), float(size["pause"]), int(size["every"])
+                self.apply(*figures, size.get("backend", "c10d"))
             case ["until", "step", step]:
                 self.until_step(int(step))
             case ["until", "committed", step]:

@@ -48,7 +48,7 @@ class World:
 
     def __init__(self) -> None:
         self.now = START
-        self.spec: dict[str, object] = {"replicas": 2, "template": TEMPLATE}
+        self.spec: dict[str, object] = {"replicas": 2, "rendezvous": {"backend": "c10d"}, "template": TEMPLATE}
         self.status = Status()
         self.pods: dict[str, WorkerPod] = {}
         self.nodes = {f"n{i}": NodeView(f"n{i}", ready=True, changed_at=START) for i in (1, 2)}

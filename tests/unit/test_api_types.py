@@ -45,7 +45,7 @@ def spec(**fields: Any) -> dict[str, Any]:
 
 def test_minimal_spec_has_the_documented_defaults() -> None:
     parsed = parse_spec(spec())
-    assert parsed.rendezvous.backend == RendezvousBackend.C10D
+    assert parsed.rendezvous.backend == RendezvousBackend.EVERSTEP
     assert parsed.rendezvous.join_timeout_seconds == 600
     assert parsed.recovery.max_restarts == 10
     assert parsed.recovery.restart_window_seconds == 3600
@@ -113,7 +113,7 @@ def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:
         ),
         ({"checkpoint": {"url": "s3://b/../c"}}, "spec.checkpoint.url"),
         ({"elastic": {"minReplicas": 4, "maxReplicas": 2}}, "spec.elastic.minReplicas"),
-        ({"elastic": {"minReplicas": 1, "maxReplicas": 4}}, "spec.elastic"),
+        ({"elastic": {"minReplicas": 1, "maxReplicas": 4}, "rendezvous": {"backend": "c10d"}}, "spec.elastic"),
         (elastic(sizes=[4]), "spec.replicas"),
         (elastic(shrinkAfterSeconds=5, regrow=False), "spec.elastic.shrinkAfterSeconds"),
         ({"rendezvous": {"backend": "etcd"}}, "spec.rendezvous.etcd"),

@@ -34,6 +34,7 @@ JOB = {
     "metadata": {"name": "digits"},
     "spec": {
         "replicas": 3,
+        "rendezvous": {"backend": "c10d"},
         "template": {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["torchrun"]}]}},
     },
 }

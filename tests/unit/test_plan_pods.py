@@ -48,7 +48,12 @@ TEMPLATE: dict[str, Any] = {
 
 
 def job(template: dict[str, Any] | None = None, name: str = "digits", **spec: Any) -> JobView:
-    raw = {"replicas": 2, "template": copy.deepcopy(TEMPLATE if template is None else template), **spec}
+    raw = {
+        "replicas": 2,
+        "rendezvous": {"backend": "c10d"},
+        "template": copy.deepcopy(TEMPLATE if template is None else template),
+        **spec,
+    }
     return JobView("team-a", name, "uid-1", 1, "1", parse_spec(raw), Status(), NOW)
 
 

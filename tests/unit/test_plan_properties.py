@@ -76,7 +76,7 @@ class History:
         self.world: Any = module.World()
         template = copy.deepcopy(module.TEMPLATE)
         template["spec"]["containers"][0]["env"] = [{"name": "WANDB_API_KEY", "value": SECRET}]
-        self.world.spec = {"replicas": 2, "template": template, "recovery": {}}
+        self.world.spec = {"replicas": 2, "rendezvous": {"backend": "c10d"}, "template": template, "recovery": {}}
         self.version = 0
         self.kept: tuple[int, Snapshot] | None = None
         self.finished: dict[str, Any] | None = None

@@ -147,8 +147,10 @@ class Rendezvous(ApiModel):
     """How the workers find each other."""
 
     backend: RendezvousBackend = Field(
-        default=RendezvousBackend.C10D,
-        description="c10d: torch's own store on worker 0. everstep: the operator's. etcd: a store of your own.",
+        default=RendezvousBackend.EVERSTEP,
+        description="everstep: the operator's store; the image needs the everstep package. etcd: a store of your own, "
+        "and the package. c10d: torch's own store on worker 0; any image with torchrun, and every loss recreates all "
+        "workers.",
     )
     etcd: Etcd | None = Field(default=None, description="Settings of `backend: etcd`.")
     join_timeout_seconds: Annotated[Int32, Field(ge=10, le=86_400)] = Field(

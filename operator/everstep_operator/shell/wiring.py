@@ -27,7 +27,7 @@ from everstep_operator.shell.round_documents import JobRef, RoundsRefused, Round
 from everstep_operator.shell.rounds import Agent, Rounds
 
 BY_UID = "uid"
-BACKEND = "everstep"  # of spec.rendezvous
+BACKEND = "everstep"  # of spec.rendezvous, and its default
 MAX_ASKING = 8  # pods looked up at once
 # Progress is written every few seconds at most, so a report that only moves figures need not be looked at before that.
 _REPORT_DELAY = 2.0
@@ -193,7 +193,7 @@ def has_ended(pod: Pod) -> bool:
 
 def rendezvous_backend(job: Unstructured) -> str:
     """Without the rest of the spec: agents must not wait for a spec that this version does not understand."""
-    return str((job.spec.get("rendezvous") or {}).get("backend", "c10d"))
+    return str((job.spec.get("rendezvous") or {}).get("backend", BACKEND))
 
 
 def job_ref(job: Unstructured) -> JobRef:

@@ -56,7 +56,13 @@ class Place:
             "apiVersion": JOBS.api_version,
             "kind": JOBS.kind,
             "metadata": {"name": name},
-            "spec": {"replicas": 2, "template": copy.deepcopy(TEMPLATE), **spec},
+            # Worlds that no agent has to form: the pods have no processes here.
+            "spec": {
+                "replicas": 2,
+                "rendezvous": {"backend": "c10d"},
+                "template": copy.deepcopy(TEMPLATE),
+                **spec,
+            },
         }
         return await self.client.create(JOBS, self.namespace, body)
 

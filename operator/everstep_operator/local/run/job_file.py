@@ -85,7 +85,12 @@ def _of_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
         "apiVersion": labels.API_VERSION,
         "kind": labels.KIND,
         "metadata": {"name": name},
-        "spec": {"replicas": 1, "checkpoint": {"url": ""}, "template": {"spec": {"containers": [container]}}},
+        "spec": {
+            "replicas": 1,
+            "rendezvous": {"backend": "c10d"},  # what any script can be run with: nothing but torch
+            "checkpoint": {"url": ""},
+            "template": {"spec": {"containers": [container]}},
+        },
     }
 
 
