@@ -30,7 +30,7 @@ def test_pods_deleted_by_force_are_replaced_one_at_a_time_and_the_others_keep_th
     new_job: Callable[..., Job],
 ) -> None:
     job = new_job()
-    job.submit(job.elastic(1000, 0.05))
+    job.submit(job.elastic(1300, 0.05))
     world = trains(job, 3, 0)["world"]
     for index in (1, 0):  # rank 0, and with it the host of the round's store, too
         before = job.newest_pods()
@@ -51,5 +51,5 @@ def test_pods_deleted_by_force_are_replaced_one_at_a_time_and_the_others_keep_th
     for reason in ("WorkerLost", "WorldResized", "WorldFormed"):
         assert reason in events, events
     logs = "".join(job.kubectl("logs", pod["metadata"]["name"], "-c", "worker") for pod in job.newest_pods().values())
-    (accuracy,) = re.findall(r"final step=1000 test_accuracy=([\d.]+)", logs)
+    (accuracy,) = re.findall(r"final step=1300 test_accuracy=([\d.]+)", logs)
     assert float(accuracy) >= 0.95

@@ -46,7 +46,7 @@ def taken(logs: dict[str, str]) -> list[tuple[int, ...]]:
 
 
 def test_workers_of_an_elastic_job_are_killed_and_added_while_the_others_train_on(tmp_path: Path) -> None:
-    history, logs = play(tmp_path, 500, "40:kill=1", "250:scale=4")
+    history, logs = play(tmp_path, 800, "40:kill=1", "250:scale=4")
     reasons = [e.reason for e in history if isinstance(e, EventSeen)]
     assert "WorkerLost" in reasons
     assert "RestoredFromCheckpoint" not in reasons, "the state came from a living peer"
@@ -55,10 +55,10 @@ def test_workers_of_an_elastic_job_are_killed_and_added_while_the_others_train_o
 
     assert set(logs) == {f"digits-elastic-w{i}-{n}" for i, n in ((0, 0), (1, 0), (1, 1), (2, 0), (3, 0))}
     rows = taken(logs)
-    assert sorted(step for step, _, _ in rows) == list(range(10, 501, 10)), "no step was taken twice, none left out"
+    assert sorted(step for step, _, _ in rows) == list(range(10, 801, 10)), "no step was taken twice, none left out"
     assert {world for _, world, _ in rows} == {2, 3, 4}
     assert len({pid for _, _, pid in rows}) == 1, "rank 0 was never started again"
-    (accuracy,) = re.findall(r"final step=500 test_accuracy=([\d.]+)", "".join(logs.values()))
+    (accuracy,) = re.findall(r"final step=800 test_accuracy=([\d.]+)", "".join(logs.values()))
     assert float(accuracy) >= 0.95
 
 
