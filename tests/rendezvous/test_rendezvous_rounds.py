@@ -198,6 +198,14 @@ def test_a_member_that_was_evicted_can_do_nothing_in_its_round(event: Any) -> No
     refused(document, event)
 
 
+def test_a_member_that_failed_and_stepped_out_may_close_the_job_though_the_others_have_formed_a_round() -> None:
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), StepOut("c", 1, "ValueError"), Charge("c", 1, "ValueError"))
+    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Close("a", 1, Waited.NOTHING))
+    assert after(document, CloseJob("c", "one failure too many")).closed == "one failure too many"
+    newer = after(document, Join(agent("c2", 2, incarnation=1), TWO_OR_THREE))
+    refused(newer, CloseJob("c", "one failure too many"))
+
+
 @pytest.mark.parametrize("event", [Evict("a", 1, "b", "late"), Close("a", 1, Waited.REJOIN), Reach("a", 1, "b", False)])
 def test_what_was_decided_in_an_old_round_is_refused_in_the_new_one(event: Any) -> None:
     document = after(formed(TWO_OR_THREE, "a", "b"), *(Join(agent(n), TWO_OR_THREE) for n in "ab"))

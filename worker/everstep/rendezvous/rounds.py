@@ -193,7 +193,7 @@ def apply(document: Document, event: Event) -> Document | Refused:
         case Charge():
             return _charge(document, event)
         case CloseJob():
-            if not is_here(document, event.by):
+            if not is_here(document, event.by) and not _failed_for_good(document, event.by):
                 return Refused(f"{event.by} is neither in round {document.round} nor waiting: it may not close the job")
             return replace(document, closed=event.why[:MAX_REASON])
         case _:
@@ -301,6 +301,13 @@ def _charge(document: Document, event: Charge) -> Document | Refused:
     charged = Setback(event.round, event.agent, event.why[:MAX_REASON], True)
     same = [s for s in document.history if (s.round, s.agent) != (event.round, event.agent)]
     return replace(document, restarts=document.restarts + 1, history=(*same, charged)[-MAX_HISTORY:])
+
+
+def _failed_for_good(document: Document, agent: str) -> bool:
+    """Whether the agent has stepped out because its program failed: it is in no round by now, and that failure may have
+    been one too many. Not if a newer life has its seat."""
+    charged = any(s.charged and s.agent == agent for s in document.history)
+    return charged and any(seat.agent == agent for seat in document.seats)
 
 
 def _break(document: Document, by: str, why: str) -> Document | Refused:
