@@ -2,8 +2,9 @@
 
     python -m everstep.agent.warm FD PARENT MODULE,MODULE
 
-Commands and answers are JSON lines on the socket FD. Invariants: it has one thread of Python, so a fork is whole;
-it makes no CUDA context; it dies with the agent, and what it forked dies with it; every end of a child is told once.
+Commands and answers are JSON lines on the socket FD. Invariants: it has one thread and no context of a GPU, so a fork
+is whole (a module that brings one is imported in the processes instead, and named); it dies with the agent, and what it
+forked dies with it; every end of a child is told once.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ def main(argv: list[str]) -> None:
     commands = socket.socket(fileno=descriptor)
     for module in modules:
         _import(module)
+        if (why := unfit_to_fork()) is not None:
+            sys.stderr.write(
+                f"everstep-run: EVERSTEP_PRELOAD: {module} {why} when it is imported, and a process that has that "
+                "cannot be forked: it is imported in each process instead, which takes longer\n"
+            )
+            sys.stderr.flush()
+            left = ",".join(m for m in modules if m != module)
+            os.execv(sys.executable, [sys.executable, "-m", "everstep.agent.warm", argv[1], argv[2], left])  # noqa: S606
     # Else a child walks, and so copies, all that was imported here: when it collects garbage, and when it ends.
     gc.freeze()
     program = Parent(commands).serve()
@@ -107,6 +116,30 @@ class Parent:
             self._commands.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             os._exit(1)  # the agent is gone
+
+
+def unfit_to_fork(root: str = "/proc/self") -> str | None:
+    """Why this process cannot be forked, if so: what it has done, as a verb and its object."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "makes a CUDA context"
+    for name in os.listdir(f"{root}/fd") if os.path.isdir(f"{root}/fd") else ():
+        try:
+            opened = os.readlink(f"{root}/fd/{name}")
+        except OSError:
+            continue  # the one with which the folder was listed
+        if opened.startswith("/dev/nvidia"):
+            return f"opens {opened}"
+    # A library's pool of threads ends before a fork, and comes back when it is used (OpenBLAS, which numpy brings).
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    try:
+        threads = len(os.listdir(f"{root}/task"))
+    except OSError:
+        return None
+    return f"starts {threads - 1} threads that go on" if threads > 1 else None
 
 
 def die_with(parent: int) -> None:
