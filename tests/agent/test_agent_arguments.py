@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from torch.distributed.run import get_args_parser
+from torch.numa.binding import AffinityMode
 
-from everstep.agent.arguments import UsageError, parser, read, streams
+from everstep.agent.arguments import NUMA, UsageError, parser, read, streams
 
 
 def options(of: object) -> set[str]:
@@ -78,7 +79,8 @@ def test_a_rendezvous_that_is_torchs_own_is_left_to_torchrun(argv: list[str], lo
         (["--local-ranks-filter=a", "t.py"], "--local-ranks-filter"),
         (["--standalone", "--nnodes=2", "t.py"], "--standalone"),
         (["--module", "--no-python", "t.py"], "--module and --no-python"),
-        (["--numa-binding=node", "t.py"], "--numa-binding: everstep-run does not do this; torchrun does"),
+        (["--numa-binding=near", "t.py"], "--numa-binding=near"),
+        (["--logs-specs=mine", "t.py"], "--logs-specs: everstep-run does not do this; torchrun does"),
         (["--event-log-handler=console", "t.py"], "--event-log-handler"),
         (["--shutdown-timeout=soon", "t.py"], "--shutdown-timeout=soon"),
         (["--no-such-flag", "t.py"], "no-such-flag"),
@@ -88,3 +90,13 @@ def test_a_rendezvous_that_is_torchs_own_is_left_to_torchrun(argv: list[str], lo
 def test_a_value_that_means_nothing_is_refused_by_the_flags_name(argv: list[str], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         read(argv, {})
+
+
+def test_modes_of_numa_binding_are_torchs() -> None:
+    assert set(NUMA) == {mode.value for mode in AffinityMode}
+
+
+def test_flags_that_change_nothing_are_known_by_name_if_they_were_given() -> None:
+    given = ["--monitor-interval=5", "--start-method=fork", "--run-path", "--node-rank=1", "t.py"]
+    assert read(given, {}).unused == ("--monitor-interval", "--start-method", "--node-rank", "--run-path")
+    assert read(["t.py"], {}).unused == ()

@@ -9,65 +9,85 @@ from pathlib import Path
 import pytest
 from agent_job import HERE, Job
 
-from everstep.agent.hang import ASK_SECONDS, FACTOR, Watch, Where, look
+from everstep.agent.hang import ASK_SECONDS, FACTOR, FIRST_FACTOR, Found, Watch, Where, look
+from everstep.contract.calls import Call
 
 
-def looks(watch: Watch, *answers: Where | None, every: float = ASK_SECONDS) -> list[bool]:
-    now, found = watch.looked, []
+def looks(watch: Watch, *answers: Where | None, every: float = ASK_SECONDS) -> list[Found]:
+    now, seen = watch.looked, []
     for answer in answers:
         now += every
-        watch, hung = look(watch, answer, now)
-        found.append(hung)
-    return found
+        watch, found = look(watch, answer, now)
+        seen.append(found)
+    return seen
 
 
 def test_a_step_that_takes_longer_than_the_floor_hangs() -> None:
-    assert looks(Watch(2.5), *[Where(7, False, 0.1)] * 5) == [False, False, False, True, True]
+    assert looks(Watch(2.5), *[Where(7, False, 0.1)] * 5) == [Found.GOES_ON] * 3 + [Found.HANGS] * 2
 
 
 def test_a_process_that_waits_for_others_is_not_to_blame() -> None:
-    assert not any(looks(Watch(2.5), *[Where(7, True, 0.1)] * 20))
+    assert looks(Watch(2.5), *[Where(7, True, 0.1)] * 5) == [Found.GOES_ON] * 3 + [Found.WAITS] * 2
+
+
+def test_a_process_that_waits_between_two_steps_waits_and_does_not_hang() -> None:
+    assert looks(Watch(2.5), *[Where(None, True, 0.1)] * 5)[-1] is Found.WAITS
+    assert looks(Watch(2.5), *[Where(None, True, 0.1)] * 5, *[None] * 5)[-1] is Found.GOES_ON
 
 
 def test_steps_that_are_slow_anyway_may_take_longer() -> None:
     slow = Where(7, False, 1.0)
-    assert not any(looks(Watch(2.5), *[slow] * int(FACTOR)))
-    assert looks(Watch(2.5), *[slow] * (int(FACTOR) + 2))[-1]
+    assert Found.HANGS not in looks(Watch(2.5), *[slow] * int(FACTOR))
+    assert looks(Watch(2.5), *[slow] * (int(FACTOR) + 2))[-1] is Found.HANGS
+
+
+def test_a_first_step_may_take_much_longer_because_it_compiles() -> None:
+    first = Where(0, False, 0.0)
+    assert Found.HANGS not in looks(Watch(2.5), *[first] * int(FIRST_FACTOR * 2.5))
+    assert looks(Watch(2.5), *[first] * (int(FIRST_FACTOR * 2.5) + 2))[-1] is Found.HANGS
 
 
 def test_slow_steps_do_not_raise_a_limit_that_is_fixed() -> None:
     slow = Where(7, False, 100.0)
-    assert looks(Watch(2.5, factor=0), *[slow] * 4) == [False, False, False, True]
+    assert looks(Watch(2.5, factor=0), *[slow] * 4) == [Found.GOES_ON] * 3 + [Found.HANGS]
 
 
 def test_progress_and_the_time_between_two_steps_begin_the_count_anew() -> None:
     steps = [Where(step, False, 0.1) for step in range(20)]
-    assert not any(looks(Watch(2.5), *(one for step in steps for one in (step, step))))
-    assert not any(looks(Watch(2.5), *[Where(None, False, 0.1)] * 20))
+    assert Found.HANGS not in looks(Watch(2.5), *(one for step in steps for one in (step, step)))
+    assert Found.HANGS not in looks(Watch(2.5), *[Where(None, False, 0.1)] * 20)
+
+
+def test_a_long_step_whose_collectives_go_on_is_no_hang() -> None:
+    calls = [Call(n, "barrier()") for n in range(1, 40)]
+    busy = [Where(7, n % 2 == 0, 0.1, call if n % 2 == 0 else None, (call,)) for n, call in enumerate(calls)]
+    assert set(looks(Watch(2.5), *busy)) == {Found.GOES_ON}
 
 
 def test_a_process_that_answers_nothing_in_a_step_hangs_and_between_two_does_not() -> None:
-    assert looks(Watch(2.5), Where(7, False, 0.1), None, None, None)[-1]
-    assert not any(looks(Watch(2.5), Where(None, False, 0.1), *[None] * 20))
+    assert looks(Watch(2.5), Where(7, False, 0.1), None, None, None)[-1] is Found.HANGS
+    assert Found.HANGS not in looks(Watch(2.5), Where(None, False, 0.1), *[None] * 20)
 
 
 def test_an_agent_that_was_stopped_does_not_count_the_time_that_it_did_not_look() -> None:
     watch, _ = look(Watch(10), Where(7, False, 0.1), 1.0)
-    watch, hung = look(watch, None, 1000.0)
-    assert not hung
+    assert look(watch, None, 1000.0)[1] is Found.GOES_ON
 
 
 @pytest.mark.timeout(180)
 def test_the_rank_that_does_not_arrive_is_named_with_its_line_and_replaced_while_the_others_go_on(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    run = job(HERE / "hang_script.py", tmp_path, environ={"EVERSTEP_HANG_SECONDS": "3"})
+    environ = {"EVERSTEP_HANG_SECONDS": "3", "TMPDIR": str(tmp_path)}
+    run = job(HERE / "hang_script.py", tmp_path, environ=environ)
     agents = run.start(3)
     began = time.monotonic()
     run.world(agents, began)
     before = {agent.number: agent.trainers() for agent in agents}
     (tmp_path / "hang").write_text("1")
-    hung = run.until(lambda: next((a for a in agents if "no progress in step" in a.log.read_text()), None), "no hang")
+    hung = run.until(
+        lambda: next((a for a in agents if "the others wait for it" in a.log.read_text()), None), "no hang"
+    )
     since = time.monotonic()
     others = [a for a in agents if a is not hung]
     run.world(agents, since)
@@ -80,3 +100,7 @@ def test_the_rank_that_does_not_arrive_is_named_with_its_line_and_replaced_while
     for agent in others:
         assert "the others wait for it" not in agent.log.read_text()
         assert "is gone: rank 1: no progress in step" in agent.log.read_text(), "the others are told why"
+    kept = list(tmp_path.glob("everstep-stacks-*/*/*.txt"))
+    assert {p.name.rpartition("-")[2] for p in kept} == {"0.txt", "1.txt", "2.txt"}, "the stacks of every rank"
+    assert any("in stuck" in p.read_text() for p in kept if p.name.endswith("rank-1.txt"))
+    assert "; stacks in /" in others[0].log.read_text(), "and the others are told where"

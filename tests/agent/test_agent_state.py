@@ -13,7 +13,7 @@ import pytest
 from everstep.agent import events as e
 from everstep.agent.events import Fault, Purpose
 from everstep.agent.slots import Config, Life, State, begin, started
-from everstep.agent.state import LINGER_SECONDS, MOST_OUTSIDE, decide
+from everstep.agent.state import LINGER_SECONDS, MOST_OUTSIDE, MOST_STALLS, decide
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Member, Setback
 from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
@@ -312,6 +312,63 @@ def test_of_two_processes_the_living_one_waits_for_the_new_one() -> None:
     assert play.take(e.Ready(1, play.pid(1))) == (e.Join(1),)
 
 
+# --- processes that do not go on
+
+
+def test_a_process_that_hangs_is_killed_and_replaced_uncharged_unless_it_hangs_in_that_step_again_and_again() -> None:
+    play = keeping()
+    for times in range(1, MOST_STALLS + 1):
+        told = play.take(e.Hung(0, play.pid(), "no progress", 7))
+        assert told[0] == e.Signal((0,), KILL)
+        assert ("Charge" in kinds(told)) == (times == MOST_STALLS)
+        play.exits(0, -9)
+        play.take(e.Hello(0, play.pid()))
+        play.take(e.Ready(0, play.pid()))
+        play.form(times + 1, "a", "b", "c")
+        play.take(e.Trains(0, play.pid(), times + 1, 7))
+
+
+def test_processes_that_all_wait_repeat_the_step_and_end_the_job_when_that_does_not_help() -> None:
+    play = keeping()
+    for times in range(1, MOST_STALLS):
+        assert play.take(e.Stuck(times, 7, "nothing arrives")) == (e.Break(times, "nothing arrives"), e.Join(times))
+        play.form(times + 1, "a", "b", "c")
+        play.take(e.Trains(0, play.pid(), times + 1, 7))
+    told = play.take(e.Stuck(MOST_STALLS, 7, "nothing arrives"))
+    assert kinds(told) == ["Charge", "CloseJob", "Signal"]
+
+
+def test_processes_that_all_wait_in_another_step_each_time_go_on() -> None:
+    play = keeping()
+    for number in range(1, 20):
+        assert kinds(play.take(e.Stuck(number, number, "nothing arrives"))) == ["Break", "Join"]
+        play.form(number + 1, "a", "b", "c")
+
+
+def test_collectives_that_do_not_match_end_the_job_however_many_restarts_are_left() -> None:
+    play = keeping(max_restarts=99)
+    told = play.take(e.Mismatched(1, "rank 2 waits in barrier()"))
+    assert told == (
+        e.Charge(1, "rank 2 waits in barrier()"),
+        e.CloseJob("rank 2 waits in barrier()"),
+        e.Signal((0,), KILL),
+    )
+    (finish,) = play.exits(0, -9)
+    assert finish == e.Finish(1, "rank 2 waits in barrier()")
+
+
+def test_where_an_operator_restarts_workers_a_mismatch_ends_this_agent_alone() -> None:
+    play = keeping(alone=False)
+    assert kinds(play.take(e.Mismatched(1, "x"))) == ["Charge", "Signal"]
+
+
+def test_what_is_found_of_a_round_that_is_over_means_nothing() -> None:
+    play = keeping()
+    assert play.take(e.Mismatched(0, "x")) == ()
+    play.take(e.Changed(1, Broken("c is gone")))
+    assert play.take(e.Stuck(1, 7, "x")) == ()
+
+
 # --- any order of events
 
 
@@ -388,6 +445,8 @@ class Walk:
                 e.Exited(slot, pid, 1, Fault.PEER, "connection closed"),
                 e.Exited(slot, pid, 0, Fault.OUTSIDE, ""),
                 e.Hurt(slot, pid, self.number, "reset"),
+                e.Hung(slot, pid, "no progress", 7),
+                e.Stuck(self.number, 7, "nothing arrives"),
             ]
             if self.speaks:
                 known = e.Ready(slot, pid) if place.speaks else e.Hello(slot, pid)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from everstep.contract.calls import Call
 from everstep.train.recovery.rounds import AgentRounds, Round, RoundsOver
 
 
@@ -100,8 +101,9 @@ def test_agent_that_is_gone_or_cannot_be_read_ends_the_waiting(agent: Agent, rou
 
 def test_agent_is_told_what_the_process_does(agent: Agent, rounds: AgentRounds) -> None:
     rounds.ready()
-    rounds.broken(4, "x" * 1000)
+    rounds.broken(4, "x" * 1000, (Call(7, "barrier()"),), " at train.py:31 in main")
     rounds.joined(5, 17)
     assert agent.hear() == {"kind": "ready"}
-    assert agent.hear() == {"kind": "broken", "round": 4, "reason": "x" * 500}
+    calls = {"recent": [[7, "barrier()"]], "at": " at train.py:31 in main"}
+    assert agent.hear() == {"kind": "broken", "round": 4, "reason": "x" * 500, **calls}
     assert agent.hear() == {"kind": "joined", "round": 5, "step": 17}

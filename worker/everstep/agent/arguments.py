@@ -2,7 +2,7 @@
 
 Every flag can be given as `PET_<FLAG>` in the environment too, as torchrun reads it. Flags that say how torchrun starts
 or watches its processes are taken and mean nothing here: processes are forked from a warm parent, and their ends are
-told, not polled. Invariant: a flag is obeyed, or refused by name.
+told, not polled. Invariant: a flag is obeyed, or it is named: as refused, or as one that changes nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from everstep.contract import env
 OUR_BACKENDS = ("everstep", "etcd-v3")
 # Optimizers import torch._dynamo when they are first used, and that takes longer than torch itself.
 MODULES = "torch,torch.distributed,torch._dynamo"
+NUMA = ("node", "socket", "exclusive", "core-complex")
 # What torchrun has no flag for. Modules that the warm parent imports once for all processes:
 PRELOAD = "EVERSTEP_PRELOAD"
 GRACE_SHARE = 0.85  # of the grace period is for the processes, as `train.stopping` has it
@@ -64,6 +65,8 @@ class Arguments:
     hang_seconds: float
     grace_seconds: float  # from SIGTERM to when all processes have to be gone
     hang_factor: float
+    numa: str | None = None  # how processes are bound to the CPUs beside their GPU
+    unused: tuple[str, ...] = ()  # flags that were given and change nothing
 
     @property
     def ours(self) -> bool:
@@ -101,7 +104,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         )
 
     value("--nnodes", default="1:1", text="agents, as N or MIN:MAX")
-    value("--nproc-per-node", default="1", text="processes for each agent: a number, auto, gpu, cpu")
+    value("--nproc-per-node", default="1", text="processes for each agent: a number, auto, gpu, cpu, xpu")
     value("--rdzv-backend", default="static", text="everstep, etcd-v3, or one of torch's own, which torchrun runs")
     value("--rdzv-endpoint", text="where the rendezvous is, host:port")
     value("--rdzv-id", default="none", text="name of the job; all its agents give the same, and no other job's")
@@ -125,7 +128,8 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     switch("--virtual-local-rank", text="LOCAL_RANK is 0 everywhere, and each process sees its own device only")
     for name, default in (("--monitor-interval", "0.1"), ("--start-method", "spawn")):
         value(name, default=default, text="taken for torchrun's sake, without meaning here")
-    for name in ("--event-log-handler", "--logs-specs", "--numa-binding"):
+    value("--numa-binding", text="bind each process to the CPUs beside its GPU: " + ", ".join(NUMA))
+    for name in ("--event-log-handler", "--logs-specs"):
         value(name, text="torchrun's; refused here")
     for name in ("--duplicate-stdout-filters", "--duplicate-stderr-filters"):
         value(name, text="torchrun's; refused here")
@@ -172,6 +176,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
         hang_seconds=_number(env.HANG_SECONDS, environ.get(env.HANG_SECONDS, "60")),
         grace_seconds=GRACE_SHARE * max(1.0, _number(env.GRACE_SECONDS, environ.get(env.GRACE_SECONDS, "30"))),
         hang_factor=_number(env.HANG_FACTOR, environ.get(env.HANG_FACTOR, f"{FACTOR:g}")),
+        numa=_numa(a.numa_binding),
+        unused=_unused(a),
     )
     if found.ours:
         _refuse(a)
@@ -181,13 +187,25 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
 def _refuse(a: argparse.Namespace) -> None:
     if a.module and a.no_python:
         raise UsageError("--module and --no-python exclude each other")
-    names = ("logs_specs", "numa_binding", "duplicate_stdout_filters", "duplicate_stderr_filters")
+    names = ("logs_specs", "duplicate_stdout_filters", "duplicate_stderr_filters")
     given = [name for name in names if getattr(a, name)]
     if a.event_log_handler not in ("", "null"):
         given.append("event_log_handler")
     if given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise UsageError(f"{flags}: everstep-run does not do this; torchrun does, with the same --rdzv-backend")
+
+
+def _unused(a: argparse.Namespace) -> tuple[str, ...]:
+    """Flags that say something else than torchrun's default, and mean nothing to us."""
+    defaults = {"monitor_interval": "0.1", "start_method": "spawn", "node_rank": "0", "run_path": False}
+    return tuple("--" + n.replace("_", "-") for n, default in defaults.items() if getattr(a, n) != default)
+
+
+def _numa(text: str) -> str | None:
+    if text and text not in NUMA:
+        raise UsageError(f"--numa-binding={text}: one of {', '.join(NUMA)} is expected")
+    return text or None
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -199,9 +217,9 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _processes(text: str) -> str:
-    if text in ("auto", "gpu", "cpu") or (text.isdecimal() and int(text) >= 1):
+    if text in ("auto", "gpu", "cpu", "xpu") or (text.isdecimal() and int(text) >= 1):
         return text
-    raise UsageError(f"--nproc-per-node={text}: a number of at least 1, auto, gpu or cpu is expected")
+    raise UsageError(f"--nproc-per-node={text}: a number of at least 1, auto, gpu, cpu or xpu is expected")
 
 
 def _number(flag: str, text: str, *, whole: bool = False) -> float:

@@ -24,7 +24,9 @@ class Setting:
     most: int = 1
 
 
-def environment(setting: Setting, slot: int, round_: Round | None, error_file: str) -> dict[str, str]:
+def environment(
+    setting: Setting, slot: int, round_: Round | None, error_file: str, calls_file: str = ""
+) -> dict[str, str]:
     """Of local rank `slot`. Without a round it is a world of one, until the session brings it into a round."""
     found = dict(setting.inherited)
     if "OMP_NUM_THREADS" not in found and setting.processes > 1:
@@ -51,6 +53,7 @@ def environment(setting: Setting, slot: int, round_: Round | None, error_file: s
         ERROR_FILE: error_file,
         env.AGENT_SOCKET: setting.socket,
         env.MOST_PROCESSES: str(max(size, setting.most)),
+        env.CALLS_FILE: calls_file,
     }
     found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if round_ is not None:

@@ -111,10 +111,28 @@ class Hurt:
 
 @dataclass(frozen=True, slots=True)
 class Hung:
-    """A process is in the same step for too long, and the others wait for it."""
+    """A process is in step `step` for too long, and the others wait for it."""
 
     slot: int
     pid: int
+    why: str
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """All processes of the round wait for each other, in the same collective; in step `step`, if in any."""
+
+    round: int
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatched:
+    """The processes of the round called collectives that do not fit together: it would come again."""
+
+    round: int
     why: str
 
 
@@ -141,8 +159,8 @@ class Elapsed:
 
 
 Event = (
-    Began | Formed | NotFormed | Changed | Exited | Hello | Ready | Comes | Trains | Hurt | Hung | Charged | Asked
-    | Elapsed
+    Began | Formed | NotFormed | Changed | Exited | Hello | Ready | Comes | Trains | Hurt | Hung | Stuck | Mismatched
+    | Charged | Asked | Elapsed
 )  # fmt: skip
 
 

@@ -1,18 +1,23 @@
-"""Whose fault the end of a process was. Reads the error file and the kernel's count of processes ended for memory."""
+"""Whose fault the end of a process was, and which error came first. Reads the error files and the kernel's count of
+processes ended for memory."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 from everstep.agent.events import Fault
 from everstep.contract import exit_codes
 
+log = logging.getLogger(__name__)
+
 MAX_ERROR_FILE = 1024 * 1024
 MAX_WHY = 180
-MAX_STACKS = 16 * 1024
 
 # What torch, gloo and NCCL say when a peer is gone. A program can print the same for another reason, so such an end is
 # charged after all if nobody else was lost.
@@ -40,24 +45,59 @@ def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]
 
 def _error(path: Path) -> str:
     """The message of an error file that torch's `record` or our program wrote, in one line."""
-    try:
-        with path.open("rb") as file:
-            message = json.loads(file.read(MAX_ERROR_FILE))["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    message = (_read(path) or {}).get("message", "")
     if isinstance(message, dict):
         message = message.get("message", "")
     return " ".join(str(message).split())
 
 
-def read_stacks(path: Path, script: str) -> tuple[str, str]:
-    """What the threads of a process were doing, and where in the script: ` at train.py:31 in forward`, or nothing."""
+def _read(path: Path) -> dict[str, Any] | None:
     try:
-        text = path.read_text(errors="replace")[-MAX_STACKS:]
-    except OSError:
-        return "", ""
-    found = re.search(rf'File "([^"]*{re.escape(Path(script).name)})", line (\d+) in (\S+)', text)
-    return text, f" at {Path(found[1]).name}:{found[2]} in {found[3]}" if found else ""
+        with path.open("rb") as file:
+            found = json.loads(file.read(MAX_ERROR_FILE))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class FirstError:
+    """Of the processes that failed in the newest round, the one that did first: whoever started the agent gets its
+    error file, as from torchrun."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, int, int, dict[str, Any]] | None = None
+
+    def note(self, round_: int, error_file: Path, code: int, why: str) -> None:
+        """A process of the round failed."""
+        content = _read(error_file) or _content(why)
+        when = _when(content)
+        if self._first is None or self._first[0] < round_ or when < self._first[1]:
+            self._first = (round_, when, code, content)
+
+    def write(self, path: str, code: int, why: str) -> None:
+        """Leave the first error at `path`; what ended the agent, if no process failed."""
+        content = _content(why)
+        if self._first is not None:
+            _, _, code, content = self._first
+        if isinstance(content.get("message"), dict):
+            content["message"]["errorCode"] = code
+        try:
+            Path(path).write_text(json.dumps(content))
+        except OSError as e:
+            log.warning("%s: the first error cannot be written: %s", path, e)
+
+
+def _content(why: str) -> dict[str, Any]:
+    """What an error file would hold, for a process that left none."""
+    return {"message": {"message": why, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}}
+
+
+def _when(content: dict[str, Any]) -> int:
+    """Seconds since the epoch, as the process said; now, if it said nothing."""
+    try:
+        return int(content["message"]["extraInfo"]["timestamp"])
+    except (KeyError, TypeError, ValueError):
+        return int(time.time())
 
 
 def memory_kills(root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -14,41 +14,29 @@ import signal
 import tempfile
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, assert_never
 
 from everstep.agent import events as e
 from everstep.agent import state as machine
 from everstep.agent.arguments import Arguments, UsageError
 from everstep.agent.environ import Setting, environment
-from everstep.agent.faults import judge, memory_kills, read_stacks
-from everstep.agent.hang import ASK_SECONDS, Watch, Where, look
+from everstep.agent.faults import FirstError, judge, memory_kills
+from everstep.agent.hang import Watch
 from everstep.agent.membership import Membership, open_driver
-from everstep.agent.output import Files, Output
+from everstep.agent.output import Output
 from everstep.agent.processes import Switchboard, WarmError, WarmParent
-from everstep.agent.program import STACKS_SIGNAL
+from everstep.agent.program import ERROR_FILE
+from everstep.agent.running import Running
 from everstep.agent.slots import Config, Life, begin, started
+from everstep.agent.watcher import Watcher
 from everstep.contract import env, exit_codes
 from everstep.rendezvous.participant import Round
 from everstep.train import termination
 
 log = logging.getLogger(__name__)
 
-STACKS_SECONDS = 0.5  # in which a process writes what its threads do
 LEAVE_SECONDS = 10.0  # for what is to be told to the others at the end
 LEAVE_SHARE = 0.3  # of the grace period, at most
-
-
-@dataclass(slots=True)
-class Running:
-    """A process that was forked."""
-
-    slot: int
-    rank: int
-    files: Files
-    watch: Watch
-    speaks: bool = False
-    said: Where | None = None  # since it was asked last
 
 
 class Agent:
@@ -70,6 +58,8 @@ class Agent:
         self._stores = 0
         self._memory_kills = memory_kills()
         self._finish: e.Finish | None = None
+        self._cpus: list[list[int]] = []
+        self._first_error = FirstError()
 
     async def run(self) -> int:
         """The exit code. Raises UsageError, RendezvousFailed, WarmError before anything was started for good."""
@@ -79,6 +69,7 @@ class Agent:
             await self._warm.start()
             await self._start_stores()
             processes = await self._count()
+            self._cpus = await self._bind(processes)
             driver, timeout = await asyncio.to_thread(open_driver, a, processes, self._environ)
             self._membership = Membership(driver, timeout, self._post)
             self._membership.start()
@@ -91,15 +82,20 @@ class Agent:
             grace = min(a.shutdown_seconds, a.grace_seconds)
             config = Config(processes, a.max_restarts, alone, a.recovery_seconds, a.shutdown_seconds, grace)
             self._state = begin(config)
+            self._watcher = Watcher(
+                self._running, self._standing_round, self._post, self._warm, self._switchboard, a.program.target,
+                self._output.stacks(),
+            )  # fmt: skip
             self._listen()
             if a.hang_seconds:
-                self._spawn(self._watch())
+                self._spawn(self._watcher.watch())
             try:
                 self._post(e.Began(not a.local and await self._membership.keeps()))
                 finish = await self._decide_all()
             finally:
                 await self._membership.flush(min(LEAVE_SECONDS, a.grace_seconds * LEAVE_SHARE))
                 await self._membership.leave()
+                await self._watcher.close()
                 await self._output.close()
             self._tell_end(finish)
             return finish.code
@@ -159,8 +155,16 @@ class Agent:
         self._memory_kills = kills
         if code == exit_codes.PREEMPTED and self._membership.another_leaves():
             fault = e.Fault.LEAVER
-        if code != 0 and self._state.slots[process.slot].pid == pid and not self._state.slots[process.slot].killed:
+        more, mismatch = await self._watcher.crashed(process, code)
+        why += more
+        number = self._state.round.number if self._state.round is not None else 0
+        if mismatch is not None:
+            why = mismatch.why
+            self._post(e.Mismatched(number, why))
+        slot = self._state.slots[process.slot]
+        if code != 0 and slot.pid == pid and not slot.killed:
             log.warning("rank %d (local rank %d, pid %d): %s", process.rank, process.slot, pid, why)
+            self._first_error.note(number, process.files.error, code, why)
         self._post(e.Exited(process.slot, pid, code, fault, f"rank {process.rank}: {why}"))
 
     def _said(self, pid: int, message: Mapping[str, Any]) -> None:
@@ -181,8 +185,9 @@ class Agent:
             case "joined":
                 self._post(e.Trains(slot, pid, int(message["round"]), int(message["step"])))
             case "where":
-                process.said = Where(message["step"], bool(message["waits"]), float(message["slowest"]))
+                self._watcher.heard(process, message)
             case "broken":
+                self._watcher.heard(process, message)
                 self._post(e.Hurt(slot, pid, int(message["round"]), f"rank {process.rank}: {message['reason']}"[:180]))
             case _:
                 pass  # of a newer library
@@ -252,10 +257,11 @@ class Agent:
                 "arguments": program.arguments,
                 "module": program.module,
                 "executable": program.executable,
-                "environment": environment(self._setting, slot, round_, str(files.error)),
+                "environment": environment(self._setting, slot, round_, str(files.error), str(files.calls)),
                 "stdout": files.stdout,
                 "stderr": files.stderr,
                 "stacks": str(files.stacks),
+                "cpus": self._cpus[slot] if self._cpus else None,
             }
         )
         watch = Watch(self._arguments.hang_seconds, self._arguments.hang_factor)
@@ -283,28 +289,9 @@ class Agent:
         await asyncio.sleep(timer.seconds)
         self._post(e.Elapsed(timer))
 
-    async def _watch(self) -> None:
-        """Ask the processes where they are, and find those that hang."""
-        clock = asyncio.get_running_loop().time
-        while True:
-            for pid, process in self._running.items():
-                if process.speaks:
-                    process.said = None
-                    self._switchboard.tell(pid, kind="where")
-            await asyncio.sleep(ASK_SECONDS)
-            for pid, process in list(self._running.items()):
-                if process.speaks:
-                    process.watch, hung = look(process.watch, process.said, clock())
-                    if hung:
-                        await self._hung(pid, process)
-
-    async def _hung(self, pid: int, process: Running) -> None:
-        self._warm.signal(pid, STACKS_SIGNAL, group=False)
-        await asyncio.sleep(STACKS_SECONDS)
-        stacks, where = read_stacks(process.files.stacks, self._arguments.program.target)
-        why = f"rank {process.rank}: no progress in step {process.watch.step} for {process.watch.stalled:.0f} s{where}"
-        log.error("%s; the others wait for it\n%s", why, stacks)
-        self._post(e.Hung(process.slot, pid, why))
+    def _standing_round(self) -> Round | None:
+        """The round that the processes are in, or were last."""
+        return self._state.round
 
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -336,15 +323,30 @@ class Agent:
         if wanted.isdecimal():
             return int(wanted)
         found = await self._switchboard.ask_stores(kind="devices")
-        gpus, cpus = int(found["gpus"]), int(found["cpus"])
-        if wanted == "gpu" and not gpus:
-            raise UsageError("--nproc-per-node=gpu: torch sees no GPU here")
-        return cpus if wanted == "cpu" else gpus or cpus
+        if wanted == "auto":
+            return int(found["accelerators"]) or int(found["cpus"])
+        count = int(found[wanted + "s"])
+        if not count:
+            raise UsageError(
+                f"--nproc-per-node={wanted}: torch sees no {wanted.upper()} on this machine; give a number"
+            )
+        return count
+
+    async def _bind(self, processes: int) -> list[list[int]]:
+        """The CPUs of each local rank, as --numa-binding says; empty without it."""
+        if self._arguments.numa is None:
+            return []
+        found = await self._switchboard.ask_stores(kind="numa", mode=self._arguments.numa, processes=processes)
+        if "error" in found:
+            raise UsageError(f"--numa-binding={self._arguments.numa}: {found['error']}")
+        return list(found["cpus"])
 
     def _tell_end(self, finish: e.Finish) -> None:
         if finish.code == 0:
             log.info("%s", finish.why)
             return
         log.error("exit code %d: %s", finish.code, finish.why)
+        if path := self._environ.get(ERROR_FILE):
+            self._first_error.write(path, finish.code, finish.why)
         if all(slot.life is not Life.LIVE for slot in self._state.slots):
             termination.write(finish.why, finish.code, [], self._environ)

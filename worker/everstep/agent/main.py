@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> None:
         if not arguments.ours:
             log.info("--rdzv-backend=%s is torch's: torchrun does it, without a warm parent", arguments.backend)
             os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *argv])  # noqa: S606
+        if arguments.unused:
+            log.warning("%s: without meaning here; see docs/reference/everstep-run.md", ", ".join(arguments.unused))
         code = asyncio.run(_run(arguments))
     except UsageError as e:
         sys.exit(_usage(e))

@@ -1,6 +1,7 @@
 """Where the output of training processes goes: the console, log files, or both.
 
-    <log dir>/<run id>_<random>/attempt_<n>/<local rank>/stdout.log, stderr.log, error.json, stacks.txt
+    <log dir>/<run id>_<random>/attempt_<n>/<local rank>/stdout.log, stderr.log, error.json, stacks.txt, calls
+    <log dir>/<run id>_<random>/stacks/round-<n>-step-<n>-rank-<n>.txt    of ranks that hung or waited for one that did
 
 A process writes its log file itself; what is also wanted on the console is read from the file. So a slow console stops
 nobody, and a killed process loses no line.
@@ -23,6 +24,7 @@ from string import Template
 from typing import IO, TextIO
 
 from everstep.agent.arguments import Arguments, streams
+from everstep.agent.stacks import folder_of
 
 LOOK_SECONDS = 0.1
 PREFIX = "[${role_name}${local_rank}]:"
@@ -35,7 +37,8 @@ class Files:
     stdout: str | None
     stderr: str | None
     error: Path
-    stacks: Path  # where it writes what its threads are doing, when asked by a signal
+    stacks: Path  # where it writes what its threads are doing, when asked by a signal, or when it crashes
+    calls: Path  # where it keeps its newest collectives
 
 
 class Output:
@@ -52,6 +55,10 @@ class Output:
         self._attempts: dict[int, int] = {}
         self._tails: dict[int, list[asyncio.Task[None]]] = {}
         self._ended: dict[int, asyncio.Event] = {}
+
+    def stacks(self) -> Path:
+        """Where the stacks of processes that do not go on are kept; they stay."""
+        return folder_of(self._arguments.run_id, self.folder if self._kept else None)
 
     def open(self, slot: int, rank: int) -> Files:
         """Where the next process of a local rank is to write. What it tees is shown from now on."""
@@ -76,7 +83,7 @@ class Output:
             else:
                 paths.append(None if shown else os.devnull)
         self._tails[slot], self._ended[slot] = tails, ended
-        return Files(paths[0], paths[1], folder / "error.json", folder / "stacks.txt")
+        return Files(paths[0], paths[1], folder / "error.json", folder / "stacks.txt", folder / "calls")
 
     async def ended(self, slot: int) -> None:
         """The process has ended: show the rest of what it said."""

@@ -43,6 +43,8 @@ def main(command: Mapping[str, Any]) -> None:
     os.environ.update(command["environment"])
     time.tzset()
     prefer_for_oom()
+    if command.get("cpus"):
+        os.sched_setaffinity(0, command["cpus"])
     if command["kind"] == "stores":
         from everstep.agent import stores  # noqa: PLC0415 - imports torch
 
@@ -52,7 +54,9 @@ def main(command: Mapping[str, Any]) -> None:
     if command["executable"]:
         os.execvp(target, [target, *arguments])  # noqa: S606 - a program of the user's
     # All threads, in C, so also of a process that holds the interpreter's lock for ever.
-    faulthandler.register(STACKS_SIGNAL, file=open(command["stacks"], "a"), all_threads=True)  # noqa: SIM115
+    stacks = open(command["stacks"], "a")  # noqa: SIM115 - as long as the process
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=True)
     random.seed()  # else all processes would begin with the parent's
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

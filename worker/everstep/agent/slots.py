@@ -90,6 +90,7 @@ class State:
     finishing: bool = False  # a member of the round is done
     charges: int = 0  # made by this agent, if the store does not say
     outside: int = 0  # ends from outside, since all processes trained
+    stalls: tuple[int, int] = (0, 0)  # the step in which a process hung last, and how often in a row
     failure: Failure | None = None  # the last one that was charged
     notice: Notice | None = None
     ending: Ending | None = None

@@ -40,10 +40,12 @@ from everstep.agent.events import (
     Instruction,
     Join,
     KeepProcesses,
+    Mismatched,
     NotFormed,
     Purpose,
     Ready,
     StepOut,
+    Stuck,
     Timer,
     Trains,
 )
@@ -68,6 +70,7 @@ SETTLE_SECONDS = 1.0  # in which the one whose fault it was is known to all
 HURT_SECONDS = 1.0  # in which a round is over, if a member of it died
 LINGER_SECONDS = 300.0  # for which a done agent waits for the others, as torchrun does
 MOST_OUTSIDE = 20  # ends of processes from outside, one after the other; then they count as the program's fault
+MOST_STALLS = 3  # in a row in one step; then it is not chance
 FINAL = (exit_codes.FENCED, exit_codes.STORE_UNUSABLE, exit_codes.PREEMPTED)
 
 
@@ -98,6 +101,8 @@ def _take(state: State, event: Event) -> Step:
             slot = state.slots[event.slot]
             known = slot.life is Life.LIVE and slot.pid == event.pid and not slot.killed
             return _heard(state, event) if known else (state, ())
+        case Stuck() | Mismatched():
+            return _waiting(state, event)
         case Charged(restarts):
             return _charged(state, restarts)
         case Asked():
@@ -245,15 +250,41 @@ def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) ->
             if state.round is None or number != state.round.number or state.over:
                 return state, ()
             return state, (Timer(HURT_SECONDS, Purpose.HURT, number, why),)
-        case Hung(why=why):
+        case Hung(why=why, step=step):
             if state.ending is not None:
                 return state, ()
             state, told = kill(state, (event.slot,), signal.SIGKILL)
             number = state.round.number if state.round is not None else 0
-            state, then = _failed(state, Failure(number, -signal.SIGKILL, why), Fault.OUTSIDE)
+            state = _stalled(state, step)
+            fault = Fault.PROGRAM if state.stalls[1] >= MOST_STALLS else Fault.OUTSIDE
+            state, then = _failed(state, Failure(number, -signal.SIGKILL, why), fault)
             return state, (*told, *then)
         case _:
             assert_never(event)
+
+
+def _waiting(state: State, event: Stuck | Mismatched) -> Step:
+    """All processes of the round wait, and none will ever go on."""
+    if state.ending is not None or state.round is None or event.round != state.round.number:
+        return state, ()
+    number, why = event.round, event.why
+    if isinstance(event, Stuck):
+        if state.over:
+            return state, ()
+        state = _stalled(state, event.step)
+        if state.stalls[1] < MOST_STALLS:
+            return replace(state, over=True), (Break(number, why),)
+        why = f"{why}; {MOST_STALLS} times in a row"
+    state = replace(state, failure=Failure(number, 1, why), charges=state.charges + 1)
+    charge = Charge(number, why)
+    close = (CloseJob(why),) if state.config.alone else ()
+    state, told = end(state, Ending(1, why), signal.SIGKILL)
+    return state, (charge, *close, *told)
+
+
+def _stalled(state: State, step: int) -> State:
+    last, times = state.stalls
+    return replace(state, stalls=(step, times + 1 if step == last else 1))
 
 
 # --- time

@@ -1,8 +1,8 @@
-"""A process that hosts the process-group stores of an agent's rounds, and counts its devices.
+"""A process that hosts the process-group stores of an agent's rounds, and does what else of an agent needs torch.
 
 Each round has a store of its own: keys of an old round poison no new one, and when its host dies only that round is
 over. It is a process of its own because torch's store has threads, which the warm parent may not have, and because the
-agent does not import torch.
+agent does not import torch. Invariant: a store elsewhere that does not answer delays no store that is hosted here.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from everstep.agent.board import MOST_ABSENT
 from everstep.contract import env
 
 KEPT = 3  # stores: a process that leaves a round late still finds it
 TIMEOUT = timedelta(minutes=5)  # of a call, as torch has by default
+BOARD_TIMEOUT = timedelta(seconds=5)
+MOST_CALLS = 8  # of boards, at a time
 
 
 def main() -> None:
@@ -29,10 +34,13 @@ def main() -> None:
     stores: list[Any] = []
     listeners: list[int] = []
     read = b""
+    speaking = threading.Lock()
 
     def tell(**message: Any) -> None:
-        agent.sendall(json.dumps(message).encode() + b"\n")
+        with speaking:
+            agent.sendall(json.dumps(message).encode() + b"\n")
 
+    boards = _Boards(tell)
     tell(kind="stores", pid=os.getpid())
     while True:
         data, descriptors, _, _ = socket.recv_fds(agent, 4096, 16)
@@ -47,7 +55,36 @@ def main() -> None:
                     stores.append(_host(listeners.pop(0)))
                     del stores[:-KEPT]
                 case "devices":
-                    tell(kind="devices", id=message["id"], gpus=torch.cuda.device_count(), cpus=os.cpu_count() or 1)
+                    tell(kind="devices", id=message["id"], **_devices())
+                case "numa":
+                    tell(kind="numa", id=message["id"], **_cpus(message["mode"], message["processes"]))
+                case "post" | "withdraw" | "read":
+                    boards.call(message)
+
+
+def _devices() -> dict[str, int]:
+    """What torchrun would count."""
+    accelerated = torch.accelerator.is_available()
+    return {
+        "accelerators": torch.accelerator.device_count() if accelerated else 0,
+        "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "xpus": torch.xpu.device_count() if torch.xpu.is_available() else 0,
+        "cpus": torch._utils.cpu_count() or 1,
+    }
+
+
+def _cpus(mode: str, processes: int) -> dict[str, Any]:
+    """The CPUs that torchrun would bind each local rank to. Asks the GPUs, so not where processes are forked."""
+    from torch.numa import binding  # noqa: PLC0415 - for few
+
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+    try:
+        found = [binding._get_logical_cpus_to_bind_to(gpu_index=i, numa_options=options) for i in range(processes)]
+    except (RuntimeError, AssertionError, OSError, ValueError) as e:
+        return {"error": f"{type(e).__name__}: {e}".split("\n", 1)[0]}
+    if not all(found):
+        return {"error": "there is no CPU beside the GPU that this container may use"}
+    return {"cpus": [sorted(cpus) for cpus in found]}
 
 
 def _host(listener: int) -> Any:
@@ -58,3 +95,45 @@ def _host(listener: int) -> Any:
         "localhost", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener,
         use_libuv=True,
     )  # fmt: skip
+
+
+class _Boards:
+    """Calls of stores of rounds, wherever they are hosted; each in a thread."""
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self._tell = tell
+        self._free = threading.BoundedSemaphore(MOST_CALLS)
+
+    def call(self, message: Mapping[str, Any]) -> None:
+        if not self._free.acquire(blocking=False):
+            self._tell(kind="board", id=message["id"], error=f"{MOST_CALLS} calls are under way")
+            return
+        threading.Thread(target=self._run, args=(message,), daemon=True).start()
+
+    def _run(self, message: Mapping[str, Any]) -> None:
+        try:
+            answer = _call(message)
+        except RuntimeError as e:
+            answer = {"error": str(e).split("\n", 1)[0]}
+        finally:
+            self._free.release()
+        self._tell(kind="board", id=message["id"], **answer)
+
+
+def _call(message: Mapping[str, Any]) -> dict[str, Any]:
+    store = TCPStore(
+        message["host"], message["port"], is_master=False, wait_for_workers=False, timeout=BOARD_TIMEOUT, use_libuv=True
+    )
+    match message["kind"]:
+        case "post":
+            store.set(message["key"], message["value"])
+        case "withdraw":
+            store.delete_key(message["key"])
+        case "read":
+            keys = message["keys"]
+            # `multi_get` waits for a key that is not there.
+            if store.check(keys):
+                return {"values": [value.decode() for value in store.multi_get(keys)]}
+            if message["some"]:
+                return {"values": [store.get(k).decode() if store.check([k]) else None for k in keys[:MOST_ABSENT]]}
+    return {}

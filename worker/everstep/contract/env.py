@@ -42,3 +42,6 @@ HANG_FACTOR = "EVERSTEP_HANG_FACTOR"
 MAX_RESTARTS = "EVERSTEP_MAX_RESTARTS"
 # Seconds that a process may take to come into an announced round before it is replaced.
 RECOVERY_SECONDS = "EVERSTEP_RECOVERY_SECONDS"
+
+# A file in which a training process keeps the names of its newest collectives, for when it cannot be asked any more.
+CALLS_FILE = "EVERSTEP_CALLS_FILE"

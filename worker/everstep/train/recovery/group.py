@@ -15,13 +15,15 @@ their tensors is garbage, and no optimizer takes it, because the round is over. 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+
+from everstep.contract.calls import Call, Calls, Page, line_of_script
 
 BACKEND = "everstep"
 DEVICE_WORKS = 256  # that are kept before those that are over are dropped
@@ -37,6 +39,7 @@ class Answer(c10d.Work):
     def __init__(self, value: Any) -> None:
         super().__init__()
         self._value = value
+        self.call = Call(0, "")
         self.work: Any = None  # gloo's
         self._error: PeerLost | None = None
         self._trigger: torch.futures.Future[None] = torch.futures.Future()
@@ -90,31 +93,44 @@ class _Flight:
     def __init__(self, on_lost: Callable[[str], None] | None) -> None:
         self.lock = threading.Lock()
         self.lost: str | None = "no round has begun"
+        self.lost_at = ""  # where the script was then, if a collective failed
         self.left: list[Any] = []
-        self._device: list[Any] = []  # NCCL's works, those that are over among them
-        self._pending = set[Answer]()
+        self.calls = Calls()
+        self._device: list[tuple[Call, Any]] = []  # NCCL's works, those that are over among them
+        self._pending: dict[Answer, None] = {}  # in the order in which they were begun
         self._on_lost = on_lost
 
-    @property
-    def waits(self) -> bool:
-        return bool(self._pending) or bool(self.on_device())
+    def waits_in(self) -> Call | None:
+        """The oldest collective under way."""
+        device = self._on_device()
+        with self.lock:
+            calls = [call for call, _ in device] + [answer.call for answer in self._pending]
+            return min(calls, key=lambda call: call.number, default=None)
+
+    def _on_device(self) -> list[tuple[Call, Any]]:
+        with self.lock:
+            self._device = [(call, work) for call, work in self._device if not work.is_completed()]
+            return list(self._device)
 
     def on_device(self) -> list[Any]:
         """The works of an accelerator that are not over."""
-        with self.lock:
-            self._device = [work for work in self._device if not work.is_completed()]
-            return list(self._device)
+        return [work for _, work in self._on_device()]
 
-    def begun_on_device(self, work: Any) -> None:
+    def begun_on_device(self, call: Call, work: Any) -> None:
         with self.lock:
-            self._device.append(work)
+            self._device.append((call, work))
             many = len(self._device) >= DEVICE_WORKS
         if many:
-            self.on_device()
+            self._on_device()
+
+    def restart(self) -> None:
+        """A round begins. Under the lock."""
+        self.lost, self.left = None, []
+        self.calls.restart()
 
     def begin(self, answer: Answer) -> None:
         """Under the lock."""
-        self._pending.add(answer)
+        self._pending[answer] = None
 
     def begun(self, answer: Answer) -> None:
         """gloo has the collective. It may have been given up in between."""
@@ -138,7 +154,7 @@ class _Flight:
             return
         with self.lock:
             mine = answer in self._pending
-            self._pending.discard(answer)
+            self._pending.pop(answer, None)
         if mine:
             answer.finish(None)
 
@@ -148,15 +164,16 @@ class _Flight:
         with self.lock:
             if answer not in self._pending:
                 return
+            self.lost_at = line_of_script()
             pending = self._take(reason)
         for other in pending:
             other.finish(PeerLost(reason))
         if self._on_lost is not None:
             self._on_lost(reason)
 
-    def _take(self, reason: str) -> set[Answer]:
+    def _take(self, reason: str) -> list[Answer]:
         self.lost = self.lost or reason
-        pending, self._pending = self._pending, set()
+        pending, self._pending = list(self._pending), {}
         self.left += [answer.work for answer in pending if answer.work is not None]
         return pending
 
@@ -180,9 +197,27 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._flight.lost
 
     @property
+    def lost_at(self) -> str:
+        """Where the script was when a collective failed: ` at train.py:31 in main`, or nothing."""
+        return self._flight.lost_at
+
+    def recent(self) -> tuple[Call, ...]:
+        """The newest collectives that were begun in this round, oldest first."""
+        with self._flight.lock:
+            return self._flight.calls.recent
+
+    def waits_in(self) -> Call | None:
+        """The oldest collective under way: this member has begun it, and another may not have."""
+        return self._flight.waits_in()
+
+    @property
     def waits(self) -> bool:
-        """Whether a collective is under way: this member has begun it, and another may not have."""
-        return self._flight.waits
+        """Whether a collective is under way."""
+        return self._flight.waits_in() is not None
+
+    def write_calls(self, path: str) -> None:
+        """Keep the newest in a file."""
+        self._flight.calls.write_to(Page(path))
 
     @property
     def left(self) -> list[Any]:
@@ -204,7 +239,7 @@ class RecoverableGroup(dist.ProcessGroup):
         with flight.lock:
             assert self._inner is None, "the group of the round before was not abandoned"
             self._inner, self._rank, self._size, self._abort = inner, rank, size, abort
-            flight.lost, flight.left = None, []
+            flight.restart()
 
     def abandon(self, reason: str) -> None:
         """End every collective under way with `PeerLost(reason)`; none begins any more. Any thread."""
@@ -215,13 +250,16 @@ class RecoverableGroup(dist.ProcessGroup):
         if abort is not None:  # it may wait for the device, and nobody here does
             threading.Thread(target=abort, name="everstep-abort", daemon=True).start()
 
-    def _run(self, name: str, value: Any, tensors: Any, *arguments: Any) -> Any:
+    def _run(self, name: str, value: Any, same: Sequence[Any], *arguments: Any) -> Any:
+        """`same`: the tensors that have to be alike on all members; the last argument is the options."""
         flight, answer = self._flight, Answer(value)
         with flight.lock:
             inner, lost = self._inner, flight.lost
-            device = _on_device(tensors)
-            if lost is None and not device:
-                flight.begin(answer)
+            device = _on_device(same or value)
+            if lost is None:
+                answer.call = flight.calls.begin(name, same, arguments[-1])
+                if not device:
+                    flight.begin(answer)
         if lost is not None:
             answer.finish(PeerLost(lost))
             return answer
@@ -255,7 +293,7 @@ class RecoverableGroup(dist.ProcessGroup):
                 flight.begin(answer)
             flight.failed(answer, e)
             return answer
-        flight.begun_on_device(work)
+        flight.begun_on_device(answer.call, work)
         return work
 
     # What c10d calls, from Python and (by the names that begin with `get`) from C++.
@@ -294,7 +332,7 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._run("allgather", outputs, inputs, outputs, inputs, opts or c10d.AllgatherOptions())
 
     def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self._run("_allgather_base", output, input, output, input, opts or c10d.AllgatherOptions())
+        return self._run("_allgather_base", output, [input], output, input, opts or c10d.AllgatherOptions())
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         return self._allgather_base(output, input, opts)
@@ -316,24 +354,26 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._run("reduce_scatter", outputs, outputs, outputs, inputs, opts or c10d.ReduceScatterOptions())
 
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self._run("_reduce_scatter_base", output, input, output, input, opts or c10d.ReduceScatterOptions())
+        return self._run("_reduce_scatter_base", output, [output], output, input, opts or c10d.ReduceScatterOptions())
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         return self._reduce_scatter_base(output, input, opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        return self._run("reduce_scatter_tensor_coalesced", outputs, inputs, outputs, inputs, opts)
+        return self._run("reduce_scatter_tensor_coalesced", outputs, outputs, outputs, inputs, opts)
+
+    # How much goes from whom to whom may differ between members.
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self._run("alltoall", outputs, inputs, outputs, inputs, opts or c10d.AllToAllOptions())
+        return self._run("alltoall", outputs, (), outputs, inputs, opts or c10d.AllToAllOptions())
 
     def alltoall_base(self, output: Any, input: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllToAllOptions()
-        return self._run("alltoall_base", output, input, output, input, out_sizes, in_sizes, opts)
+        return self._run("alltoall_base", output, (), output, input, out_sizes, in_sizes, opts)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._run("barrier", None, None, opts or c10d.BarrierOptions())
+        return self._run("barrier", None, (), opts or c10d.BarrierOptions())
 
 
 def _on_device(tensors: Any) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from everstep.contract import env
 from everstep.train.recovery import forming, transfer
 from everstep.train.recovery.agreement import Agreement, NoState, Quality, Standing, agree
 from everstep.train.recovery.group import BACKEND, PeerLost, RecoverableGroup
@@ -54,6 +56,8 @@ class Recovery:
         self._formed: forming.Formed | None = None
         self._number = -1
         self.main = RecoverableGroup(self._failed)
+        if path := os.environ.get(env.CALLS_FILE):
+            self.main.write_calls(path)
         self.control = RecoverableGroup(self._failed)
         self.members = Members(self.control)
         self.boundary_wanted = False  # a newer round waits for us to come to the end of a step
@@ -110,7 +114,9 @@ class Recovery:
         """In the thread that hears of rounds."""
         began = self._began
         slowest = max(self._recent, default=0.0)
-        return Where(began[0] if began is not None else None, self.main.waits or self.control.waits, slowest)
+        call = self.main.waits_in()
+        waits = call is not None or self.control.waits
+        return Where(began[0] if began is not None else None, waits, slowest, call, self.main.recent())
 
     def end(self) -> None:
         """No step is taken any more."""
@@ -220,7 +226,9 @@ class Recovery:
         formed = self._formed
         self._abandon(reason)
         if formed is not None:
-            self._rounds.broken(formed.round.number, reason)
+            self._rounds.broken(
+                formed.round.number, reason, self.main.recent(), self.main.lost_at or self.control.lost_at
+            )
 
     def _abandon(self, reason: str) -> None:
         with self._leaving:

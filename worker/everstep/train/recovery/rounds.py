@@ -7,6 +7,7 @@ socket whose path is in the environment. Invariant: round numbers only grow; an 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.contract import env
+from everstep.contract.calls import Call, rows
 
 MAX_LINE = 64 * 1024
 
@@ -33,11 +35,13 @@ class Round:
 @dataclass(frozen=True, slots=True)
 class Where:
     """The step that the process is in (None: between two), whether a collective waits for others, and seconds of the
-    slowest recent step."""
+    slowest recent step. `call`: the collective of the program's that waits; `recent`: its newest, oldest first."""
 
     step: int | None
     waits: bool
     slowest: float
+    call: Call | None = None
+    recent: tuple[Call, ...] = ()
 
 
 class RoundsOver(RuntimeError):
@@ -77,8 +81,8 @@ class Rounds(Protocol):
         """This process has left what it did, and waits for the round's other members."""
         ...
 
-    def broken(self, number: int, reason: str) -> None:
-        """A collective of the round failed here."""
+    def broken(self, number: int, reason: str, recent: tuple[Call, ...] = (), at: str = "") -> None:
+        """A collective of the round failed here; the newest collectives of the program, and where it was."""
         ...
 
     def joined(self, number: int, step: int) -> None:
@@ -140,8 +144,8 @@ class AgentRounds:
     def coming(self, number: int) -> None:
         self._tell(kind="coming", round=number)
 
-    def broken(self, number: int, reason: str) -> None:
-        self._tell(kind="broken", round=number, reason=reason[:500])
+    def broken(self, number: int, reason: str, recent: tuple[Call, ...] = (), at: str = "") -> None:
+        self._tell(kind="broken", round=number, reason=reason[:500], recent=rows(recent), at=at[:200])
 
     def joined(self, number: int, step: int) -> None:
         self._tell(kind="joined", round=number, step=step)
@@ -183,12 +187,15 @@ class AgentRounds:
                     self._call(found, bool(message.get("whole")))
             case "where":
                 if self._where is not None:
-                    where = self._where()
-                    self._tell(kind="where", step=where.step, waits=where.waits, slowest=where.slowest)
+                    self._tell(kind="where", **_fields(self._where()))
             case "leave":
                 with self._changed:
                     self._dismissed = True
                     self._changed.notify_all()
+            case "stacks":
+                # With the interpreter's lock, so that no thread changes its stack meanwhile.
+                with open(message["path"], "a") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
             case "over":
                 self._end(str(message.get("reason", "the agent says so")))
             case _:
@@ -198,3 +205,9 @@ class AgentRounds:
         with self._changed:
             self._over = self._over or reason
             self._changed.notify_all()
+
+
+def _fields(where: Where) -> dict[str, Any]:
+    call = None if where.call is None else rows([where.call])[0]
+    recent = rows(where.recent)
+    return {"step": where.step, "waits": where.waits, "slowest": where.slowest, "call": call, "recent": recent}

@@ -1,0 +1,165 @@
+"""What `everstep-run` does as torchrun does: how many processes, alone on a machine, first errors, binding to CPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import determine_local_world_size
+
+from everstep.agent.processes import WarmParent
+
+pytestmark = pytest.mark.timeout(120)
+COUNT = "import os\nprint(os.environ['LOCAL_WORLD_SIZE'])\n"
+
+
+def run(*argv: str | Path, prefix: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*prefix, sys.executable, "-m", "everstep.agent.main", *map(str, argv)],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "EVERSTEP_PRELOAD": "", "GLOO_SOCKET_IFNAME": "lo", **environ},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "train.py"
+
+
+# --- how many processes
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cpu"])
+def test_as_many_processes_as_torchrun_would_start(script: Path, wanted: str) -> None:
+    script.write_text(COUNT)
+    done = run(f"--nproc-per-node={wanted}", script)
+    count = determine_local_world_size(wanted)
+    assert (done.returncode, done.stdout) == (0, f"{count}\n" * count), done.stderr
+
+
+def test_cpus_that_the_agent_may_not_use_are_not_counted(script: Path) -> None:
+    script.write_text(COUNT)
+    one = str(min(os.sched_getaffinity(0)))
+    done = run("--nproc-per-node=cpu", script, prefix=("taskset", "-c", one))
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+def test_a_gpu_that_is_not_there_is_named_and_nothing_is_started(script: Path) -> None:
+    script.write_text(COUNT)
+    done = run("--nproc-per-node=gpu", script, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--nproc-per-node=gpu: torch sees no GPU on this machine; give a number" in done.stderr
+
+
+# --- alone
+
+
+def test_standalone_processes_find_each_other_and_reduce(script: Path) -> None:
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "t = torch.ones(1) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(t)\n"
+        "print(int(t))\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = run("--standalone", "--nproc-per-node=2", script, EVERSTEP_PRELOAD="torch,torch.distributed")
+    assert (done.returncode, done.stdout) == (0, "3\n3\n"), done.stderr
+
+
+# --- the first error
+
+
+FAILS = "import os, sys, time\nif os.environ['RANK'] == '1':\n    raise ValueError('no such luck')\ntime.sleep(100)\n"
+
+
+def torchrun(script: Path, error_file: Path) -> Any:
+    """What torchrun leaves for whoever started it."""
+    text = script.read_text()
+    body = "\n".join("    " + line for line in text.splitlines())
+    script.write_text(
+        f"from torch.distributed.elastic.multiprocessing.errors import record\n@record\ndef main():\n{body}\nmain()\n"
+    )
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    subprocess.run(
+        argv,
+        capture_output=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)},
+    )
+    script.write_text(text)
+    return json.loads(error_file.read_text())
+
+
+def test_whoever_starts_the_agent_gets_the_first_error_as_from_torchrun(script: Path, tmp_path: Path) -> None:
+    script.write_text(FAILS)
+    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
+    assert run("--nproc-per-node=2", script, TORCHELASTIC_ERROR_FILE=str(ours)).returncode == 1
+    expected = torchrun(script, theirs)["message"]
+    found = json.loads(ours.read_text())["message"]
+    assert found["message"] == expected["message"] == "ValueError: no such luck"
+    assert found["errorCode"] == expected["errorCode"] == 1
+    assert "no such luck" in found["extraInfo"]["py_callstack"]
+    assert set(found["extraInfo"]) == set(expected["extraInfo"])
+
+
+def test_an_end_without_an_error_file_is_told_too(script: Path, tmp_path: Path) -> None:
+    script.write_text("import os\nos.abort()\n")
+    assert run(script, TORCHELASTIC_ERROR_FILE=str(tmp_path / "e.json")).returncode == 128 + 6
+    found = json.loads((tmp_path / "e.json").read_text())["message"]
+    assert found["message"] == "SIGABRT at train.py:2 in <module>"
+    assert found["errorCode"] == -6
+
+
+def test_an_agent_that_succeeds_leaves_no_error(script: Path, tmp_path: Path) -> None:
+    script.write_text("pass\n")
+    assert run(script, TORCHELASTIC_ERROR_FILE=str(tmp_path / "e.json")).returncode == 0
+    assert not (tmp_path / "e.json").exists()
+
+
+# --- flags
+
+
+def test_binding_to_the_cpus_beside_a_gpu_that_is_not_there_is_refused_by_the_flags_name(script: Path) -> None:
+    script.write_text(COUNT)
+    done = run("--numa-binding=node", script, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "everstep-run: --numa-binding=node: " in done.stderr
+
+
+def test_a_process_runs_on_the_cpus_that_it_is_bound_to(script: Path, tmp_path: Path) -> None:
+    one = max(os.sched_getaffinity(0))
+    script.write_text("import os, sys\nprint(sorted(os.sched_getaffinity(0)))\n")
+    assert asyncio.run(run_bound(script, tmp_path, [one])) == 0
+    assert (tmp_path / "out").read_text() == f"[{one}]\n"
+
+
+async def run_bound(script: Path, tmp_path: Path, cpus: list[int]) -> int:
+    """The exit code of a process that the warm parent forks on these CPUs."""
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    parent = WarmParent([], dict(os.environ), lambda _, code: ended.set_result(code))
+    try:
+        await parent.fork(
+            {
+                "kind": "program", "target": str(script), "arguments": [], "module": False, "executable": False,
+                "environment": dict(os.environ), "stdout": str(tmp_path / "out"), "stderr": None,
+                "stacks": str(tmp_path / "stacks"), "cpus": cpus,
+            }
+        )  # fmt: skip
+        return await asyncio.wait_for(ended, 60)
+    finally:
+        await parent.close()
+
+
+def test_flags_that_change_nothing_are_named(script: Path) -> None:
+    script.write_text("pass\n")
+    done = run("--start-method=forkserver", "--monitor-interval=3", script)
+    assert done.returncode == 0
+    assert "--monitor-interval, --start-method: without meaning here" in done.stderr

@@ -1,0 +1,68 @@
+"""Where agents whose processes wait for each other tell what those wait in: the process-group store of their round.
+
+It is there anyway, every agent reaches it, and it goes with the round. The agent has no torch, so its process that
+hosts stores does the talking. Used only when something has stalled. Invariant: no call here raises; one that cannot be
+made is one that says nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from everstep.agent.mismatch import Seen, decode
+from everstep.agent.processes import WarmError
+from everstep.rendezvous.participant import Round
+
+log = logging.getLogger(__name__)
+
+MOST_ABSENT = 64  # ranks that are looked for one by one where some say nothing
+AT_ONCE = 256  # ranks in one answer, which has to be a line of the agent's socket
+
+
+class Asks(Protocol):
+    async def ask_stores(self, **message: Any) -> Any: ...
+
+
+class Board:
+    def __init__(self, stores: Asks) -> None:
+        self._stores = stores
+
+    async def post(self, round_: Round, rank: int, seen: Seen) -> None:
+        await self._ask(round_, "post", key=_key(round_, rank), value=seen.encode().decode())
+
+    async def withdraw(self, round_: Round, rank: int) -> None:
+        await self._ask(round_, "withdraw", key=_key(round_, rank))
+
+    async def read(self, round_: Round, ranks: Iterable[int], *, some: bool = False) -> dict[int, Seen]:
+        """What these ranks have posted; nothing unless all of them have, or with `some` what there is."""
+        ranks = list(ranks)
+        found: dict[int, Seen] = {}
+        for i in range(0, len(ranks), AT_ONCE):
+            part = ranks[i : i + AT_ONCE]
+            said = await self._ask(round_, "read", keys=[_key(round_, rank) for rank in part], some=some)
+            for rank, value in zip(part, said.get("values", ()), strict=False):
+                if value is not None:
+                    try:
+                        found[rank] = decode(value.encode())
+                    except ValueError as e:
+                        log.warning("rank %d: %s", rank, e)
+            if not some and len(found) < i + len(part):
+                return {}
+        return found
+
+    async def _ask(self, round_: Round, kind: str, **message: Any) -> Any:
+        first = round_.members[0]
+        try:
+            answer = await self._stores.ask_stores(kind=kind, host=first.address, port=first.store_port, **message)
+        except WarmError as e:
+            log.warning("%s", e)
+            return {}
+        if "error" in answer:
+            log.info("round %d: its store does not answer: %s", round_.number, answer["error"])
+        return answer
+
+
+def _key(round_: Round, rank: int) -> str:
+    return f"everstep/waits/{round_.number}/{rank}"

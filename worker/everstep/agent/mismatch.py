@@ -1,0 +1,149 @@
+"""Whether ranks that wait for each other are in the same collective, and which of them is somewhere else. Pure.
+
+If all ranks of a round wait and nobody computes, no time helps. Either their programs have called collectives that do
+not fit together (one skipped one, or they have other shapes), which comes again however often it is repeated; or they
+are in the same collective and its data was lost on the way, which does not.
+
+Invariant: what is called a mismatch is a difference in what has to be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from everstep.contract.calls import Call, read_rows, rows
+
+MAX_BYTES = 4096
+MAX_AT = 120
+MAX_GROUPS = 4  # of ranks that are told apart in a text
+MAX_RANGES = 6  # of ranks in one group
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of one rank. `call`: the collective of its program's that waits; None: it has come to the end of
+    its step. `recent`: the newest, oldest first. `at`: where in the script, or nothing. `waits`: it still does."""
+
+    call: Call | None
+    recent: tuple[Call, ...] = ()
+    at: str = ""
+    waits: bool = True
+
+    @property
+    def begun(self) -> int:
+        """How many collectives of the program's it has begun in this round."""
+        return self.recent[-1].number if self.recent else 0
+
+    def encode(self) -> bytes:
+        call = None if self.call is None else rows([self.call])[0]
+        body = {"call": call, "recent": rows(self.recent), "at": self.at[:MAX_AT], "waits": self.waits}
+        return json.dumps(body, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Seen:
+    """Raises ValueError."""
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{len(data)} bytes, at most {MAX_BYTES} are expected")
+    body = json.loads(data)
+    try:
+        call = None if body["call"] is None else read_rows([body["call"]])[0]
+        return Seen(call, read_rows(body["recent"]), str(body["at"])[:MAX_AT], bool(body["waits"]))
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"what a rank says of itself cannot be read: {e}") from e
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`odd`: the ranks that are not where most are; none if all are in one collective. `why`: one line."""
+
+    odd: tuple[int, ...]
+    why: str
+
+
+def compare(seen: Mapping[int, Seen]) -> Verdict:
+    """Of all ranks of a round, each of which waits."""
+    groups: dict[Call | None, list[int]] = {}
+    for rank in sorted(seen):
+        groups.setdefault(seen[rank].call, []).append(rank)
+    ordered = _odd_first(groups.values())
+    numbers = _ambiguous(groups)
+    said = [_said(ranks, seen, numbers=numbers) for ranks in ordered]
+    if len(groups) == 1:
+        return Verdict((), f"{said[0]}, and nothing arrives: no rank computes, and none is elsewhere")
+    return Verdict(_odd(ordered), "the ranks' collectives do not match: " + _listed(said))
+
+
+def clash(rank: int, ended: Seen, others: Mapping[int, Seen]) -> Verdict | None:
+    """If `rank` was ended in its newest collective, whether others were in the same one with something else. None: as
+    far as is known they were not."""
+    if not ended.recent:
+        return None
+    last = ended.recent[-1]
+    found = {other: call for other, s in others.items() for call in s.recent if call.number == last.number}
+    if not found or all(call.what == last.what for call in found.values()):
+        return None
+    seen = {rank: Seen(last, ended.recent, ended.at)}
+    seen |= {other: Seen(call, others[other].recent, others[other].at) for other, call in found.items()}
+    groups: dict[str, list[int]] = {}
+    for one in sorted(seen):
+        call = seen[one].call
+        assert call is not None
+        groups.setdefault(call.what, []).append(one)
+    ordered = _odd_first(groups.values())
+    said = [_said(ranks, seen, numbers=False) for ranks in ordered]
+    return Verdict(_odd(ordered), "the ranks' collectives do not match: " + _listed(said))
+
+
+def _odd_first(groups: Iterable[list[int]]) -> list[list[int]]:
+    """The smallest group first. Of two that are as large, the one with the lowest rank is last."""
+    return sorted(groups, key=lambda ranks: (len(ranks), -ranks[0]))
+
+
+def _odd(ordered: Sequence[list[int]]) -> tuple[int, ...]:
+    return tuple(sorted(rank for ranks in ordered[:-1] for rank in ranks))
+
+
+def _ambiguous(groups: Mapping[Call | None, list[int]]) -> bool:
+    """Whether the number of a call is needed to tell the groups apart."""
+    return len({call.what if call is not None else None for call in groups}) < len(groups) or None in groups
+
+
+def _said(ranks: Sequence[int], seen: Mapping[int, Seen], *, numbers: bool) -> str:
+    first = seen[ranks[0]]
+    waits = "waits" if len(ranks) == 1 else "wait"
+    if first.call is None:
+        count = f", after {first.begun} collectives in this round" if numbers else ""
+        return f"{ranks_in_words(ranks)} {waits} at the end of the step{first.at}{count}"
+    count = f", the {_ordinal(first.call.number)} in this round" if numbers else ""
+    return f"{ranks_in_words(ranks)} {waits} in {first.call.what}{first.at}{count}"
+
+
+def _ordinal(number: int) -> str:
+    tail = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{tail}"
+
+
+def _listed(said: Sequence[str]) -> str:
+    more = f"; and {len(said) - MAX_GROUPS} groups more" if len(said) > MAX_GROUPS else ""
+    return "; ".join([*said[: MAX_GROUPS - 1], said[-1]] if more else said) + more
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 0 and 1`, `ranks 0-6 and 9`; at most `MAX_RANGES` of them."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [rank]
+        else:
+            ranges.append([rank])
+    parts: list[str] = []
+    for found in ranges:
+        near = len(found) == 2 and found[1] == found[0] + 1
+        parts += [str(r) for r in found] if near else ["-".join(str(r) for r in found)]
+    if len(parts) > MAX_RANGES:
+        parts = [*parts[:MAX_RANGES], "others"]
+    return f"ranks {', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else f"ranks {parts[0]}"
