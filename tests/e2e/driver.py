@@ -75,11 +75,13 @@ class Job(Player):
         return manifest
 
     def pod(self, index: int) -> dict[str, Any]:
-        """The pod of worker `index` in the newest round."""
+        """The newest pod of worker `index`."""
         found = self.pods(f"everstep.dev/worker-index={index}")
         if not found:
             raise ScenarioError(f"worker {index} has no pod\n{self.describe()}")
-        newest: dict[str, Any] = max(found, key=lambda p: int(p["metadata"]["labels"]["everstep.dev/round"]))
+        # Where agents form the rounds, pods carry none: the higher incarnation is the newer.
+        order = ("everstep.dev/round", "everstep.dev/incarnation")
+        newest: dict[str, Any] = max(found, key=lambda p: [int(p["metadata"]["labels"].get(key, 0)) for key in order])
         return newest
 
     def newest_pods(self) -> dict[int, dict[str, Any]]:
