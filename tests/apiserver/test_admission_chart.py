@@ -123,16 +123,28 @@ def test_operator_may_do_nothing_else(answers: dict[Request, bool], request_: Re
     assert not answers[request_]
 
 
-def _config_map(name: str, owner: str | None) -> str:
-    job = {"apiVersion": "everstep.dev/v1alpha1", "kind": "TrainingJob", "name": owner, "uid": "1", "controller": True}
+@pytest.fixture
+def owner_uid(granted: Any) -> Iterator[str]:
+    """Of a job that exists: what is owned by one that does not, Kubernetes takes away at once."""
+    spec = {"replicas": 1, "template": {"spec": {"containers": [{"name": "worker", "image": "train"}]}}}
+    job = {"apiVersion": "everstep.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "digits"}, "spec": spec}
+    flags = ("-n", "default", "-o", "jsonpath={.metadata.uid}", "-f", "-")
+    done = granted.kubectl("create", *flags, input=yaml.safe_dump(job))
+    assert done.returncode == 0, done.stderr
+    yield done.stdout
+    granted.kubectl("delete", "tjob", "digits", "-n", "default", "--wait=false")
+
+
+def _config_map(name: str, owner: str | None, uid: str) -> str:
+    job = {"apiVersion": "everstep.dev/v1alpha1", "kind": "TrainingJob", "name": owner, "uid": uid, "controller": True}
     owners = [] if owner is None else [job]
     metadata = {"name": name, "namespace": "default", "ownerReferences": owners}
     return yaml.safe_dump({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
 
 
-def test_operator_writes_the_config_maps_of_jobs_and_nobody_elses(granted: Any) -> None:
+def test_operator_writes_the_config_maps_of_jobs_and_nobody_elses(granted: Any, owner_uid: str) -> None:
     def write(verb: str, name: str, owner: str | None, *flags: str) -> Any:
-        return granted.kubectl(verb, *flags, "-f", "-", input=_config_map(name, owner))
+        return granted.kubectl(verb, *flags, "-f", "-", input=_config_map(name, owner, owner_uid))
 
     by_operator = ("--as", ACCOUNT)
     wait_until(
