@@ -62,6 +62,7 @@ def pids(job: LocalJob) -> dict[int, int]:
     return {row["worker"]: row["pid"] for row in rows if row["pid"]}
 
 
+@pytest.mark.long  # the same runs on the cluster each time
 def test_two_runs_of_one_name_at_once_do_not_meet(new_job: Callable[..., LocalJob]) -> None:
     first, second = new_job(), new_job()
     for job in (first, second):
