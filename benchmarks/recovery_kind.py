@@ -169,18 +169,9 @@ def elastic_sample(job: Job, index: int) -> dict[str, float]:
 
 def steps_of_world(job: Job, size: int, after: float) -> list[float]:
     """When steps of a world of `size` were printed after `after`, in seconds since the epoch, sorted."""
-    found = []
-    for pod in job.newest_pods().values():
-        since = datetime.fromtimestamp(after or 0, UTC).isoformat().replace("+00:00", "Z")
-        name = pod["metadata"]["name"]
-        log = job.kubectl("logs", name, "-c", "worker", "--timestamps", f"--since-time={since}", check=False)
-        times = (datetime.fromisoformat(t[:26] + "+00:00").timestamp() for t in world_line(size).findall(log))
-        found += [t for t in times if t > after]
-    return sorted(found)
-
-
-def world_line(size: int) -> re.Pattern[str]:
-    return re.compile(rf"^(\S+) .*step=\d+ .*world={size} ", re.MULTILINE)
+    since = datetime.fromtimestamp(after, UTC).isoformat().replace("+00:00", "Z")
+    line = re.compile(rf"^(\S+) .*step=(\d+) .*world={size} ", re.MULTILINE)
+    return [t for t, _ in steps_seen(job, line, f"--since-time={since}") if t > after]
 
 
 def store_restart(cluster: Cluster, samples: int) -> list[Figure]:
@@ -203,12 +194,12 @@ def store_ready(cluster: Cluster) -> bool:
     return str(done.stdout).strip() == "1"
 
 
-def steps_seen(job: Job) -> list[tuple[float, int]]:
-    """(time, step) of every progress line of every pod, in order of time."""
+def steps_seen(job: Job, line: re.Pattern[str] = STEP_LINE, which: str = "--tail=2000") -> list[tuple[float, int]]:
+    """(time, step) of every such line of every pod, in order of time; `which` lines of a log are read."""
     found = []
     for pod in job.pods():
-        log = job.kubectl("logs", pod["metadata"]["name"], "-c", "worker", "--timestamps", "--tail=2000", check=False)
-        found += [(datetime.fromisoformat(t[:26] + "+00:00").timestamp(), int(s)) for t, s in STEP_LINE.findall(log)]
+        log = job.kubectl("logs", pod["metadata"]["name"], "-c", "worker", "--timestamps", which, check=False)
+        found += [(datetime.fromisoformat(t[:26] + "+00:00").timestamp(), int(s)) for t, s in line.findall(log)]
     return sorted(found)
 
 

@@ -79,20 +79,12 @@ class Job(Player):
         found = self.pods(f"everstep.dev/worker-index={index}")
         if not found:
             raise ScenarioError(f"worker {index} has no pod\n{self.describe()}")
-        # Where agents form the rounds, pods carry none: the higher incarnation is the newer.
-        order = ("everstep.dev/round", "everstep.dev/incarnation")
-        newest: dict[str, Any] = max(found, key=lambda p: [int(p["metadata"]["labels"].get(key, 0)) for key in order])
-        return newest
+        return max(found, key=newness)
 
     def newest_pods(self) -> dict[int, dict[str, Any]]:
-        """By worker index, the pod of the highest incarnation that is not being deleted."""
-        found: dict[int, tuple[int, dict[str, Any]]] = {}
-        for pod in self.pods():
-            labels = pod["metadata"]["labels"]
-            index, incarnation = int(labels["everstep.dev/worker-index"]), int(labels["everstep.dev/incarnation"])
-            if "deletionTimestamp" not in pod["metadata"] and incarnation >= found.get(index, (0, pod))[0]:
-                found[index] = incarnation, pod
-        return {index: pod for index, (_, pod) in found.items()}
+        """By worker index, the newest pod that is not being deleted."""
+        alive = [pod for pod in self.pods() if "deletionTimestamp" not in pod["metadata"]]
+        return {int(p["metadata"]["labels"]["everstep.dev/worker-index"]): p for p in sorted(alive, key=newness)}
 
     def pods(self, selector: str = "") -> list[dict[str, Any]]:
         labels = ",".join(filter(None, [f"everstep.dev/job={self.name}", selector]))
@@ -199,6 +191,12 @@ class Job(Player):
     def remove(self) -> None:
         self.start_nodes()
         self.cluster.kubectl("delete", "namespace", self.namespace, "--wait=false")
+
+
+def newness(pod: Mapping[str, Any]) -> list[int]:
+    """The newer of a worker's pods has more. Where agents form the rounds, pods carry none, only an incarnation."""
+    labels = pod["metadata"]["labels"]
+    return [int(labels.get(f"everstep.dev/{name}", 0)) for name in ("round", "incarnation")]
 
 
 def killed_at(output: str) -> float:

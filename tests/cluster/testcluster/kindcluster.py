@@ -162,8 +162,7 @@ def wait_ready() -> None:
     """Wait for signs of life of nodes and controllers, then for Ready nodes and system pods, then for the S3 server."""
     since, deadline = datetime.now(UTC), time.monotonic() + READY_LIMIT
     while True:
-        leases = _read("lease", "-n", "kube-node-lease")
-        leases["items"] += _read("lease", "-n", "kube-system")["items"]
+        leases = _read("lease", "-A")
         pods = _read("pod", "-n", "kube-system")
         pods["items"] += _read("pod", "-n", "s3")["items"]
         old = stale(leases, pods, started(), since)
