@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.contract.calls import Call, read_rows, rows
+from everstep.contract.calls import Call, read_row, read_rows, row, rows
 
 MAX_BYTES = 4096
 MAX_AT = 120
@@ -37,8 +37,7 @@ class Seen:
         return self.recent[-1].number if self.recent else 0
 
     def encode(self) -> bytes:
-        call = None if self.call is None else rows([self.call])[0]
-        body = {"call": call, "recent": rows(self.recent), "at": self.at[:MAX_AT], "waits": self.waits}
+        body = {"call": row(self.call), "recent": rows(self.recent), "at": self.at[:MAX_AT], "waits": self.waits}
         return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -48,8 +47,7 @@ def decode(data: bytes) -> Seen:
         raise ValueError(f"{len(data)} bytes, at most {MAX_BYTES} are expected")
     body = json.loads(data)
     try:
-        call = None if body["call"] is None else read_rows([body["call"]])[0]
-        return Seen(call, read_rows(body["recent"]), str(body["at"])[:MAX_AT], bool(body["waits"]))
+        return Seen(read_row(body["call"]), read_rows(body["recent"]), str(body["at"])[:MAX_AT], bool(body["waits"]))
     except (KeyError, TypeError) as e:
         raise ValueError(f"what a rank says of itself cannot be read: {e}") from e
 
@@ -67,12 +65,10 @@ def compare(seen: Mapping[int, Seen]) -> Verdict:
     groups: dict[Call | None, list[int]] = {}
     for rank in sorted(seen):
         groups.setdefault(seen[rank].call, []).append(rank)
-    ordered = _odd_first(groups.values())
-    numbers = _ambiguous(groups)
-    said = [_said(ranks, seen, numbers=numbers) for ranks in ordered]
     if len(groups) == 1:
-        return Verdict((), f"{said[0]}, and nothing arrives: no rank computes, and none is elsewhere")
-    return Verdict(_odd(ordered), "the ranks' collectives do not match: " + _listed(said))
+        said = _said(sorted(seen), seen, numbers=_ambiguous(groups))
+        return Verdict((), f"{said}, and nothing arrives: no rank computes, and none is elsewhere")
+    return _differ(groups.values(), seen, numbers=_ambiguous(groups))
 
 
 def clash(rank: int, ended: Seen, others: Mapping[int, Seen]) -> Verdict | None:
@@ -91,18 +87,15 @@ def clash(rank: int, ended: Seen, others: Mapping[int, Seen]) -> Verdict | None:
         call = seen[one].call
         assert call is not None
         groups.setdefault(call.what, []).append(one)
-    ordered = _odd_first(groups.values())
-    said = [_said(ranks, seen, numbers=False) for ranks in ordered]
-    return Verdict(_odd(ordered), "the ranks' collectives do not match: " + _listed(said))
+    return _differ(groups.values(), seen, numbers=False)
 
 
-def _odd_first(groups: Iterable[list[int]]) -> list[list[int]]:
-    """The smallest group first. Of two that are as large, the one with the lowest rank is last."""
-    return sorted(groups, key=lambda ranks: (len(ranks), -ranks[0]))
-
-
-def _odd(ordered: Sequence[list[int]]) -> tuple[int, ...]:
-    return tuple(sorted(rank for ranks in ordered[:-1] for rank in ranks))
+def _differ(groups: Iterable[list[int]], seen: Mapping[int, Seen], *, numbers: bool) -> Verdict:
+    """The smallest group is told first. Of two that are as large, the one with the lowest rank is last, and not odd."""
+    ordered = sorted(groups, key=lambda ranks: (len(ranks), -ranks[0]))
+    odd = tuple(sorted(rank for ranks in ordered[:-1] for rank in ranks))
+    said = [_said(ranks, seen, numbers=numbers) for ranks in ordered]
+    return Verdict(odd, "the ranks' collectives do not match: " + _listed(said))
 
 
 def _ambiguous(groups: Mapping[Call | None, list[int]]) -> bool:

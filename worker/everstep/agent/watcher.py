@@ -24,7 +24,7 @@ from everstep.agent.mismatch import Seen, Verdict, clash, compare
 from everstep.agent.processes import Switchboard, WarmParent
 from everstep.agent.program import STACKS_SIGNAL
 from everstep.agent.running import Running
-from everstep.contract.calls import read_page, read_rows
+from everstep.contract.calls import read_page, read_row, read_rows
 from everstep.rendezvous.participant import Round
 
 log = logging.getLogger(__name__)
@@ -84,10 +84,9 @@ class Watcher:
         """`where` and `broken`. Raises KeyError, TypeError, ValueError."""
         recent = read_rows(message.get("recent", []))
         if message["kind"] == "where":
-            call = message.get("call")
             process.said = Where(
                 message["step"], bool(message["waits"]), float(message["slowest"]),
-                None if call is None else read_rows([call])[0], recent,
+                read_row(message.get("call")), recent,
             )  # fmt: skip
         elif recent and (round_ := self._round()) is not None:
             seen = Seen(recent[-1], recent, str(message.get("at", "")), waits=False)

@@ -147,9 +147,19 @@ def _slots(data: bytes) -> Iterator[Call]:
             yield Call(number, data[start : start + length].decode(errors="replace"))
 
 
-def rows(calls: Sequence[Call]) -> list[list[Any]]:
+def row(call: Call | None) -> list[Any] | None:
+    """As it is sent."""
+    return None if call is None else [call.number, call.what]
+
+
+def rows(calls: Sequence[Call]) -> list[list[Any] | None]:
     """As they are sent."""
-    return [[call.number, call.what] for call in calls]
+    return [row(call) for call in calls]
+
+
+def read_row(found: object) -> Call | None:
+    """As it came. Raises ValueError."""
+    return None if found is None else read_rows([found])[0]
 
 
 def read_rows(found: object) -> tuple[Call, ...]:

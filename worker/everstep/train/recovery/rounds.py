@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.contract import env
-from everstep.contract.calls import Call, rows
+from everstep.contract.calls import Call, row, rows
 
 MAX_LINE = 64 * 1024
 
@@ -208,6 +208,5 @@ class AgentRounds:
 
 
 def _fields(where: Where) -> dict[str, Any]:
-    call = None if where.call is None else rows([where.call])[0]
-    recent = rows(where.recent)
-    return {"step": where.step, "waits": where.waits, "slowest": where.slowest, "call": call, "recent": recent}
+    calls = {"call": row(where.call), "recent": rows(where.recent)}
+    return {"step": where.step, "waits": where.waits, "slowest": where.slowest, **calls}
