@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from everstep.contract.calls import Call
-from everstep.train.recovery.rounds import AgentRounds, Round, RoundsOver
+from everstep.train.recovery.agreement import Quality
+from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.rounds import AgentRounds, Dismissed, Round, RoundsOver
 
 
 class Agent:
@@ -107,3 +109,20 @@ def test_agent_is_told_what_the_process_does(agent: Agent, rounds: AgentRounds) 
     calls = {"recent": [[7, "barrier()"]], "at": " at train.py:31 in main"}
     assert agent.hear() == {"kind": "broken", "round": 4, "reason": "x" * 500, **calls}
     assert agent.hear() == {"kind": "joined", "round": 5, "step": 17}
+
+
+@pytest.mark.parametrize("quality", [Quality.NONE, Quality.WHOLE])
+def test_process_waits_in_its_memory_for_as_long_as_a_replacement_may_take(quality: Quality) -> None:
+    """`spec.elastic.shrinkAfterSeconds` may be a day; and in a job of a fixed size nobody trains until one has come."""
+
+    class Later(AgentRounds):
+        def __init__(self) -> None:
+            """Nothing is announced for a day."""
+
+        def wait_newer(self, than: int, seconds: float) -> Round:
+            if seconds < 86_400:
+                raise RoundsOver(f"no round above {than} within {seconds:g} s")
+            raise Dismissed("a day is over")
+
+    with pytest.raises(Dismissed):
+        Recovery(Later()).enter(7, quality, lambda: None, lambda: None)

@@ -38,8 +38,9 @@ log = logging.getLogger("everstep.train")
 
 # A round that takes newcomers in forms when its members come to the end of their step. A newer round ends it sooner.
 FORM_SECONDS = 600.0
-JOIN_SECONDS = 24 * 3600.0  # a new process may have to wait until there is room for it; its agent's end ends it sooner
-WAIT_SECONDS = 120.0  # for a newer round after a collective failed
+# For a round: until there is room for a new process, or until the job has enough members again. The agent knows what is
+# waited for, and ends the process if none will come.
+JOIN_SECONDS = 2 * 24 * 3600.0
 ATTEMPTS = 100
 RECENT = 64  # steps by which the next ones are judged
 
@@ -141,7 +142,7 @@ class Recovery:
         what this member was sent is damaged, `Dismissed` if this process is to end here.
         """
         for _ in range(ATTEMPTS):
-            round_ = self._rounds.wait_newer(self._number, WAIT_SECONDS if quality else JOIN_SECONDS)
+            round_ = self._rounds.wait_newer(self._number, JOIN_SECONDS)
             began = time.monotonic()
             self._leave("a newer round began")
             self._number = round_.number
