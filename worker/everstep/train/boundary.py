@@ -190,6 +190,7 @@ class Boundary:
         if self._rank == 0 or isinstance(error, Left):
             log.warning("%s", error)
         self._reporter.flush()
+        self._group, self._intent = None, Intent(None)  # the frames of `error` would keep them till Python is half gone
         atexit.register(_part)
         raise error
 

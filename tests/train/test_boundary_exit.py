@@ -1,0 +1,60 @@
+"""What a process that was asked to stop leaves running when Python ends: none of gloo's threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# Two ranks, forked from here so that torch is imported once. Each keeps the exception, as Python does until it has left
+# the program, and prints how many of gloo's threads live once the process groups are taken down.
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from everstep.train.boundary import Boundary
+from everstep.train.stopping import Preempted
+
+def gloo_threads():
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("pt_gloo") for name in names)
+
+def train(rank, folder):
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    weights = torch.zeros(3)
+    boundary = Boundary.find(f"{folder}/commits", 100, None, {})
+    boundary.begin({"weights": weights})
+    boundary.watch()
+    for step in range(1, 100):
+        if step == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        boundary.completed(step)
+
+def rank(number, folder):
+    try:
+        train(number, folder)
+    except Preempted as error:
+        before = gloo_threads()
+        dist.destroy_process_group()
+        print(f"rank={number} committed={error.committed} before={before > 0} after={gloo_threads()}", flush=True)
+
+children = []
+for number in range(2):
+    if (pid := os.fork()) == 0:
+        rank(number, sys.argv[1])
+        sys.exit(0)
+    children.append(pid)
+print("ends", [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children])
+"""
+
+
+def test_rank_that_was_asked_to_stop_holds_no_process_group_when_python_ends(tmp_path: Path) -> None:
+    """gloo's threads free the last tensors of a collective. One that does so while Python ends takes the exit code."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_", "PET_", "RANK", "WORLD_SIZE"))}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=90, env=clean, check=False
+    )
+    lines = sorted(done.stdout.splitlines())
+    held_nothing = [f"rank={n} committed=True before=True after=0" for n in range(2)]
+    assert lines == ["ends [0, 0]", *held_nothing], done.stdout + done.stderr
