@@ -1,4 +1,4 @@
-"""Real etcd on the loopback: one member or several, plain or with TLS and users."""
+"""Real etcd on the loopback, or on a test's own network: one member or several, plain or with TLS and users."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from testcluster.proc import run
 class EtcdCluster:
     """`urls[i]` and `members[i]` are one member."""
 
-    def __init__(self, folder: Path, size: int, *, tls: bool = False) -> None:
+    def __init__(self, folder: Path, size: int, *, tls: bool = False, host: str = "127.0.0.1") -> None:
         self.folder, self.tls = folder, tls
         folder.mkdir(parents=True, exist_ok=True)
         ports = free_ports(2 * size)
         scheme = "https" if tls else "http"
-        self.urls = tuple(f"{scheme}://127.0.0.1:{port}" for port in ports[:size])
+        self.urls = tuple(f"{scheme}://{host}:{port}" for port in ports[:size])
         peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
         names = [f"m{i}" for i in range(size)]
         everyone = ",".join(f"{name}={peer}" for name, peer in zip(names, peers, strict=True))

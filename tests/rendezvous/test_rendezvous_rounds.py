@@ -284,6 +284,57 @@ def test_reports_that_come_late_lead_to_the_larger_side_too() -> None:
     assert sorted(names(document)) == ["b", "c", "d", "e"]
 
 
+def test_a_pair_without_which_too_few_are_left_ends_no_round_and_the_next_waits_for_it() -> None:
+    document = after(formed(Sizes(2, 2), "a", "b"), Reach("a", 1, "b", False))
+    assert standing(document, 1, "b") == Whole()
+    document = after(document, Break("b", 1, "no collective ends"), *(Join(agent(n), Sizes(2, 2)) for n in "ab"))
+    assert refused(document, Close("a", 1, Waited.REJOIN)).reason == (
+        "1 of at least 2 agents wait, without who does not reach another"
+    )
+    document = after(document, Reach("a", 1, "b", True), Close("a", 1, Waited.NOTHING))
+    assert names(document) == ["a", "b"]
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> tuple[Sizes, str, list[tuple[str, str, bool]]]:
+    size = draw(st.integers(2, 7))
+    who = "abcdefg"[:size]
+    pairs = st.tuples(st.sampled_from(who), st.sampled_from(who), st.booleans()).filter(lambda p: p[0] != p[1])
+    return Sizes(draw(st.integers(1, size)), size), who, draw(st.lists(pairs, max_size=20))
+
+
+@given(faults())
+def test_whatever_is_reported_one_round_of_enough_who_reach_each_other_is_formed_or_none(
+    found: tuple[Sizes, str, list[tuple[str, str, bool]]],
+) -> None:
+    """Accusations take nobody out by themselves; in any order of reports and of the same, the same members stay."""
+    sizes, who, said = found
+    document = formed(sizes, *who)
+    for by, target, reaches in said:
+        result = apply(document, Reach(by, 1, target, reaches))
+        document = result if isinstance(result, Document) else document
+    apart = {(r.low, r.high) for r in document.reports if r.active}
+    assert names(document) == list(who)
+    assert not document.gone
+    enough = sizes.largest(len(largest_set(document.members, document.reports)))
+    for name in who:
+        document = after(document, Join(agent(name), sizes))
+    result = apply(document, Close(who[-1], 1, Waited.NOTHING))
+    if isinstance(result, Refused):
+        assert not enough
+        return
+    assert len(names(result)) == enough >= sizes.minimum
+    assert not any(low in names(result) and high in names(result) for low, high in apart)
+    others = {m.agent for m in result.joining}
+    assert others == set(who) - set(names(result)), "who is out waits"
+    assert growth(result) == 0, "and nobody is disturbed for it"
+    for low, high in apart:
+        again = apply(result, Reach(low, 2, high, True))
+        result = again if isinstance(again, Document) else result
+    if not any(r.active for r in result.reports):
+        assert growth(result) == len(others)
+
+
 def test_an_unreachable_pair_is_not_put_together_again_until_it_is_taken_back() -> None:
     document = regrouped(after(formed(TWO_OR_THREE, "a", "b", "c"), Reach("a", 1, "c", False)), "abc")
     assert names(document) == ["a", "b"]

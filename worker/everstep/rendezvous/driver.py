@@ -14,13 +14,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from everstep.contract.document import Document, Member, Sizes, Wish, encode
+from everstep.contract.document import Document, Member, Report, Sizes, Wish, encode
 from everstep.rendezvous import participant
 from everstep.rendezvous.errors import RendezvousFailed, StoreUnavailable
 from everstep.rendezvous.joining import Joining, Settings, decoded, read_wishes
 from everstep.rendezvous.links import Links
 from everstep.rendezvous.participant import Broken, Round, Standing
 from everstep.rendezvous.rounds import (
+    MAX_FLAPS,
     Break,
     Charge,
     CloseJob,
@@ -237,15 +238,33 @@ class Driver:
         """From the links: the agent's process is gone."""
         self._quietly(lambda: self.evict(agent, why))
 
-    def reached(self, agent: str, reaches: bool) -> None:
-        """From the links: this agent and another do not reach each other, or do again."""
-        self._quietly(lambda: self.report(agent, reaches))
+    def unreached(self, agent: str) -> int:
+        """From the links: this agent and another do not reach each other. See `links.Listener`."""
+        pair = self._judged(agent, reaches=False)
+        return pair.times if pair is not None and pair.active else 0
 
-    def _quietly(self, change: Callable[[], Document | Refused]) -> None:
+    def reached(self, agent: str) -> bool:
+        """From the links: they do again."""
+        pair = self._judged(agent, reaches=True)
+        return pair is not None and (not pair.active or pair.times >= MAX_FLAPS)
+
+    def _judged(self, agent: str, *, reaches: bool) -> Report | None:
+        """What all know of the two after this agent said what it finds; None if the store does not answer."""
+        low, high = sorted((self.agent, agent))
+        done = self._quietly(lambda: self.report(agent, reaches))
+        if isinstance(done, Refused):
+            log.debug("%s", done.reason)
+            done = self._quietly(self.document)
+        if not isinstance(done, Document):
+            return None
+        return next((r for r in done.reports if (r.low, r.high) == (low, high)), Report(low, high, False, 0))
+
+    def _quietly(self, change: Callable[[], Document | Refused | None]) -> Document | Refused | None:
         try:
-            change()
+            return change()
         except RendezvousFailed as e:
             log.warning("could not tell the others: %s", e)
+            return None
 
     # --- the thread
 

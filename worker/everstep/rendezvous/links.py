@@ -1,41 +1,48 @@
-"""Connections between agents, by which the death of one is known in milliseconds.
+"""Connections between agents, by which the death of one, or of the network between two, is known early.
 
-Each member of a round connects to the next two in rank order (in a ring) and does nothing more: when a process dies,
-its kernel ends the connection. Then an attempt to connect again decides. Refused, or answered by another agent: the
-process is gone. Not answered, three times: these two do not reach each other. Who was never reached is not called gone,
-because a firewall refuses too. Knows neither store nor document. A stopped process keeps its connections: it is the
-lease's.
+Each member of a round connects to the next two in rank order (in a ring). When a process dies, its kernel ends the
+connection: in milliseconds. When packets are lost, one way or both, what is sent is not acknowledged. Then attempts to
+connect again decide (`meeting`). Refused, or answered by another agent: the process is gone. No packet came back: these
+two do not reach each other, within `DETECTED` seconds. Pairs that are further apart are tried in turn, one at a time,
+so that what an agent sends does not grow with the world. Who was never reached is not called gone, because a firewall
+refuses too. Knows neither store nor document. A stopped process keeps its connections: it is the lease's.
+
+Invariant: who said that two do not reach each other looks again until they do, whatever round it is in, and says so
+when they did for as long as `probation` asks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import selectors
 import socket
 import threading
-from enum import Enum, auto
-from typing import Protocol
+import time
+from collections.abc import Callable
+from typing import Protocol, assert_never
 
-from everstep.contract.document import MAX_AGENT, Member
+from everstep.contract.document import Member
+from everstep.rendezvous import meeting
+from everstep.rendezvous.greeter import Greeter
+from everstep.rendezvous.meeting import Gone, Met, Pulse, Silent, Unclear, meet
 from everstep.rendezvous.participant import Round
 
 log = logging.getLogger(__name__)
 
 NEIGHBOURS = 2
-PATIENCE = 5.0  # seconds for a connection and its greeting: a slow network is no broken one
-ATTEMPTS = 3
-MOST_PEERS = 64  # connections taken; more are dropped
-_HELLO = "everstep-link "
+BEAT = 0.5  # seconds between two bytes over a connection
+DETECTED = 5.0  # seconds at most: two beats, QUIET, ATTEMPTS and their rest
+REFUSALS = 3  # by a port that was never open to this agent
+PAUSE = 0.3  # seconds after an attempt that showed nothing
+LOOK_AGAIN = 1.0  # seconds between attempts, where none came through
+PATIENCE = 5.0  # seconds for each of these
+FIRST_LAP = 0.25  # seconds between two far members, the first time
+LATER_LAPS = 2.0
+MOST_FOLLOWED = 64
+FIRST_PROBATION = 2.0
+MOST_PROBATION = 300.0
 
-
-class Found(Enum):
-    """What an attempt to connect showed."""
-
-    THERE = auto()
-    GONE = auto()
-    SILENT = auto()
+Key = tuple[str, str, int]
 
 
 class Listener(Protocol):
@@ -44,46 +51,87 @@ class Listener(Protocol):
     def lost(self, agent: str, why: str) -> None:
         """The agent's process is gone."""
 
-    def reached(self, agent: str, reaches: bool) -> None:
-        """The agent does not answer; or does again, after that."""
+    def unreached(self, agent: str) -> int:
+        """The agent is not reached. How often these two have lost each other; 0 if that could not be told to all."""
+        ...
+
+    def reached(self, agent: str) -> bool:
+        """The agent is reached again, after that. Whether all know it, or never will."""
+        ...
+
+
+def probation(times: int) -> float:
+    """Seconds for which a connection must hold that failed so often."""
+    return min(MOST_PROBATION, FIRST_PROBATION * 4.0 ** min(max(0, times - 1), 8))
+
+
+def key_of(member: Member) -> Key:
+    return member.agent, member.address, member.link_port
 
 
 class Links:
-    """The listening end, and one thread for each neighbour in the present round.
+    """The listening end, a thread for each neighbour in the present round, and one for all others in turn.
 
     They outlive the round until the next one is formed: who dies while the others join is known as fast.
     """
 
     def __init__(self, agent: str, host: str = "") -> None:
-        self._greeter = _Greeter(agent, host)
+        self._greeter = Greeter(agent, host)
         self.port = self._greeter.port
-        self._followed: dict[tuple[str, str, int], _Follower] = {}
+        self._lock = threading.Lock()
+        self._followed: dict[Key, _Follower] = {}
+        self._rover: _Rover | None = None
 
     def follow(self, formed: Round, listener: Listener) -> None:
-        """Connect to the neighbours in this round, and to no others any more."""
-        near = {}
-        for step in range(1, min(NEIGHBOURS, formed.world_size - 1) + 1):
-            member = formed.members[(formed.rank + step) % formed.world_size]
-            if member.link_port:
-                near[(member.agent, member.address, member.link_port)] = member
-        for key in set(self._followed) - set(near):
-            self._followed.pop(key).stop()
-        for key in set(near) - set(self._followed):
-            self._followed[key] = _Follower(near[key], listener)
+        """Connect to the neighbours in this round; to no others any more but those that were not reached."""
+        near, far = _around(formed)
+        with self._lock:
+            if self._rover is not None:
+                self._rover.stop()
+            for key, follower in list(self._followed.items()):
+                follower.stays = key in near
+                if follower.over or not (follower.stays or follower.unreached):
+                    self._followed.pop(key).stop()
+            for key in set(near) - set(self._followed):
+                self._followed[key] = _Follower(near[key], listener)
+            self._rover = _Rover(far, lambda member: self._suspect(member, listener)) if far else None
 
     def close(self) -> None:
         """End all connections and threads."""
         self._greeter.close()
-        for follower in self._followed.values():
-            follower.stop()
-        self._followed.clear()
+        with self._lock:
+            if self._rover is not None:
+                self._rover.stop()
+            for follower in self._followed.values():
+                follower.stop()
+            self._followed.clear()
+
+    def _suspect(self, member: Member, listener: Listener) -> None:
+        """A far member does not answer: look closer."""
+        with self._lock:
+            self._followed = {key: one for key, one in self._followed.items() if not one.over}
+            if key_of(member) not in self._followed and len(self._followed) < MOST_FOLLOWED:
+                self._followed[key_of(member)] = _Follower(member, listener, stays=False)
+
+
+def _around(formed: Round) -> tuple[dict[Key, Member], list[Member]]:
+    """The neighbours, and the others that this member looks at: of each pair, one looks at the other."""
+    size = formed.world_size
+    behind = [formed.members[(formed.rank + step) % size] for step in range(1, size)]
+    near = behind[:NEIGHBOURS]
+    far = behind[NEIGHBOURS : size // 2]
+    return {key_of(m): m for m in near if m.link_port}, [m for m in far if m.link_port]
 
 
 class _Follower:
-    """The connection to one member, in a thread that ends when the member is gone."""
+    """The connection to one member, in a thread that ends when the member is gone; or reached, if it is not to stay."""
 
-    def __init__(self, member: Member, listener: Listener) -> None:
+    def __init__(self, member: Member, listener: Listener, *, stays: bool = True) -> None:
         self._member, self._listener = member, listener
+        self.stays, self.unreached, self.over = stays, False, False
+        self._met, self._refusals = False, 0
+        self._times = 0  # that the two have lost each other; 0: nobody was told
+        self._rest = meeting.MOST_REST
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
@@ -97,146 +145,102 @@ class _Follower:
                     self._sock.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        silent, met = 0, False
-        while not self._stopped.is_set():
-            sock, found, why = _reach(self._member)
-            if self._stopped.is_set():
-                break
-            if sock is not None:
-                if silent >= ATTEMPTS:
-                    self._listener.reached(self._member.agent, True)
-                silent, met = 0, True
-                self._hold(sock)
-            elif found is Found.GONE and met:
-                self._listener.lost(self._member.agent, why)
-                return
-            else:
-                silent += 1
-                log.warning("%s", why)
-                if silent == ATTEMPTS:
-                    self._listener.reached(self._member.agent, False)
-                self._stopped.wait(min(5.0, 0.02 * 4**silent))
+        try:
+            while not self._stopped.is_set() and self._meet():
+                pass
+        finally:
+            self.over = True
+
+    def _meet(self) -> bool:
+        """One attempt and what follows from it; whether to go on."""
+        once = self.unreached
+        found = meet(
+            self._member, self._stopped.is_set, attempts=1 if once else meeting.ATTEMPTS,
+            rest=PATIENCE if once else self._rest,
+        )  # fmt: skip
+        match found:
+            case Met(connection):
+                self._met, self._refusals, began = True, 0, time.monotonic()
+                self._hold(connection)
+                if time.monotonic() - began < PAUSE:
+                    self._stopped.wait(PAUSE)
+                return self.stays or self.unreached
+            case Gone(why):
+                if self._stopped.is_set():
+                    return False
+                if self._met:
+                    self._listener.lost(self._member.agent, why)
+                    return False
+                self._refusals += 1
+                if self._refusals >= REFUSALS:
+                    self._not_reached(why)
+                self._stopped.wait(LOOK_AGAIN if self.unreached else PAUSE)
+            case Silent(why):
+                if not self._stopped.is_set():
+                    self._not_reached(why)
+                    self._stopped.wait(LOOK_AGAIN)
+            case Unclear():
+                self._stopped.wait(LOOK_AGAIN if self.unreached else PAUSE)
+            case _:
+                assert_never(found)
+        return True
+
+    def _not_reached(self, why: str) -> None:
+        if not self.unreached:
+            log.warning("%s", why)
+            self.unreached, self._times = True, 0
+        if not self._times:
+            self._times = self._listener.unreached(self._member.agent)
 
     def _hold(self, sock: socket.socket) -> None:
-        """Until the connection ends, or this is stopped."""
+        """Until the connection ends or nothing comes through it, or this is stopped."""
         with self._lock:
             self._sock = sock
         # A stop that came before this saw no socket.
+        began = time.monotonic()
         with sock, contextlib.suppress(OSError):
-            sock.settimeout(None)
-            while not self._stopped.is_set() and sock.recv(256):
-                pass
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(BEAT)
+            pulse = Pulse(sock, began)
+            while not self._stopped.is_set() and pulse.beat(time.monotonic()):
+                if not self._well(time.monotonic() - began):
+                    break
+                self._rest = meeting.rest(pulse.round_trip)
+                try:
+                    if not sock.recv(256):
+                        break
+                except TimeoutError:
+                    pass
         with self._lock:
             self._sock = None
 
-
-class _Greeter:
-    """Tells whoever connects which agent this is, and keeps the connection until the other ends it."""
-
-    def __init__(self, agent: str, host: str) -> None:
-        self._hello = f"{_HELLO}{agent}\n".encode()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), backlog=MOST_PEERS, family=family)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._waker = _Waker(self._selector)
-        self._guests: set[socket.socket] = set()
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="everstep-greeter", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed = True
-        self._waker.wake()
-        self._thread.join(PATIENCE)
-
-    def _serve(self) -> None:
-        while not self._closed:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._listener:
-                    self._greet()
-                elif key.fileobj in self._guests and isinstance(key.fileobj, socket.socket):
-                    self._heard(key.fileobj)
-                else:
-                    self._waker.drain()
-        for one in (*self._guests, self._listener):
-            one.close()
-        self._waker.close()
-        self._selector.close()
-
-    def _greet(self) -> None:
-        with contextlib.suppress(OSError):
-            guest, _ = self._listener.accept()
-            guest.setblocking(False)
-            if len(self._guests) >= MOST_PEERS:
-                guest.close()
-                return
-            guest.send(self._hello)
-            self._guests.add(guest)
-            self._selector.register(guest, selectors.EVENT_READ)
-
-    def _heard(self, guest: socket.socket) -> None:
-        if _ended(guest):
-            self._guests.remove(guest)
-            self._selector.unregister(guest)
-            guest.close()
+    def _well(self, seconds: float) -> bool:
+        """The connection has held for so long; whether it is needed any longer."""
+        if self.unreached and seconds >= probation(self._times):
+            self.unreached = not self._listener.reached(self._member.agent)
+        return self.stays or self.unreached
 
 
-class _Waker:
-    """Ends a `select` from another thread."""
+class _Rover:
+    """Tries one member after the other, for ever."""
 
-    def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._near, self._far = socket.socketpair()
-        self._near.setblocking(False)
-        self._far.setblocking(False)
-        selector.register(self._far, selectors.EVENT_READ)
+    def __init__(self, members: list[Member], suspect: Callable[[Member], None]) -> None:
+        self._members, self._suspect = members, suspect
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="everstep-rover", daemon=True).start()
 
-    def wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._near.send(b"x")
+    def stop(self) -> None:
+        self._stopped.set()
 
-    def drain(self) -> None:
-        with contextlib.suppress(OSError):
-            self._far.recv(64)
-
-    def close(self) -> None:
-        self._near.close()
-        self._far.close()
-
-
-def _ended(sock: socket.socket) -> bool:
-    """A peer has nothing to say: whatever can be read is the end, or noise to drop."""
-    try:
-        return not sock.recv(256)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def _reach(member: Member) -> tuple[socket.socket | None, Found, str]:
-    """A connection that the member itself greeted, or what was found instead and why."""
-    where = f"{member.address}:{member.link_port}"
-    try:
-        sock = socket.create_connection((member.address, member.link_port), timeout=PATIENCE)
-    except OSError as e:
-        gone = e.errno == errno.ECONNREFUSED
-        return None, Found.GONE if gone else Found.SILENT, f"{where} ({member.agent}): {e}"
-    hello = b""
-    try:
-        while not hello.endswith(b"\n") and len(hello) < len(_HELLO) + MAX_AGENT + 1:
-            part = sock.recv(len(_HELLO) + MAX_AGENT + 1 - len(hello))
-            if not part:
-                break
-            hello += part
-    except OSError as e:
-        sock.close()
-        return None, Found.SILENT, f"{where} ({member.agent}): {e}"
-    if hello.decode(errors="replace") == f"{_HELLO}{member.agent}\n":
-        return sock, Found.THERE, ""
-    sock.close()
-    if hello:
-        return None, Found.GONE, f"{where} is not {member.agent} any more"
-    return None, Found.SILENT, f"{where} ({member.agent}) ended the connection"
+    def _run(self) -> None:
+        pause = FIRST_LAP
+        while True:
+            for member in self._members:
+                if self._stopped.wait(pause):
+                    return
+                found = meet(member, self._stopped.is_set, attempts=1, rest=meeting.MOST_REST)
+                if isinstance(found, Met):
+                    found.connection.close()
+                elif isinstance(found, Silent) and not self._stopped.is_set():
+                    self._suspect(member)
+            pause = LATER_LAPS

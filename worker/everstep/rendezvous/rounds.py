@@ -38,7 +38,7 @@ from everstep.rendezvous.ranks import assign
 from everstep.rendezvous.reachability import largest_set
 from everstep.rendezvous.seats import Table
 
-MAX_FLAPS = 3  # times that two agents may lose each other; then they are not put together again
+MAX_FLAPS = 5  # times that two agents may lose each other; then they are not put together again
 
 
 class Waited(IntEnum):
@@ -246,9 +246,15 @@ def growth(document: Document) -> int:
     remaining = document.remaining()
     if not document.joining or document.done:  # nobody grows who is about to end
         return 0
+    return max(0, _connected(document) - len(remaining))
+
+
+def _connected(document: Document) -> int:
+    """The largest round of those who are here and reach each other; 0 if they are too few."""
+    remaining = document.remaining()
     here = {member.agent for member in remaining}
     everyone = (*remaining, *(member for member in document.joining if member.agent not in here))
-    return max(0, document.sizes.largest(len(largest_set(everyone, document.reports))) - len(remaining))
+    return document.sizes.largest(len(largest_set(everyone, document.reports)))
 
 
 def _fence(document: Document, by: str, number: int) -> Refused | None:
@@ -361,8 +367,10 @@ def _reach(document: Document, event: Reach) -> Document | Refused:
         return Refused(f"{MAX_REPORTS} reports are open already")
     document = replace(document, reports=tuple(sorted((*others, fresh), key=lambda r: (r.low, r.high))))
     # Nobody is taken out: other reports of the same fault may be on their way. The next round is formed in the light of
-    # all that have come when the members are back.
-    if not event.reaches and is_member(document, low) and is_member(document, high) and document.broken is None:
+    # all that have come when the members are back. If too few could be in it, the round is left as it is: what it sent
+    # goes on when the network does.
+    both = is_member(document, low) and is_member(document, high)
+    if not event.reaches and both and document.broken is None and _connected(document):
         why = f"{event.by} does not reach {event.target}"[:MAX_REASON]
         history = _remember(document, Setback(document.round, event.by, why, False))
         document = replace(document, broken=why, history=history)
@@ -382,7 +390,8 @@ def _close(document: Document, event: Close) -> Document | Refused:
     pool = largest_set(document.joining, document.reports)
     size = document.sizes.largest(len(pool))
     if size == 0:
-        return Refused(f"{len(pool)} of at least {document.sizes.minimum} agents wait")
+        apart = ", without who does not reach another" if len(pool) < len(document.joining) else ""
+        return Refused(f"{len(pool)} of at least {document.sizes.minimum} agents wait{apart}")
     if not remaining and size < document.sizes.maximum and event.waited < Waited.LAST_CALL:
         return Refused(f"{len(pool)} of at most {document.sizes.maximum} agents wait: last call")
     whole = document.sizes.largest(len(document.members))

@@ -1,0 +1,166 @@
+"""Links between agents on a network that loses packets: namespaces of this kernel, real connections (failures 60, 61).
+
+No process does anything but keep its links here; `tests/agent/test_agent_partition.py` has jobs that train.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from agents import until
+from netspaces import Machines
+
+from everstep.contract.document import Member
+from everstep.rendezvous import links as links_module
+from everstep.rendezvous.links import DETECTED, Links, probation
+from everstep.rendezvous.participant import Round
+
+
+class Heard:
+    """What links say, with the time."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str, float]] = []
+        self.answers = True  # whether others can be told
+        self._lock = threading.Lock()
+
+    def lost(self, agent: str, why: str) -> None:
+        self._say("lost", agent)
+
+    def unreached(self, agent: str) -> int:
+        self._say("unreached", agent)
+        return sum((what, who) == ("unreached", agent) for what, who, _ in self.said) if self.answers else 0
+
+    def reached(self, agent: str) -> bool:
+        self._say("reached", agent)
+        return self.answers
+
+    def _say(self, what: str, agent: str) -> None:
+        with self._lock:
+            self.said.append((what, agent, time.monotonic()))
+
+    def when(self, what: str, agent: str) -> float:
+        return until(lambda: next((at for w, a, at in self.said if (w, a) == (what, agent)), 0.0))
+
+
+class Crew:
+    """One agent on each machine, all in one round."""
+
+    def __init__(self, machines: Machines, names: str) -> None:
+        self._machines, self.names = machines, names
+        self.links: dict[str, Links] = {}
+        self.heard = {name: Heard() for name in names}
+        for name in names:
+            with machines.inside(name):
+                self.links[name] = Links(name)
+        self.form(names)
+
+    def form(self, names: str) -> None:
+        members = tuple(
+            Member(number, name, address=self._machines.addresses[name], link_port=self.links[name].port)
+            for number, name in enumerate(names)
+        )
+        for rank, name in enumerate(names):
+            with self._machines.inside(name):
+                self.links[name].follow(Round(1, rank, members), self.heard[name])
+
+    def meet(self) -> None:
+        """Wait until all neighbours have met."""
+        until(lambda: all(f._met for links in self.links.values() for f in links._followed.values()))
+
+    def said(self) -> list[tuple[str, str, str]]:
+        return sorted((name, what, who) for name, heard in self.heard.items() for what, who, _ in heard.said)
+
+    def close(self) -> None:
+        for one in self.links.values():
+            one.close()
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    with Machines(*"abcdefg") as made:
+        yield made
+
+
+@pytest.mark.parametrize("lost", [["ab"], ["ba"], ["ab", "ba"]])
+def test_packets_that_are_lost_one_way_or_both_are_noticed_in_time_by_both_and_the_end_of_it_too(
+    lost: list[str], machines: Machines
+) -> None:
+    crew = Crew(machines, "abc")
+    try:
+        crew.meet()
+        at = time.monotonic()
+        for sender, receiver in lost:
+            machines.drop(sender, receiver)
+        took = [crew.heard[one].when("unreached", other) - at for one, other in ("ab", "ba")]
+        print(f"noticed after {took[0]:.2f} and {took[1]:.2f} s")
+        assert max(took) < DETECTED
+        assert crew.said() == [("a", "unreached", "b"), ("b", "unreached", "a")], "and nobody else is blamed"
+        machines.heal()
+        healed = time.monotonic()
+        back = [crew.heard[one].when("reached", other) - healed for one, other in ("ab", "ba")]
+        print(f"whole again after {back[0]:.2f} and {back[1]:.2f} s")
+        assert min(back) >= probation(1)
+    finally:
+        crew.close()
+
+
+def test_who_is_out_of_the_round_is_still_looked_for_by_who_missed_it(machines: Machines) -> None:
+    crew = Crew(machines, "ab")
+    try:
+        crew.meet()
+        machines.drop("a", "b")
+        crew.heard["a"].when("unreached", "b")
+        crew.form("a")  # goes on alone: b is no neighbour any more
+        machines.heal()
+        crew.heard["a"].when("reached", "b")
+        until(lambda: all(f.over for f in crew.links["a"]._followed.values()))
+    finally:
+        crew.close()
+
+
+def test_members_that_are_far_apart_are_looked_at_in_turn(machines: Machines) -> None:
+    crew = Crew(machines, "abcdefg")
+    try:
+        crew.meet()
+        machines.drop("a", "d")
+        at = time.monotonic()
+        print(f"noticed after {crew.heard['a'].when('unreached', 'd') - at:.2f} s")
+        machines.heal()
+        crew.heard["a"].when("reached", "d")
+        until(lambda: all(f.stays for f in crew.links["a"]._followed.values() if not f.over))
+    finally:
+        crew.close()
+
+
+def test_what_could_not_be_told_is_told_again(machines: Machines) -> None:
+    crew = Crew(machines, "ab")
+    try:
+        crew.meet()
+        crew.heard["a"].answers = False
+        machines.drop("a", "b")
+        until(lambda: crew.said().count(("a", "unreached", "b")) >= 2)
+        crew.heard["a"].answers = True
+        machines.heal()
+        crew.heard["a"].when("reached", "b")
+    finally:
+        crew.close()
+
+
+def test_a_third_of_all_packets_lost_separates_nobody(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "FIRST_LAP", 0.05)
+    monkeypatch.setattr(links_module, "LATER_LAPS", 0.05)
+    for sender in "abcdefg":
+        for receiver in "abcdefg":
+            if sender != receiver:
+                machines.drop(sender, receiver, 0.3)
+    crew = Crew(machines, "abcdefg")
+    try:
+        crew.meet()
+        time.sleep(15.0)
+        assert crew.said() == []
+    finally:
+        crew.close()

@@ -1,0 +1,169 @@
+"""Whether a peer is reached, as the kernels at both ends say.
+
+A connection is made, and what is sent over one is acknowledged, by the peer's kernel: it does so for a process that is
+stopped or waits for a processor too. So what is found here is the state of the network, and of a process only whether
+its port is open. A packet that came through both ways is proof. Its absence is none before many were sent: each attempt
+is a connection of its own, because TCP waits ever longer before it sends what was lost again. At 30 % loss each way
+half of the attempts fail, and all of them once in a million times. Linux only (TCP_INFO).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.contract.document import MAX_AGENT, Member
+
+HELLO = "everstep-link "
+ATTEMPTS = 24
+SPACING = 0.05  # seconds between attempts
+REST = 0.5  # seconds for which the last attempt is waited for, at least
+MOST_REST = 2.0  # the same, in a slow network
+GREETING = 10.0  # seconds for a greeting over a connection that stands
+QUIET = 1.0  # seconds in which a byte is acknowledged
+MOST_QUIET = 1.5  # the same, in a slow network
+_INFO = struct.Struct("=24xI40xI")  # of linux/tcp.h's tcp_info: tcpi_unacked and tcpi_rtt
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The member itself answered, over this connection."""
+
+    connection: socket.socket
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The member's port is closed, or another agent's."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """No packet came back."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unclear:
+    """Something is there, or nothing could be tried: this shows nothing."""
+
+    why: str
+
+
+Meeting = Met | Gone | Silent | Unclear
+
+
+def meet(member: Member, stopped: Callable[[], bool], *, attempts: int = ATTEMPTS, rest: float = MOST_REST) -> Meeting:
+    """Connect to a member: one attempt after the other, `rest` seconds for the last, until one succeeds."""
+    where = f"{member.address}:{member.link_port} ({member.agent})"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(member.address, member.link_port, type=socket.SOCK_STREAM)[0]
+    except OSError as e:
+        return Unclear(f"{where}: {e}")
+    made = _connect(family, address, attempts, rest, stopped)
+    if isinstance(made, socket.socket):
+        return _greeted(made, member, where)
+    if made == errno.ECONNREFUSED:
+        return Gone(f"{where} refuses connections")
+    if stopped():
+        return Unclear(f"{where}: this agent gave up")
+    return Silent(f"{where} does not answer: {'timed out' if made == 0 else errno.errorcode.get(made, made)}")
+
+
+def _connect(family: int, address: Any, attempts: int, rest: float, stopped: Callable[[], bool]) -> socket.socket | int:
+    """The first connection that stands; else ECONNREFUSED, or the last error, 0 if there was none."""
+    tried: dict[int, socket.socket] = {}
+    poll = select.poll()
+    last = 0
+    try:
+        for number in range(attempts):
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            tried[sock.fileno()] = sock
+            code = sock.connect_ex(address)
+            if code in (0, errno.EINPROGRESS):
+                poll.register(sock, select.POLLOUT)
+            else:
+                last = code
+            until = time.monotonic() + (SPACING if number + 1 < attempts else rest)
+            # At least once for each: whoever had no processor meanwhile finds what came.
+            while True:
+                found = poll.poll(max(0.0, min(SPACING, until - time.monotonic())) * 1e3)
+                for descriptor, _ in found:
+                    poll.unregister(descriptor)
+                    code = tried[descriptor].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if code == 0:
+                        return tried.pop(descriptor)
+                    if code == errno.ECONNREFUSED:
+                        return code
+                    last = code
+                if stopped():
+                    return last
+                if time.monotonic() >= until and not found:
+                    break
+        return last
+    finally:
+        for sock in tried.values():
+            sock.close()
+
+
+def _greeted(sock: socket.socket, member: Member, where: str) -> Meeting:
+    sock.settimeout(GREETING)
+    hello = b""
+    try:
+        while not hello.endswith(b"\n") and len(hello) < len(HELLO) + MAX_AGENT + 1:
+            part = sock.recv(len(HELLO) + MAX_AGENT + 1 - len(hello))
+            if not part:
+                break
+            hello += part
+    except OSError as e:
+        sock.close()
+        return Unclear(f"{where} does not greet: {e}")
+    if hello.decode(errors="replace") == f"{HELLO}{member.agent}\n":
+        return Met(sock)
+    sock.close()
+    if hello:
+        return Gone(f"{where} is another agent now")
+    return Unclear(f"{where} ended the connection")
+
+
+class Pulse:
+    """Whether what is sent over a connection is acknowledged. `beat` now and then."""
+
+    def __init__(self, connection: socket.socket, now: float) -> None:
+        self._connection, self._heard = connection, now
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds, smoothed."""
+        return self._info()[1]
+
+    def beat(self, now: float) -> bool:
+        """Send a byte if the last one was acknowledged; whether it was, or may still be. Raises OSError."""
+        unacknowledged, round_trip = self._info()
+        if not unacknowledged:
+            self._heard = now
+            with contextlib.suppress(BlockingIOError):
+                self._connection.send(b".", socket.MSG_DONTWAIT)
+            return True
+        return now - self._heard < min(MOST_QUIET, QUIET + round_trip / 2)
+
+    def _info(self) -> tuple[int, float]:
+        """Segments that were sent and not acknowledged, and the round trip."""
+        data = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        unacknowledged, round_trip = _INFO.unpack(data)
+        return unacknowledged, round_trip * 1e-6
+
+
+def rest(round_trip: float) -> float:
+    """Seconds for which the last attempt to connect is waited for, where packets take so long."""
+    return min(MOST_REST, max(REST, 1.5 * round_trip))
