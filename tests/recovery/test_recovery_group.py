@@ -46,7 +46,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Recover
         groups = [RecoverableGroup(on_lost), RecoverableGroup()]
         devices = []
         for _ in groups:
-            device, address = links.listening(forming._default_device)
+            device, address = links.listening(lambda: forming.gloo_device("127.0.0.1", 1))
             devices.append(device)
             addresses.add(address)
         made = both(lambda r: forming._gloo(store, r, 2, devices[r]))

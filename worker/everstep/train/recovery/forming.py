@@ -8,11 +8,13 @@ program's tensors.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +53,7 @@ class Formed:
 def alone() -> Any:
     """The group of a world of one, in which a script builds its objects before it joins its first round."""
     store = HashStore()
-    main, _ = _with_devices(_gloo(store, 0, 1, _default_device()), 0, 1, store)
+    main, _ = _with_devices(_gloo(store, 0, 1, ProcessGroupGloo.create_default_device()), 0, 1, store)
     return main
 
 
@@ -119,7 +121,7 @@ def _form(round_: Round, seconds: float) -> Formed:
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds), use_libuv=True
     )
     store = PrefixStore(f"round-{round_.number}", client)
-    device, address = links.listening(_default_device)
+    device, address = links.listening(partial(gloo_device, host, port))
     store.set(f"link/{round_.rank}", f"{address[0]} {address[1]}")
     gloo = _gloo(PrefixStore("main", store), round_.rank, round_.world_size, device)
     main, abort = _with_devices(gloo, round_.rank, round_.world_size, store)
@@ -154,5 +156,15 @@ def _gloo(store: Any, rank: int, size: int, device: Any) -> Any:
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def _default_device() -> Any:
-    return ProcessGroupGloo.create_default_device()
+def gloo_device(host: str, port: int) -> Any:
+    """Listens where torch is told to (GLOO_SOCKET_IFNAME), else at this machine's address on the way to the round's
+    store. torch's default is the address of the machine's name, and many machines give themselves one that is local."""
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ProcessGroupGloo.create_device(interface=names.split(",")[0])
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
+    except OSError:
+        return ProcessGroupGloo.create_default_device()
