@@ -63,13 +63,13 @@ class Job:
             if agent.process.poll() is None:
                 self.kill(agent)
 
-    def start(self, count: int = 1, conf: str = "last_call=20,ttl=3") -> list[Agent]:
+    def start(self, count: int = 1, conf: str = "last_call=20,ttl=3", flags: Iterable[str] = ()) -> list[Agent]:
         made = []
         for _ in range(count):
             argv = [
                 sys.executable, "-m", "everstep.agent.main", f"--nnodes={self._nodes}",
                 "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={self._endpoint}", f"--rdzv-id={self._job}",
-                f"--rdzv-conf={conf}", *self._flags, *self._argv,
+                f"--rdzv-conf={conf}", *self._flags, *flags, *self._argv,
             ]  # fmt: skip
             log = self.folder / f"agent-{len(self.agents)}.log"
             variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **self._environ}

@@ -1,4 +1,4 @@
-"""Jobs on a network that loses packets between two of three machines, all of which reach the store (failure 60).
+"""Jobs on a network that loses packets, of machines all of which reach the store (failures 60 and 61).
 
 Real processes in network namespaces of this kernel, gloo between them, a real etcd. Nobody tells an end that its
 packets are lost.
@@ -6,6 +6,7 @@ packets are lost.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ import pytest
 from agent_job import HERE, Agent, Job
 from etcd_server import EtcdCluster
 from netspaces import Machines
+from slow_network import SlowNetwork
 from testcluster import programs
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(420)
 SESSION = HERE / "session_script.py"
 NAMES = "abc"
+STEPS = 3
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,19 +36,19 @@ def machines() -> Iterator[Machines]:
         yield made
 
 
-@pytest.fixture
-def spread(machines: Machines, tmp_path: Path) -> Iterator[Job]:
-    """An agent on each of the three machines, and etcd on a fourth."""
+@contextlib.contextmanager
+def spread(machines: Machines, folder: Path, addresses: dict[str, str] | None = None) -> Iterator[Job]:
+    """An agent on each of the three machines, known to the others by these addresses, and etcd on a fourth."""
     with machines.inside("store") as address:
-        store = EtcdCluster(tmp_path / "etcd", 1, host=address)
+        store = EtcdCluster(folder / "etcd", 1, host=address)
         store.start()
     endpoint = store.urls[0].removeprefix("http://")
-    argv = (str(SESSION), json.dumps({"out": str(tmp_path)}))
+    argv = (str(SESSION), json.dumps({"out": str(folder)}))
     try:
-        with Job(tmp_path, endpoint, *argv, environ={"GLOO_SOCKET_IFNAME": ""}) as run:
+        with Job(folder, endpoint, *argv, environ={"GLOO_SOCKET_IFNAME": ""}) as run:
             for name in NAMES:
                 with machines.inside(name):
-                    run.start()
+                    run.start(flags=[f"--local-addr={addresses[name]}"] if addresses else ())
             yield run
         run.until(lambda: not run.left_behind(), "processes were left behind", 10)
     finally:
@@ -83,9 +86,13 @@ def most_repeated(run: Job, pids: list[int]) -> int:
 
 @pytest.mark.parametrize("lost", [["ab"], pytest.param(["ab", "ba"], marks=pytest.mark.long)], ids="-".join)
 def test_of_two_that_do_not_reach_each_other_one_goes_and_comes_back_and_no_step_is_lost(
-    lost: list[str], spread: Job, machines: Machines
+    lost: list[str], machines: Machines, tmp_path: Path
 ) -> None:
-    run = spread
+    with spread(machines, tmp_path) as run:
+        _goes_and_comes_back(lost, run, machines)
+
+
+def _goes_and_comes_back(lost: list[str], run: Job, machines: Machines) -> None:
     run.world(run.agents, 0)
     pids = {a.number: a.trainers() for a in run.agents}
     at = time.monotonic()
@@ -101,4 +108,22 @@ def test_of_two_that_do_not_reach_each_other_one_goes_and_comes_back_and_no_step
     print(f"three again {back - healed:.2f} s after the network was whole")
     assert {a.number: a.trainers() for a in run.agents} == pids, "all keep their processes"
     assert most_repeated(run, [pid for agent in two for pid in pids[agent.number]]) <= 1
+    assert run.differing() == {}
+
+
+@pytest.mark.long
+def test_a_job_on_a_bad_network_is_slower_and_loses_nobody(machines: Machines, tmp_path: Path) -> None:
+    """Of what one of three machines sends, three of ten packets are lost, and the others take half a second."""
+    with (
+        SlowNetwork(machines, NAMES, bad="a", delay=0.5, loss=0.3) as slow,
+        spread(machines, tmp_path, slow.addresses) as run,
+    ):
+        began = time.monotonic()
+        run.until(lambda: run.trains(run.agents[0].trainers(), 0, 3, STEPS), f"not {STEPS} steps", 300)
+        print(f"{STEPS} steps within {time.monotonic() - began:.0f} s of the start")
+        for agent in run.agents:
+            log = agent.log.read_text()
+            assert "round 1:" in log
+            assert "round 2:" not in log
+            assert "does not answer" not in log
     assert run.differing() == {}

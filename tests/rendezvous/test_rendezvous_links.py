@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from agents import until
+from agents import LIMIT, until
 from netspaces import Machines
+from slow_network import SlowNetwork
 
 from everstep.contract.document import Member
 from everstep.rendezvous import links as links_module
@@ -49,8 +50,8 @@ class Heard:
 class Crew:
     """One agent on each machine, all in one round."""
 
-    def __init__(self, machines: Machines, names: str) -> None:
-        self._machines, self.names = machines, names
+    def __init__(self, machines: Machines, names: str, addresses: dict[str, str] | None = None) -> None:
+        self._machines, self._addresses = machines, addresses or machines.addresses
         self.links: dict[str, Links] = {}
         self.heard = {name: Heard() for name in names}
         for name in names:
@@ -60,16 +61,17 @@ class Crew:
 
     def form(self, names: str) -> None:
         members = tuple(
-            Member(number, name, address=self._machines.addresses[name], link_port=self.links[name].port)
+            Member(number, name, address=self._addresses[name], link_port=self.links[name].port)
             for number, name in enumerate(names)
         )
         for rank, name in enumerate(names):
             with self._machines.inside(name):
                 self.links[name].follow(Round(1, rank, members), self.heard[name])
 
-    def meet(self) -> None:
+    def meet(self, limit: float = LIMIT) -> None:
         """Wait until all neighbours have met."""
-        until(lambda: all(f._met for links in self.links.values() for f in links._followed.values()))
+        followers = [f for links in self.links.values() for f in links._followed.values() if f.stays]
+        until(lambda: all(f._met for f in followers), limit)
 
     def said(self) -> list[tuple[str, str, str]]:
         return sorted((name, what, who) for name, heard in self.heard.items() for what, who, _ in heard.said)
@@ -150,17 +152,21 @@ def test_what_could_not_be_told_is_told_again(machines: Machines) -> None:
         crew.close()
 
 
-def test_a_third_of_all_packets_lost_separates_nobody(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "FIRST_LAP", 0.05)
+@pytest.mark.parametrize(
+    ("delay", "loss", "seconds"),
+    [(0.0, 0.3, 8.0), pytest.param(0.5, 0.3, 60.0, marks=[pytest.mark.long, pytest.mark.timeout(300)])],
+    ids=["lost", "lost and late"],
+)
+def test_a_bad_network_separates_nobody(
+    delay: float, loss: float, seconds: float, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members that are far apart are looked at all the time."""
     monkeypatch.setattr(links_module, "LATER_LAPS", 0.05)
-    for sender in "abcdefg":
-        for receiver in "abcdefg":
-            if sender != receiver:
-                machines.drop(sender, receiver, 0.3)
-    crew = Crew(machines, "abcdefg")
-    try:
-        crew.meet()
-        time.sleep(15.0)
-        assert crew.said() == []
-    finally:
-        crew.close()
+    with SlowNetwork(machines, "abcdefg", bad="abcdefg", delay=delay, loss=loss) as slow:
+        crew = Crew(machines, "abcdefg", slow.addresses)
+        try:
+            crew.meet(seconds + LIMIT)
+            time.sleep(seconds)
+            assert crew.said() == []
+        finally:
+            crew.close()
