@@ -121,6 +121,23 @@ def test_a_script_that_never_calls_us_begins_again_from_its_own_checkpoint_with_
         print(f"three again after {trained(at, 3):.1f} s")
 
 
+def test_survivor_whose_peers_machine_dies_without_a_word_stays_and_meets_its_replacement(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Its process loses the connection seconds before anybody can know why, and no restart is allowed."""
+    run = job(PLAIN, tmp_path, "--steps", 100, nodes="2", flags=["--max-restarts=0"])
+    survivor, silent = run.start(2)
+    run.until((tmp_path / "checkpoint.pt").exists, "nothing is trained")
+    (process,) = silent.trainers()
+    os.kill(silent.pid, signal.SIGSTOP)
+    os.kill(process, signal.SIGKILL)
+    (replacement,) = run.start()
+    run.until(lambda: survivor.process.poll() is not None, "the survivor does not end")
+    assert survivor.process.returncode == 0, survivor.log.read_text()
+    run.kill(silent)
+    assert replacement.process.wait(30) == 0
+
+
 def test_a_program_error_is_counted_for_the_whole_job_and_ends_it_when_there_were_too_many(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:

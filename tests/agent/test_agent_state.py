@@ -127,13 +127,22 @@ def test_where_an_operator_restarts_workers_the_others_are_not_ended_with_this_o
     assert kinds(play.exits(0, -9)) == ["Finish"]
 
 
-def test_what_looks_like_a_lost_peer_is_charged_only_if_no_other_was_lost() -> None:
+def test_what_looks_like_a_lost_peer_is_charged_if_all_meet_again_and_nobody_else_says_it_was_it() -> None:
     play = plain()
-    told = play.exits(0, 1, Fault.PEER, "connection closed")
-    timer = next(i for i in told if isinstance(i, e.Timer))
-    assert timer.purpose is Purpose.SETTLE
-    assert "Charge" not in kinds(told)
-    assert play.take(e.Elapsed(timer)) == (e.Charge(1, "connection closed", unless_others=True),)
+    assert "Charge" not in kinds(play.exits(0, 1, Fault.PEER, "connection closed"))
+    play.exits(1, -9)
+    told = play.form(2, "a", "b")
+    assert e.Charge(1, "connection closed", unless_others=True) in told
+    play.exits(0, 1, Fault.PROGRAM, "ValueError")
+    play.exits(1, -9)
+    assert "Charge" not in kinds(play.form(3, "a", "b")), "once"
+
+
+def test_what_looks_like_a_lost_peer_is_not_charged_if_one_is_gone_however_late_that_shows() -> None:
+    play = plain(max_restarts=0)
+    play.exits(0, 1, Fault.PEER, "connection closed")
+    play.exits(1, -9)
+    assert kinds(play.form(2, "a", "c")) == ["Fork"]
 
 
 def test_kills_from_outside_are_not_charged_until_there_are_too_many_in_a_row() -> None:

@@ -261,7 +261,6 @@ class Finish:
 
 
 class Purpose(Enum):
-    SETTLE = auto()  # who else set the round back?
     HURT = auto()  # is the round over, of which a collective failed?
     COME = auto()  # are all processes in the round?
     GRACE = auto()  # have the processes ended that were asked to?

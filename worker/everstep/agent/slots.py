@@ -92,6 +92,7 @@ class State:
     outside: int = 0  # ends from outside, since all processes trained
     stalls: tuple[int, int] = (0, 0)  # the step in which a process hung last, and how often in a row
     failure: Failure | None = None  # the last one that was charged
+    suspect: Failure | None = None  # perhaps somebody else's, which shows when the next round is formed
     notice: Notice | None = None
     ending: Ending | None = None
     finished: bool = False

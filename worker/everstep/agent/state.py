@@ -15,7 +15,7 @@ import signal
 from dataclasses import replace
 from typing import assert_never
 
-from everstep.agent import leaving
+from everstep.agent import leaving, meeting
 from everstep.agent.events import (
     Announce,
     Asked,
@@ -63,10 +63,8 @@ from everstep.agent.slots import (
     with_slots,
 )
 from everstep.contract import exit_codes
-from everstep.contract.document import LEFT
 from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 
-SETTLE_SECONDS = 1.0  # in which the one whose fault it was is known to all
 HURT_SECONDS = 1.0  # in which a round is over, if a member of it died
 LINGER_SECONDS = 300.0  # for which a done agent waits for the others, as torchrun does
 MOST_OUTSIDE = 20  # ends of processes from outside, one after the other; then they count as the program's fault
@@ -89,7 +87,7 @@ def _take(state: State, event: Event) -> Step:
         case Began(keeps):
             return replace(state, keeps=keeps, told=keeps), ()
         case Formed():
-            return _formed(state, event)
+            return meeting.formed(state, event)
         case NotFormed(why, finished):
             code = exit_codes.OK if finished else exit_codes.PREEMPTED if state.notice is not None else 1
             return end(replace(state, joining=False), Ending(code, why), signal.SIGKILL)
@@ -114,34 +112,6 @@ def _take(state: State, event: Event) -> Step:
 
 
 # --- rounds
-
-
-def _formed(state: State, event: Formed) -> Step:
-    keeps = state.keeps or event.keeps
-    state = replace(state, round=event.round, over=False, joining=False, done=False, finishing=False, keeps=keeps)
-    # Who had finished in the last round must repeat what the others lost.
-    state = with_slots(state, which(state, Life.SUCCEEDED), Slot())
-    everyone = tuple(range(len(state.slots)))
-    # Who is asked to stop and not to leave meets the others too: they save together.
-    if not keeps or not all_ready(state):
-        return state, ()
-    whole = _is_whole(state, event)
-    announce = Announce(everyone, event.round, whole)
-    if whole:
-        return state, (announce,)
-    return state, (announce, Timer(state.config.recovery_seconds, Purpose.COME, event.round.number))
-
-
-def _is_whole(state: State, new: Formed) -> bool:
-    """Whether the members of the round that our processes train in still work together: those that go on, and those
-    that leave at the end of a step."""
-    old = state.trained
-    if old is None or any(slot.trains != old.number for slot in state.slots):
-        return False
-    if any(setback.round >= old.number and setback.why != LEFT for setback in new.history):
-        return False
-    here = {member.agent for member in new.round.members} | set(new.stopping)
-    return all(member.agent in here for member in old.members)
 
 
 def _changed(state: State, event: Changed) -> Step:
@@ -206,8 +176,7 @@ def _failed(state: State, failure: Failure, fault: Fault) -> Step:
             told.append(Charge(failure.round, failure.why))
             state = replace(state, failure=failure, charges=state.charges + 1)
         case Fault.PEER:
-            told.append(Timer(SETTLE_SECONDS, Purpose.SETTLE, failure.round, failure.why))
-            state = replace(state, failure=failure)
+            state = replace(state, failure=failure, suspect=failure)
         case Fault.OUTSIDE | Fault.LEAVER:
             pass
         case _:
@@ -294,11 +263,6 @@ def _elapsed(state: State, timer: Timer) -> Step:
     number = state.round.number if state.round is not None else 0
     stands = state.round is not None and not state.over and not state.joining
     match timer.purpose:
-        case Purpose.SETTLE:
-            if state.ending is not None:
-                return state, ()
-            state = replace(state, charges=state.charges + 1)
-            return state, (Charge(timer.round, timer.why, unless_others=True),)
         case Purpose.HURT:
             if not stands or timer.round != number or state.ending is not None:
                 return state, ()

@@ -1,0 +1,49 @@
+"""What follows for an agent when the members of a round have met. Pure, like `state`, of which it is a part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from everstep.agent.events import Announce, Charge, Formed, Purpose, Timer
+from everstep.agent.slots import Life, Slot, State, Step, all_ready, which, with_slots
+from everstep.contract.document import LEFT
+from everstep.rendezvous.participant import Round
+
+
+def formed(state: State, event: Formed) -> Step:
+    keeps = state.keeps or event.keeps
+    state, charge = _settle(state, event.round)
+    state = replace(state, round=event.round, over=False, joining=False, done=False, finishing=False, keeps=keeps)
+    # Who had finished in the last round must repeat what the others lost.
+    state = with_slots(state, which(state, Life.SUCCEEDED), Slot())
+    everyone = tuple(range(len(state.slots)))
+    # Who is asked to stop and not to leave meets the others too: they save together.
+    if not keeps or not all_ready(state):
+        return state, charge
+    whole = _is_whole(state, event)
+    announce = Announce(everyone, event.round, whole)
+    if whole:
+        return state, (*charge, announce)
+    return state, (*charge, announce, Timer(state.config.recovery_seconds, Purpose.COME, event.round.number))
+
+
+def _settle(state: State, new: Round) -> Step:
+    """Whose fault it was when a process said that it lost a peer shows when all meet again, however long a machine
+    takes to count as lost: if every member is still there, and none says that it was it, the fault was here."""
+    failure, old = state.suspect, state.round
+    state = replace(state, suspect=None)
+    if failure is None or (old is not None and not {m.agent for m in old.members} <= {m.agent for m in new.members}):
+        return state, ()
+    return replace(state, charges=state.charges + 1), (Charge(failure.round, failure.why, unless_others=True),)
+
+
+def _is_whole(state: State, new: Formed) -> bool:
+    """Whether the members of the round that our processes train in still work together: those that go on, and those
+    that leave at the end of a step."""
+    old = state.trained
+    if old is None or any(slot.trains != old.number for slot in state.slots):
+        return False
+    if any(setback.round >= old.number and setback.why != LEFT for setback in new.history):
+        return False
+    here = {member.agent for member in new.round.members} | set(new.stopping)
+    return all(member.agent in here for member in old.members)
