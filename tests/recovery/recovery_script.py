@@ -45,6 +45,7 @@ class Wanted:
     out: str = ""  # a folder for what each process says
     seen: bool = False  # say which samples a step took
     pause: float = 0.0
+    slow_rank: int = -1  # pauses five times as long
     plain: bool = False  # nothing that depends on how a batch is cut: no BatchNorm, dropout or mixed precision
     bug_at: int = -1  # this step raises an error of the script's own
     hold: str = ""  # the file that holds calls of the store; see held_store
@@ -136,7 +137,7 @@ def train(wanted: Wanted) -> None:
                             loss = batch.scale(cross_entropy(model(x), y))
                         scaler.scale(loss).backward()
                     total += loss.detach()
-                    time.sleep(wanted.pause)
+                    time.sleep(wanted.pause * (5 if run.rank == wanted.slow_rank else 1))
                 if step.number == wanted.bug_at:
                     raise RuntimeError("a mistake in the script")
                 scaler.unscale_(optimizer)

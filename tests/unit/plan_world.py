@@ -244,6 +244,10 @@ class World:
     def do_commit_failed(self, error: str) -> None:
         self.progress = replace(self.progress, checkpoint_error=error)
 
+    def do_slow(self, text: str = "") -> None:
+        """Which rank the others wait for; nothing: none any more."""
+        self.progress = replace(self.progress, straggler=text or None)
+
     def do_damaged(self, text: str) -> None:
         self.progress = replace(self.progress, checkpoint_damaged=text)
 

@@ -139,6 +139,21 @@ def test_clock_of_a_worker_is_never_taken_for_the_operators() -> None:
     assert committed.year < 2100
 
 
+def test_a_slow_rank_is_acted_on_at_once_and_is_forgotten_with_its_round() -> None:
+    progress = fresh()
+    for rank in (0, 1):
+        progress.accept(report(Phase.TRAIN, rank, step=1), at(1))
+    assert progress.accept(report(Phase.TRAIN, step=9, straggler="rank 1 is slow"), at(2))
+    assert not progress.accept(report(Phase.TRAIN, step=10, straggler="rank 1 is slow"), at(3))
+    assert not progress.accept(report(Phase.TRAIN, 1, step=10), at(3)), "rank 0 speaks for all"
+    assert progress.snapshot().straggler == "rank 1 is slow"
+    assert progress.accept(report(Phase.TRAIN, step=80), at(4))
+    assert progress.snapshot().straggler is None
+    progress.accept(report(Phase.TRAIN, step=90, straggler="rank 1 is slow"), at(5))
+    progress.accept(report(Phase.START, round=2), at(6))
+    assert progress.snapshot().straggler is None
+
+
 phases = st.sampled_from(Phase)
 whole = st.one_of(st.none(), st.integers(0, 2**63 - 1))
 real = st.one_of(st.none(), st.floats(0, 1e308))
@@ -146,7 +161,7 @@ reports = st.builds(
     Report, phase=phases, rank=st.integers(0, 2**63 - 1), world_size=st.integers(0, 4), at=st.floats(0, 1e308),
     round=st.integers(0, 4), step=whole, total_steps=whole, epoch=whole, step_seconds=real, restored_step=whole,
     restore_seconds=real, committed_step=whole, committed_at=real, checkpoint_error=st.one_of(st.none(), st.text()),
-    metrics=st.dictionaries(st.text(max_size=5), st.floats(), max_size=3),
+    straggler=st.one_of(st.none(), st.text()), metrics=st.dictionaries(st.text(max_size=5), st.floats(), max_size=3),
 )  # fmt: skip
 
 

@@ -61,7 +61,6 @@ NOT_YET = frozenset(
         EventReason.NODE_EXCLUDED,
         EventReason.PREEMPTION_NOTICED,
         EventReason.HANG_DETECTED,
-        EventReason.STRAGGLER_DETECTED,
         EventReason.STORAGE_LACKS_CONDITIONAL_WRITE,
     }
 )

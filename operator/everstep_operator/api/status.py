@@ -86,6 +86,9 @@ class Progress(StatusModel):
         max_length=MAX_METRICS,
         description="The script's own figures, as text so that no precision is lost.",
     )
+    straggler: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
+        default=None, description="The rank that the others wait for in each step, in words; nothing is done about it."
+    )
     updated_at: Timestamp | None = Field(default=None, description="When the newest of these figures was reported.")
 
 

@@ -13,7 +13,7 @@ from everstep_operator.plan.snapshot import Snapshot
 
 
 def events(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
-    """Rounds that formed, recoveries that ended, commits."""
+    """Rounds that formed, recoveries that ended, slow ranks, commits."""
     before = snapshot.job.status
     found = []
     if _formed(before.world, observed.world):
@@ -23,6 +23,9 @@ def events(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
         found.append(Event(EventReason.WORLD_FORMED, text))
     if observed.recoveries != before.recoveries and observed.recoveries and not recovery.is_open(observed.recoveries):
         found += _recovered(snapshot, observed)
+    slow = observed.progress.straggler
+    if slow is not None and slow != before.progress.straggler:
+        found.append(Event(EventReason.STRAGGLER_DETECTED, slow, warning=True))
     return (*found, *_commits(snapshot, observed))
 
 

@@ -82,6 +82,7 @@ class Progress:
     committed_step: int | None = None
     committed_at: datetime | None = None
     checkpoint_error: str | None = None  # why the last attempt to commit failed
+    straggler: str | None = None  # which rank the others wait for, while they do
     checkpoint_damaged: str | None = None  # which commit was stepped over at the last restore, and why
     productive_seconds: float = 0.0
     # The current round's recovery, in the operator's clock:

@@ -93,6 +93,7 @@ def _progress(snapshot: Snapshot) -> Progress:
         epoch=seen.epoch if seen.epoch is not None else old.epoch,
         eta_seconds=eta,
         metrics={name: f"{value:.6g}" for name, value in sorted(seen.metrics.items())} or old.metrics,
+        straggler=seen.straggler and seen.straggler[:MAX_MESSAGE],
         updated_at=seen.updated_at,
     )
 

@@ -89,6 +89,7 @@ def _progress(seen: Progress, secrets: tuple[str, ...]) -> Progress:
         metrics={encodable(name): seen.metrics[name] for name in names[:MAX_METRICS]},
         committed_step=_bounded(seen.committed_step, SAFE_INT_MAX),
         checkpoint_error=_text(seen.checkpoint_error, secrets),
+        straggler=_text(seen.straggler, secrets),
         checkpoint_damaged=_text(seen.checkpoint_damaged, secrets),
         productive_seconds=min(seen.productive_seconds, MAX_SECONDS),
         restored_step=_bounded(seen.restored_step, SAFE_INT_MAX),

@@ -47,6 +47,7 @@ class JobProgress:
         self._restored_step: int | None = None
         self._restore_seconds: float | None = None
         self._trained_at: datetime | None = None
+        self._straggler: str | None = None
         self._first_step_at: datetime | None = None
 
     def published(self, round_: int, now: datetime) -> None:
@@ -108,9 +109,11 @@ class JobProgress:
             self._first_step_at = now
             # A script without a checkpointer never restores: its training begins when its processes do.
             self._restored_at = self._restored_at or self._started_at or self._trained_at
+        slow = False
         if report.rank == 0:
             self._progress(report)
-        return first or complete or report.phase is Phase.DONE
+            slow, self._straggler = report.straggler != self._straggler, report.straggler
+        return first or complete or slow or report.phase is Phase.DONE
 
     def _progress(self, report: Report) -> None:
         before = self._step or 0
@@ -146,6 +149,7 @@ class JobProgress:
             committed_at=self._committed_at,
             checkpoint_error=self._error,
             checkpoint_damaged=self._damaged,
+            straggler=self._straggler,
             productive_seconds=self._productive,
             published_at=self._published_at,
             lost_at=self._lost_at,

@@ -54,6 +54,7 @@ class Report:
     committed_step: int | None = None  # last commit that this process knows of
     committed_at: float | None = None
     checkpoint_error: str | None = None
+    straggler: str | None = None  # the rank that the others wait for, in words
     metrics: dict[str, float] = field(default_factory=dict)
 
     def encode(self) -> bytes:
@@ -93,6 +94,7 @@ class Report:
             committed_step=_int(body, "committed_step"),
             committed_at=_float(body, "committed_at"),
             checkpoint_error=_text(body, "checkpoint_error"),
+            straggler=_text(body, "straggler"),
             metrics=_metrics(body.get("metrics", {})),
         )
 

@@ -124,6 +124,10 @@ class Boundary:
         self.step = step
         self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
 
+    def slow(self, what: str | None) -> None:
+        """What is to be said of the rank that the others wait for; None: there is none any more."""
+        self._reporter.slow(what)
+
     def agree(self, *, move: bool = False) -> bool:
         """Save if it is time to. Whether all leave this round now, because a rank said `move`. Raises `Preempted` (exit
         code 86) on every rank, after a commit, once any was asked to stop; `SystemExit` if this process was fenced.

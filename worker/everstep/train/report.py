@@ -106,7 +106,7 @@ class Reporter:
         """The process goes on in another round. Its next step is told at once, whichever rank it is by now."""
         with self._wake:
             self._identity = (rank, world_size, round)
-            self._known = replace(self._known, rank=rank, world_size=world_size, round=round)
+            self._known = replace(self._known, rank=rank, world_size=world_size, round=round, straggler=None)
             self._stepped, self._mark = False, None
 
     def step(
@@ -126,6 +126,11 @@ class Reporter:
         self._offer(
             Phase.TRAIN, step=int(step), metrics=metrics or {}, **{k: v for k, v in known.items() if v is not None}
         )
+
+    def slow(self, what: str | None) -> None:
+        """Which rank the others wait for, told with the next steps; None: none."""
+        with self._wake:
+            self._known = replace(self._known, straggler=what[:MAX_ERROR] if what else None)
 
     def committed(self, step: int, at: float | None = None) -> None:
         """The commit of `step` exists since `at`, in seconds since the epoch (default: now)."""

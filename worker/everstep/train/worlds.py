@@ -7,12 +7,14 @@ step comes again, or counts, and the next step is taken with other members.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from everstep.contract import exit_codes
 from everstep.data import ElasticLoader
 from everstep.train.boundary import Boundary
+from everstep.train.pace import Pace, Slow
 from everstep.train.recovery.agreement import NoState, Quality
 from everstep.train.recovery.forming import Unformed
 from everstep.train.recovery.group import PeerLost
@@ -103,6 +105,7 @@ class Recovering:
         self._state = state
         self._loader = loader
         self._count = count
+        self._pace = Pace(time.monotonic)
 
     def begin(self) -> None:
         self._boundary.track(self._state)
@@ -133,12 +136,28 @@ class Recovering:
     def between(self) -> None:
         try:
             self._replicas.completed(self._recovery.members.world_size, self._boundary.same)
+            self._compare()
             if self._boundary.agree(move=self._recovery.boundary_wanted):
                 self._enter(Quality.WHOLE)
         except RuntimeError as e:
             if not self.lost(e):
                 raise
             self.go_on(in_step=False)
+
+    def _compare(self) -> None:
+        members = self._recovery.members
+        if members.world_size == 1:
+            return
+        found = self._pace.completed(
+            self._recovery.main.waited, lambda number: [told[0] for told in members.gather((number,))]
+        )
+        if found is None:
+            return
+        if members.rank == 0:
+            log.warning("%s", found)
+        elif isinstance(found, Slow) and found.rank == members.rank:
+            log.warning("this is the slow one: %s", found)
+        self._boundary.slow(str(found) if isinstance(found, Slow) else None)
 
     def finish(self) -> bool:
         before = self._boundary.step
@@ -169,6 +188,7 @@ class Recovering:
         assert round_ is not None
         self._boundary.move(members, round_.number)
         self._replicas.moved()
+        self._pace.moved(self._recovery.main.waited)
         if self._loader is not None:
             self._loader.reshard(members.rank, members.world_size)
 

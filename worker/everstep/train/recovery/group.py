@@ -15,6 +15,7 @@ their tensors is garbage, and no optimizer takes it, because the round is over. 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -98,6 +99,7 @@ class _Flight:
         self.calls = Calls()
         self._device: list[tuple[Call, Any]] = []  # NCCL's works, those that are over among them
         self._pending: dict[Answer, None] = {}  # in the order in which they were begun
+        self._waited, self._since = 0.0, 0.0  # seconds with a collective under way; since when one is
         self._on_lost = on_lost
 
     def waits_in(self) -> Call | None:
@@ -130,7 +132,14 @@ class _Flight:
 
     def begin(self, answer: Answer) -> None:
         """Under the lock."""
+        if not self._pending:
+            self._since = time.monotonic()
         self._pending[answer] = None
+
+    @property
+    def waited(self) -> float:
+        with self.lock:
+            return self._waited + (time.monotonic() - self._since if self._pending else 0.0)
 
     def begun(self, answer: Answer) -> None:
         """gloo has the collective. It may have been given up in between."""
@@ -155,6 +164,8 @@ class _Flight:
         with self.lock:
             mine = answer in self._pending
             self._pending.pop(answer, None)
+            if mine and not self._pending:
+                self._waited += time.monotonic() - self._since
         if mine:
             answer.finish(None)
 
@@ -174,6 +185,7 @@ class _Flight:
     def _take(self, reason: str) -> list[Answer]:
         self.lost = self.lost or reason
         pending, self._pending = list(self._pending), {}
+        self._waited += time.monotonic() - self._since if pending else 0.0
         self.left += [answer.work for answer in pending if answer.work is not None]
         return pending
 
@@ -214,6 +226,11 @@ class RecoverableGroup(dist.ProcessGroup):
     def waits(self) -> bool:
         """Whether a collective is under way."""
         return self._flight.waits_in() is not None
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which a collective was under way, in all rounds. Not those of an accelerator."""
+        return self._flight.waited
 
     def write_calls(self, path: str) -> None:
         """Keep the newest in a file."""

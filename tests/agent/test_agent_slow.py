@@ -1,0 +1,27 @@
+"""A job with a rank that is five times slower than the others: it is named, and nothing else happens (failure 64)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from agent_job import HERE, Job
+
+
+def test_a_rank_that_is_five_times_slower_is_named_and_stays(job: Callable[..., Job], tmp_path: Path) -> None:
+    wanted = json.dumps({"out": str(tmp_path), "pause": 0.03, "slow_rank": 1})
+    run = job(HERE / "session_script.py", wanted)
+    agents = run.start(3)
+
+    def said() -> list[str]:
+        logs = (a.log.read_text() for a in agents)
+        return [line for log in logs for line in re.findall(r"(?:this is the slow one: )?rank \d is slow: .*", log)]
+
+    run.until(lambda: len(said()) >= 2, "the slow rank is not named by rank 0 and itself")
+    print(*said(), sep="\n")
+    assert all("rank 1 is slow" in line for line in said())
+    assert sum(line.startswith("this is the slow one") for line in said()) == 1
+    run.trains([pid for a in agents for pid in a.trainers()], 0, 3)
+    assert not any("round 2:" in a.log.read_text() for a in agents)

@@ -1,0 +1,89 @@
+"""Which rank holds the others up. Pure: the clock and the comparison are arguments.
+
+A step takes all ranks equally long, because they wait for each other in it. What differs is the time in which a rank
+waits for nobody: its own. Ranks compare the median of it after the 8th, 16th, 32nd and 64th step of a world, and every
+64 steps then. A save or another pause in a few steps changes no median. Invariant: ranks compare after the same steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+FACTOR = 2.5  # times what the others need
+LEAST = 0.005  # seconds of its own in a step: less is noise
+FIRST, EVERY = 8, 64
+CONFIRMED = 2  # comparisons in a row that name the same rank
+MICRO = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """The others wait for `rank`. Seconds of its own in a step, and of theirs in the middle."""
+
+    rank: int
+    own: float
+    others: float
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is slow: {self.own:.3g} s of its own in a step, the others {self.others:.3g} s; "
+            "they wait for it"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Even:
+    """Nobody waits for one rank any more."""
+
+    def __str__(self) -> str:
+        return "no rank is slower than the others any more"
+
+
+def slowest(own: Sequence[float]) -> Slow | None:
+    """The rank that holds the others up, of what each needs; None if none does."""
+    if len(own) < 2:
+        return None
+    rank = max(range(len(own)), key=lambda r: own[r])
+    others = statistics.median([seconds for r, seconds in enumerate(own) if r != rank])
+    return Slow(rank, own[rank], others) if own[rank] > max(LEAST, FACTOR * others) else None
+
+
+class Pace:
+    """One world's, on one rank."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.moved(0.0)
+
+    def moved(self, waited: float) -> None:
+        """The world is another one. `waited`: seconds that this process has waited in collectives in its life."""
+        self._own: deque[float] = deque(maxlen=EVERY)
+        self._steps, self._seen, self._told = 0, [-1] * CONFIRMED, -1
+        self._mark = (self._clock(), waited)
+
+    def completed(self, waited: float, gather: Callable[[int], Sequence[int]]) -> Slow | Even | None:
+        """A step is complete on all ranks. `gather`: every rank's number, by rank; collective. What is new to say."""
+        now, (then, before) = self._clock(), self._mark
+        self._mark = (now, waited)
+        self._own.append(max(0.0, now - then - (waited - before)))
+        self._steps += 1
+        if not _compares(self._steps):
+            return None
+        found = slowest([number * MICRO for number in gather(int(statistics.median(self._own) / MICRO))])
+        # Comparing is nobody's own time.
+        self._mark = (self._clock(), waited)
+        self._seen = [*self._seen[1:], found.rank if found is not None else -1]
+        if found is not None and set(self._seen) == {found.rank} and self._told != found.rank:
+            self._told = found.rank
+            return found
+        if found is None and self._told >= 0:
+            self._told = -1
+            return Even()
+        return None
+
+
+def _compares(step: int) -> bool:
+    return step % EVERY == 0 or (step < EVERY and step >= FIRST and step & (step - 1) == 0)
