@@ -23,6 +23,7 @@ SAMPLES = Path(__file__).parent / "transcripts/torchrun"
 RAISED, KILLED, EXITED_64, PEER = (
     (SAMPLES / f"{name}.txt").read_text() for name in ("raised", "killed", "exited_64", "peer_killed")
 )
+CUT_OFF = "host-7-1f was not taken into a round newer than 3 in time: 2 of at least 3 agents wait"
 NOW = datetime(2026, 1, 1, 12, 0, 30, tzinfo=UTC)
 
 
@@ -79,6 +80,7 @@ def judge(plan_world: ModuleType) -> Any:
         (failed(1, record("asked to stop (SIGTERM)", 86)), Cause.PREEMPTED, 86, Charge.PREEMPTION),
         (failed(1, record("StoreUnusable: 403", 85)), Cause.STORE_UNUSABLE, 85, Charge.USER_CODE),
         (failed(1, "RendezvousTimeoutError"), Cause.RENDEZVOUS_TIMEOUT, 1, Charge.INFRASTRUCTURE),
+        (failed(1, record(CUT_OFF)), Cause.RENDEZVOUS_TIMEOUT, 1, Charge.INFRASTRUCTURE),
         (failed(1, record("ValueError: loss is not finite")), Cause.ERROR, 1, Charge.USER_CODE),
         (failed(1, record("RuntimeError: Connection closed by peer")), Cause.PEER_LOST, 1, Charge.INFRASTRUCTURE),
         ({**failed(143), "reason": "Evicted"}, Cause.EVICTED, None, Charge.PREEMPTION),

@@ -36,7 +36,8 @@ _PEER_LOST = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
     r"|Rendezvous(?:Connection|Closed|Graceful\w*)\w*Error|DistNetworkError|DistStoreError|NCCL error: unhandled system"
 )
-_RENDEZVOUS_TIMEOUT = re.compile(r"RendezvousTimeoutError")
+# torch's, and what an agent of ours says that was cut off from its peers, or had too few of them, for too long.
+_RENDEZVOUS_TIMEOUT = re.compile(r"RendezvousTimeoutError|was not taken into a round newer than \d+ in time")
 
 
 class Charge(StrEnum):

@@ -68,9 +68,9 @@ def meet(member: Member, stopped: Callable[[], bool], *, attempts: int = ATTEMPT
     where = f"{member.address}:{member.link_port} ({member.agent})"
     try:
         family, _, _, _, address = socket.getaddrinfo(member.address, member.link_port, type=socket.SOCK_STREAM)[0]
-    except OSError as e:
+        made = _connect(family, address, attempts, rest, stopped)
+    except OSError as e:  # no such name, or no descriptor left
         return Unclear(f"{where}: {e}")
-    made = _connect(family, address, attempts, rest, stopped)
     if isinstance(made, socket.socket):
         return _greeted(made, member, where)
     if made == errno.ECONNREFUSED:
