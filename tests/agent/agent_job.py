@@ -34,7 +34,7 @@ class Agent:
 
     def trainers(self) -> list[int]:
         """The pids of its training processes: what the warm parent forked first hosts stores."""
-        return [pid for warm in self.warm() for pid in sorted(children(warm))[1:]]
+        return [pid for warm in self.warm() for pid in children(warm)[1:]]
 
 
 class Job:
@@ -165,11 +165,11 @@ class Job:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process started, and that have not ended."""
-    found = []
+    """The processes that a process started, and that have not ended; the oldest first, because pids wrap around."""
+    found: list[tuple[int, int]] = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            state, parent, *fields = stat.read_text().rpartition(")")[2].split()
             if int(parent) == pid and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
+                found.append((int(fields[17]), int(stat.parent.name)))  # since boot, in ticks
+    return [child for _, child in sorted(found)]

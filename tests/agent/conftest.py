@@ -21,7 +21,9 @@ from testcluster import programs  # noqa: E402  tests/conftest.py put it on the 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Building takes longer than any test may."""
-    if not session.config.option.collectonly and any("job" in getattr(i, "fixturenames", ()) for i in session.items):
+    if not session.config.option.collectonly and any(
+        "agents_etcd" in getattr(i, "fixturenames", ()) for i in session.items
+    ):
         programs.etcd()
 
 
