@@ -145,3 +145,29 @@ def test_peers_killed_while_a_commit_is_loaded_do_not_make_it_poison(play: Play,
     agents.announce([stays, victim])
     trains(agents)
     assert [event(agents, p, "from")["step"] for p in (stays, victim)] == [newest, newest]
+
+
+def test_member_that_was_left_out_does_not_take_the_others_back_behind_what_they_have_committed(
+    play: Play, tmp_path: Path
+) -> None:
+    """It holds an old state, and those that went on and saved are all gone: the commit is newer than what is left."""
+    agents = play(Wanted(url=str(tmp_path / "c"), every_steps=10, workers=0, pause=0.01))
+    agents.begin(3)
+    trains(agents)
+    left_out, *others = agents.members
+    agents.announce(others)  # its collectives fail, and it waits for a round of its own
+    trains(agents)
+    held = agents.steps(left_out)[-1]["step"]
+    agents.wait(lambda: (commits(tmp_path) or [0])[0] > held + 20, "the others do not save")
+    for p in others:
+        os.kill(p.pid, signal.SIGKILL)
+        p.process.join()
+    newest = commits(tmp_path)[0]
+    agents.members = [left_out]
+    new = agents.spawn()
+    agents.wait(lambda: agents.said(new, "ready"), "not ready")
+    agents.announce([left_out, new])
+    trains(agents)
+    after = [e["step"] for p in agents.members for e in agents.steps(p) if e["world"] == 2]
+    assert min(after) == newest + 1
+    assert agents.differing() == {}

@@ -252,6 +252,11 @@ class Checkpointer:
             return ()
         return self._catalog.verify(step, n)
 
+    def newest(self) -> int | None:
+        """The step of the newest commit, of whatever writer. Not collective; raises `StorageError`."""
+        found = self._catalog.latest()
+        return found.step if found is not None else None
+
     def pin(self, step: int | None = None, *, n: int | None = None) -> Found:
         """Keep the newest commit, that of `step`, or record `n`, until `unpin`: no clean-up deletes it, whoever cleans.
         Raises `CheckpointError` if there is none, or its deletion has begun."""

@@ -101,6 +101,11 @@ class Boundary:
         """Whether `restore` found a commit."""
         return self._keeper is not None and self._keeper.restored
 
+    def newest_commit(self) -> int:
+        """Its step; -1 if there is none, or none is known. Not collective."""
+        found = self._keeper.newest() if self._keeper is not None else None
+        return -1 if found is None else found
+
     def begin(self, state: Mapping[str, Any]) -> int:
         """`join` and `restore`."""
         self.join()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,11 +19,13 @@ from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle
 from everstep.checkpoint.opening import Settings
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.writer import Committed, Outcome, Written
+from everstep.storage.errors import StorageError
 
 log = logging.getLogger("everstep.train")
 
 NEVER = 999_999_999  # steps between saves, for a Checkpointer whose saves the session times
 LOOK_SECONDS = 0.02  # from one look at the peers to the next, while a save is waited for
+ASK_SECONDS = 3.0  # for the store to name its newest commit
 
 
 class Keeper:
@@ -68,6 +71,22 @@ class Keeper:
     def restored(self) -> bool:
         """Whether the last `restore` found a commit, and the world is still that one."""
         return self._restored is not None
+
+    def newest(self) -> int | None:
+        """The step of the newest commit; None without one, or if the store does not say so soon: it may be away, and a
+        recovery does not need it. Not collective."""
+        found: list[int | None] = []
+
+        def ask() -> None:
+            try:
+                found.append(self.checkpointer.newest())
+            except (CheckpointError, StorageError) as e:
+                log.warning("the newest commit is not known: %s", e)
+
+        asking = threading.Thread(target=ask, name="everstep-newest", daemon=True)
+        asking.start()
+        asking.join(ASK_SECONDS)
+        return found[0] if found else None
 
     def move(self, ranks: Ranks) -> None:
         """Go on in another world; see `Checkpointer.move`."""

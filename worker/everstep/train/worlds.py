@@ -106,6 +106,7 @@ class Recovering:
         self._loader = loader
         self._count = count
         self._pace = Pace(time.monotonic)
+        self._last = -1  # the newest round that this process has trained in
 
     def begin(self) -> None:
         self._boundary.track(self._state)
@@ -173,14 +174,45 @@ class Recovering:
         return True
 
     def _enter(self, quality: Quality) -> None:
+        worth: Quality | None = quality
         try:
-            self._boundary.step = self._recovery.enter(self._boundary.step, quality, self._start, self._moved)
+            while worth is not None:
+                self._boundary.step = self._recovery.enter(self._boundary.step, worth, self._start, self._moved)
+                worth = self._catch_up()
         except Dismissed:
             self._recovery.part()
             self._boundary.part()
         except (NoState, TransferFailed, Unformed) as e:
             log.error("%s; this process ends, and a new one takes its place", e)
             raise SystemExit(exit_codes.NOT_RECOVERED) from e
+
+    def _catch_up(self) -> Quality | None:
+        """Members that come back after others have trained without them, and are gone, hold less than was committed
+        meanwhile: then all restore that. What the state is worth if a peer was lost meanwhile; None if none was."""
+        worth = Quality.WHOLE
+        held, round_ = self._boundary.step, self._recovery.round
+        assert round_ is not None
+        try:
+            newest = self._newest_commit(round_.number)
+            if newest > held:
+                log.warning("the members hold step %d, and step %d is committed: all restore it", held, newest)
+                worth = Quality.TORN
+                if self._start() is None:
+                    raise NoState(f"step {newest} is committed, and no commit could be restored")
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            return worth
+        self._last = round_.number
+        return None
+
+    def _newest_commit(self, round_: int) -> int:
+        """The step of the newest commit, if there was a round in which no member was; else -1. Collective."""
+        members = self._recovery.members
+        last = members.maximum(self._last)
+        if last < 0 or last >= round_ - 1:
+            return -1
+        return members.maximum(self._boundary.newest_commit() if members.rank == 0 else -1)
 
     def _moved(self) -> None:
         """The round has formed; its members are not at one state yet."""
