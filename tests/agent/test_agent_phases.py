@@ -83,7 +83,6 @@ IN_MAKE_TEST = (
     "save-put_data-other-process",
     "load-get_into_data-rank_0-process",
     "2_each-training-collective-other-process",
-    "2_each-training-optimizer-holder-agent",
 )
 
 
