@@ -53,7 +53,12 @@ def test_rank_that_was_asked_to_stop_holds_no_process_group_when_python_ends(tmp
     """gloo's threads free the last tensors of a collective. One that does so while Python ends takes the exit code."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_", "PET_", "RANK", "WORLD_SIZE"))}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=90, env=clean, check=False
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=clean,
+        check=False,
     )
     lines = sorted(done.stdout.splitlines())
     held_nothing = [f"rank={n} committed=True before=True after=0" for n in range(2)]
