@@ -1,12 +1,12 @@
 """How long a job on a real cluster stands still after each fault, and what a stock set-up of Kubernetes does.
 
-    python benchmarks/recovery_kind.py [--quick] [--json PATH] [--samples N] [--only FAULT …]
+    python benchmarks/recovery_kind.py [--quick] [--json PATH] [--samples N] [--only FAULT …] [--backend BACKEND …]
 
 One job a fault: it is hit again and again while it trains. From the moment of the fault to the next optimizer step of
 every rank: `detect` (to the operator's notice, from the event it writes), `rendezvous` (to the restore of the slowest
-rank: deletes, pod starts, two imports of torch, c10d), `restore`, `first step`. The peer is an Indexed Job with stock
-torchrun (c10d, its defaults, restarts in place), the same script, image and cluster, hit by the same pod delete; what
-it does not recover from within its limit counts as that limit.
+rank: deletes, pod starts, imports of torch), `restore`, `first step`. The peer is an Indexed Job with stock torchrun
+(c10d, its defaults, restarts in place), the same script, image and cluster, hit by the same pod delete; what it does
+not recover from within its limit counts as that limit.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from testcluster.handle import Cluster
 SAMPLES = 10
 STEPS = 1_000_000
 PEER_LIMIT = 150.0  # seconds; as long as a person would look on
+BACKENDS = ("everstep", "c10d")
 SETTLED = 40  # steps of the full world before the next fault
 # When a container's first process started, in seconds since the epoch; Kubernetes itself tells whole seconds only.
 STARTED_AT = """
@@ -47,12 +48,12 @@ STEP_LINE = re.compile(r"^(\S+) step=(\d+) ", re.MULTILINE)
 
 
 @contextmanager
-def running(cluster: Cluster, workers: int = 2) -> Iterator[Job]:
+def running(cluster: Cluster, backend: str) -> Iterator[Job]:
     """A job that trains until it is taken away."""
     job = Job(cluster, f"bench-{secrets.token_hex(3)}")
     job.prepare()
     try:
-        job.apply(workers=workers, steps=STEPS, pause=0.05, every=20)
+        job.apply(workers=2, steps=STEPS, pause=0.05, every=20, backend=backend)
         job.until_step(20, "checkpoint.lastCommittedStep")
         yield job
     finally:
@@ -113,19 +114,19 @@ FAULTS: dict[str, Callable[[Job], object]] = {
 ELASTIC = {"elastic-delete-worker-1": 1, "elastic-delete-worker-0": 0}
 
 
-def measure(cluster: Cluster, name: str, samples: int) -> list[Figure]:
-    """`samples` faults of one kind against one job."""
+def measure(cluster: Cluster, name: str, samples: int, backend: str) -> list[Figure]:
+    """`samples` faults of one kind against one job under `backend`."""
     taken: list[dict[str, float]] = []
-    with running(cluster) as job:
+    with running(cluster, backend) as job:
         for number in range(samples):
             taken.append(sample(job, lambda: FAULTS[name](job)))
-            print(f"{name} {number + 1}/{samples}: {json.dumps(taken[-1])}", file=sys.stderr, flush=True)
+            print(f"{backend} {name} {number + 1}/{samples}: {json.dumps(taken[-1])}", file=sys.stderr, flush=True)
             settle(job)
-    figures = spread(f"{name}.total", [t["total"] for t in taken], "s")
+    figures = spread(f"{backend}.{name}.total", [t["total"] for t in taken], "s")
     for part in ("detect", "rendezvous", "restore", "first_step", "lost_steps"):
-        ordered = sorted(t[part] for t in taken)
+        middle = sorted(t[part] for t in taken)[len(taken) // 2]
         unit = "steps" if part == "lost_steps" else "s"
-        figures.append(Figure(f"{name}.{part}.p50", ordered[len(ordered) // 2], unit, Better.LOWER, len(ordered)))
+        figures.append(Figure(f"{backend}.{name}.{part}.p50", middle, unit, Better.LOWER, len(taken)))
     return figures
 
 
@@ -174,10 +175,10 @@ def steps_of_world(job: Job, size: int, after: float) -> list[float]:
     return [t for t, _ in steps_seen(job, line, f"--since-time={since}") if t > after]
 
 
-def store_restart(cluster: Cluster, samples: int) -> list[Figure]:
+def store_restart(cluster: Cluster, samples: int, backend: str) -> list[Figure]:
     """The store's death must not stop training: the longest time without a new step, from the rank's own log."""
     gaps = []
-    with running(cluster) as job:
+    with running(cluster, backend) as job:
         for _ in range(samples):
             began = time.time()
             job.restart_store()
@@ -185,8 +186,8 @@ def store_restart(cluster: Cluster, samples: int) -> list[Figure]:
             settle(job)
             times = [t for t, _ in steps_seen(job) if t >= began - 2]
             gaps.append(max(b - a for a, b in itertools.pairwise(times)))
-            print(f"store-restarted: longest time for 10 steps {gaps[-1]:.2f} s", file=sys.stderr, flush=True)
-    return spread("store-restarted.longest_10_steps", gaps, "s")
+            print(f"{backend} store-restarted: longest time for 10 steps {gaps[-1]:.2f} s", file=sys.stderr, flush=True)
+    return spread(f"{backend}.store-restarted.longest_10_steps", gaps, "s")
 
 
 def store_ready(cluster: Cluster) -> bool:
@@ -205,7 +206,7 @@ def steps_seen(job: Job, line: re.Pattern[str] = STEP_LINE, which: str = "--tail
 
 def peer_manifest(job: Job) -> dict[str, object]:
     """An Indexed Job that runs stock torchrun with its defaults; pods come back under the same host name."""
-    template = job.manifest(2, STEPS, 0.05, 20)["spec"]["template"]
+    template = job.manifest(2, STEPS, 0.05, 20, "c10d")["spec"]["template"]
     worker = template["spec"]["containers"][0]
     rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--max-restarts=100"]
     rendezvous += [f"--rdzv-id={job.namespace}", "--rdzv-endpoint=peer-0.peer:29400"]
@@ -263,9 +264,11 @@ def main() -> int:
     p = parser(__doc__)
     p.add_argument("--samples", type=int, default=SAMPLES, help="faults of each kind")
     p.add_argument("--only", nargs="*", choices=[*FAULTS, *ELASTIC, "store-restarted", "peer"], help="these alone")
+    p.add_argument("--backend", nargs="*", choices=BACKENDS, help="of jobs of two fixed workers; all, unless --quick")
     args = p.parse_args()
     samples = 1 if args.quick else args.samples
     chosen = args.only or (["delete-worker-1"] if args.quick else [*FAULTS, *ELASTIC, "store-restarted", "peer"])
+    backends = args.backend or (BACKENDS[:1] if args.quick else BACKENDS)
     cluster = handle.obtain()
     install(cluster)
     figures: list[Figure] = []
@@ -275,9 +278,9 @@ def main() -> int:
         elif name in ELASTIC:
             figures += elastic(cluster, ELASTIC[name], samples)
         elif name == "store-restarted":
-            figures += store_restart(cluster, samples)
+            figures += [f for backend in backends for f in store_restart(cluster, samples, backend)]
         else:
-            figures += measure(cluster, name, samples)
+            figures += [f for backend in backends for f in measure(cluster, name, samples, backend)]
     return finish(figures, args)
 
 

@@ -22,12 +22,20 @@ from testcluster.proc import run
 BUCKET = "everstep"
 SYSTEM = "everstep-system"
 LEASE = "everstep-operator"
-# Kill the training process, never torchrun (PID 1 of the container), never ourselves.
+# Kill the training process: torchrun starts the script, the warm parent of everstep-run forks it.
 KILL_PROCESS = """
 import os, time
+def command(pid):
+    try:
+        return open(f"/proc/{pid}/cmdline", "rb").read()
+    except OSError:
+        return b""
+def parent(pid):
+    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
 for pid in filter(str.isdigit, os.listdir("/proc")):
-    command = open(f"/proc/{pid}/cmdline", "rb").read()
-    if pid != "1" and int(pid) != os.getpid() and b"train.py" in command:
+    if pid == "1" or int(pid) == os.getpid():
+        continue
+    if b"train.py" in command(pid) or b"everstep.agent.warm" in command(parent(pid)):
         os.kill(int(pid), 9)
         print("killed", time.time())
 """
@@ -113,7 +121,8 @@ class Job(Player):
         pod = self.pod(index)
         script = (
             f"for p in /proc/[0-9]*; do grep -qs 'pod{pod['metadata']['uid']}' $p/cgroup "
-            "&& tr '\\0' ' ' <$p/cmdline | grep -q torchrun && kill -9 ${p#/proc/} && date '+killed %s.%N'; done; true"
+            "&& tr '\\0' ' ' <$p/cmdline | grep -qE 'torchrun|everstep-run' && kill -9 ${p#/proc/} "
+            "&& date '+killed %s.%N'; done; true"
         )
         self.inject(lambda: killed_at(run("docker", "exec", pod["spec"]["nodeName"], "bash", "-c", script)))
 

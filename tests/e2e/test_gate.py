@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from driver import BUCKET, SYSTEM, Job
-from player import wait_for
+from player import ScenarioError, wait_for
 from testcluster.handle import Cluster
+from testcluster.proc import run
 
-ATTEMPTS = 5
+ATTEMPTS = 3
 
 
 def node_of_leader(job: Job) -> str:
@@ -48,12 +50,33 @@ def saves(job: Job) -> tuple[set[str], set[str]]:
     return started, committed
 
 
+@contextmanager
+def store_that_does_not_answer(job: Job) -> Iterator[None]:
+    """What is written meanwhile is under way until the end of it: the server's process stands still."""
+    found = job.cluster.kubectl("-n", "s3", "get", "pod", "-l", "app=s3", "-o", "jsonpath={.items[0].spec.nodeName}")
+    server = ("docker", "exec", str(found.stdout).strip(), "pkill")
+    run(*server, "-STOP", "versitygw")
+    try:
+        yield
+    finally:
+        run(*server, "-CONT", "versitygw")
+
+
 def kill_mid_save(job: Job, node: str) -> bool:
     """Kill the node; whether a save was then under way that no commit record names."""
     job.killed_nodes.append(node)
-    job.inject(lambda: job.cluster.kill_node(node))
-    started, committed = saves(job)
-    return bool(started - committed)
+    with store_that_does_not_answer(job):
+        job.until_step(job.status()["checkpoint"]["lastCommittedStep"] + 5)
+        job.inject(lambda: job.cluster.kill_node(node))
+
+    def torn() -> bool:
+        started, committed = saves(job)
+        return bool(started - committed)
+
+    try:
+        return wait_for("a save without a commit", torn, 3)
+    except ScenarioError:
+        return False
 
 
 @pytest.mark.kind
@@ -74,7 +97,7 @@ def test_node_of_leader_and_worker_0_killed_mid_save_ends_as_undisturbed(
         job.until_recovered()
         job.start_nodes()
     else:
-        pytest.fail(f"none of {ATTEMPTS} kills hit a save under way; the workload no longer saves all the time")
+        pytest.fail(f"none of {ATTEMPTS} kills hit a save under way: the workload no longer saves all the time")
     record = job.until_recovered()
     assert record["cause"] == "NodeLost"
     job.until_complete(seconds=300)

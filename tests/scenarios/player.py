@@ -159,8 +159,8 @@ class Player(ABC):
 
     # What a user does.
 
-    def manifest(self, workers: int, steps: int, pause: float, every: int, backend: str = "c10d") -> dict[str, Any]:
-        """The example's own manifest with the sizes of the scenario; under c10d stock torchrun runs it."""
+    def manifest(self, workers: int, steps: int, pause: float, every: int, backend: str = "everstep") -> dict[str, Any]:
+        """The example's own manifest with the sizes of the scenario; under `c10d` stock torchrun runs it."""
         manifest: dict[str, Any] = yaml.safe_load((EXAMPLE / "trainingjob.yaml").read_text())
         manifest["metadata"]["name"] = self.name
         spec = manifest["spec"]
@@ -174,7 +174,7 @@ class Player(ABC):
         worker["resources"]["requests"] = {"cpu": "50m", "memory": "200Mi"}
         return manifest
 
-    def apply(self, workers: int, steps: int, pause: float, every: int, backend: str = "c10d") -> None:
+    def apply(self, workers: int, steps: int, pause: float, every: int, backend: str = "everstep") -> None:
         self.workers, self.steps = workers, steps
         self.submit(self.manifest(workers, steps, pause, every, backend))
 
@@ -289,7 +289,7 @@ class Player(ABC):
             case ["job", *sizes]:
                 size = dict(s.split("=") for s in sizes)
                 figures = int(size["workers"]), int(size["steps"]), float(size["pause"]), int(size["every"])
-                self.apply(*figures, size.get("backend", "c10d"))
+                self.apply(*figures, size.get("backend", "everstep"))
             case ["until", "step", step]:
                 self.until_step(int(step))
             case ["until", "committed", step]:
