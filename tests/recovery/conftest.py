@@ -14,13 +14,13 @@ if HERE not in sys.path:
 
 @pytest.fixture
 def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """`play(wanted, seed=…)`: the agents of a job of that script; ended with the test."""
+    """`play(wanted, seed=…, script=…)`: the agents of a job of that script; ended with the test."""
     from recovery_agents import Agents  # noqa: PLC0415  imports torch
 
     started: list[Agents] = []
 
-    def start(wanted: Any, seed: int = 0) -> Agents:
-        agents = Agents(tmp_path_factory.mktemp("r"), wanted, seed)
+    def start(wanted: Any, seed: int = 0, **script: Any) -> Agents:
+        agents = Agents(tmp_path_factory.mktemp("r"), wanted, seed, **script)
         started.append(agents)
         return agents
 

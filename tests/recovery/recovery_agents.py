@@ -17,13 +17,13 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-from recovery_script import Wanted, main
+from recovery_script import main
 from torch._C._distributed_c10d import TCPStore
 
 LIMIT = 60.0
 CONTEXT = multiprocessing.get_context("forkserver")
 # Optimizers and DDP import torch._dynamo when first used, which takes longer than torch itself.
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "recovery_script"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "recovery_script", "sharded_script"])
 
 
 @dataclass(eq=False)
@@ -54,10 +54,11 @@ class Process:
 class Agents:
     """`seed` decides every random thing. Use as a context manager."""
 
-    def __init__(self, folder: Path, wanted: Wanted, seed: int = 0) -> None:
+    def __init__(self, folder: Path, wanted: Any, seed: int = 0, script: Callable[..., None] = main) -> None:
         self.folder = folder
         wanted.out = str(folder)
         self.wanted = wanted
+        self.script = script
         self.random = random.Random(seed)
         self.members: list[Process] = []
         self.round = 0
@@ -80,16 +81,17 @@ class Agents:
             p.process.join()
         self._listening.close()
 
-    def spawn(self) -> Process:
-        """A new process, which builds its objects."""
+    def spawn(self, rank: int = 0) -> Process:
+        """A new process, which builds its objects. `rank` is the one that it may expect."""
         environ = {
             "EVERSTEP_AGENT_SOCKET": self._path,
             "GLOO_SOCKET_IFNAME": "lo",
             "RANK": "0",
             "WORLD_SIZE": "1",
             "LOCAL_RANK": "0",
+            "EVERSTEP_WORKER_INDEX": str(rank),
         }
-        process = CONTEXT.Process(target=main, args=(self.wanted, environ))
+        process = CONTEXT.Process(target=self.script, args=(self.wanted, environ))
         process.start()
         found = Process(len(self.all), process, process.pid)
         self.all.append(found)
@@ -97,7 +99,7 @@ class Agents:
 
     def begin(self, count: int) -> None:
         """Start `count` processes and their first round."""
-        started = [self.spawn() for _ in range(count)]
+        started = [self.spawn(rank) for rank in range(count)]
         self.wait(lambda: all(self.said(p, "ready") for p in started), "processes did not get ready")
         self.announce(started)
 
@@ -167,13 +169,14 @@ class Agents:
         return f"--- process {p.number}\n{path.read_text()[-3000:] if path.exists() else ''}"
 
     def differing(self) -> dict[int, set[str]]:
-        """Steps after which two processes had different parameters. What a killed one did last may be lost with it."""
-        found: dict[int, set[str]] = {}
+        """Steps after which two processes had different parameters, or different shards of the same number. What a
+        killed one did last may be lost with it."""
+        found: dict[tuple[int, int], set[str]] = {}
         for p in self.all:
             steps = self.steps(p)
             for e in steps if p in self.members else steps[:-1]:
-                found.setdefault(e["step"], set()).add(e["digest"])
-        return {step: digests for step, digests in found.items() if len(digests) > 1}
+                found.setdefault((e["step"], e.get("shard", 0)), set()).add(e["digest"])
+        return {step: digests for (step, _), digests in found.items() if len(digests) > 1}
 
     def _accept(self) -> None:
         while True:

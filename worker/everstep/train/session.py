@@ -29,6 +29,7 @@ import torch.distributed as dist
 from everstep.checkpoint import Checkpointer, RngState
 from everstep.data import ElasticLoader
 from everstep.train.boundary import Boundary
+from everstep.train.meshes import make_mesh
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.rounds import AgentRounds
 from everstep.train.report import Reporter
@@ -105,6 +106,13 @@ class Run:
                 what = "reserved" if name in RESERVED else "tracked already"
                 raise LoopError(f"track({name}=…): the name {name!r} is {what}; use another")
             self._state[name] = value
+
+    def mesh(self, *, shard: int) -> Any:
+        """A `DeviceMesh` of replicas × shards for FSDP2: `fully_shard(model, mesh=run.mesh(shard=8))`. Once, before the
+        model is built; see docs/reference/session.md."""
+        if self._loop:
+            raise LoopError("mesh() after the first step: make the mesh before the model that is sharded over it")
+        return make_mesh(self.place, self._recovery, shard)
 
     def loader(self, dataset: Any, *, global_batch: int, seed: int = 0, **options: Any) -> ElasticLoader:
         """An `ElasticLoader` cut for this rank; pass it to `steps`."""

@@ -135,6 +135,9 @@ class Recovering:
         self._enter(quality)
 
     def between(self) -> None:
+        if self._recovery.met:
+            self._enter(Quality.WHOLE)  # whose members wait for us, and agree on nothing else before
+            return
         try:
             self._replicas.completed(self._recovery.members.world_size, self._boundary.same)
             self._compare()
@@ -161,6 +164,9 @@ class Recovering:
         self._boundary.slow(str(found) if isinstance(found, Slow) else None)
 
     def finish(self) -> bool:
+        if self._recovery.met:
+            self._enter(Quality.WHOLE)
+            return False
         before = self._boundary.step
         try:
             self._replicas.completed(self._recovery.members.world_size, self._boundary.same)

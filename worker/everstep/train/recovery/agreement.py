@@ -17,6 +17,7 @@ class Quality(IntEnum):
     NONE = 0  # a new process: what its script made
     TAIL_LOST = 1  # the optimizer made the step, the lines after it did not run
     WHOLE = 2
+    VOTED = 3  # sharded state alone: it said that the step can be made, and does not know whether others have made it
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -38,16 +38,26 @@ class Unformed(RuntimeError):
 
 @dataclass(slots=True)
 class Formed:
-    """The groups of one round: `main` for the program, `control` for our own agreements and transfers. `abort` ends the
-    collectives of an accelerator."""
+    """The groups of one round: `main` for the program, `control` for our own agreements and transfers, and those that a
+    mesh has. `abort` ends the collectives of an accelerator."""
 
     round: Round
     main: Any
     control: Any
+    parts: list[tuple[Any, Callable[[], None] | None]]  # each with its `abort`, in the order of `form`'s
     addresses: frozenset[links.Address]
     store: Any
     abort: Callable[[], None] | None = None
     keep: list[Any] = field(default_factory=list)  # gloo's devices
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A group of some of a round's members. Each of them knows it by the same name, which no other has."""
+
+    name: str
+    rank: int
+    size: int
 
 
 def alone() -> Any:
@@ -57,14 +67,14 @@ def alone() -> Any:
     return main
 
 
-def form(round_: Round, newer: Callable[[], bool], seconds: float) -> Formed:
+def form(round_: Round, newer: Callable[[], bool], seconds: float, parts: Sequence[Part] = ()) -> Formed:
     """Meet the members of a round. Raises `Unformed` once `newer()` holds, after `seconds`, or if it cannot be."""
     result: list[Formed | BaseException] = []
     done = threading.Event()
 
     def run() -> None:
         try:
-            result.append(_form(round_, seconds))
+            result.append(_form(round_, seconds, parts))
         except BaseException as e:
             result.append(e)
         done.set()
@@ -111,11 +121,12 @@ def dismiss(formed: Formed, works: list[Any], on_device: list[Any]) -> None:
 
 def _drop(formed: Formed) -> None:
     formed.main = formed.control = formed.abort = None
+    formed.parts.clear()
     formed.keep.clear()
     formed.store = None
 
 
-def _form(round_: Round, seconds: float) -> Formed:
+def _form(round_: Round, seconds: float, parts: Sequence[Part]) -> Formed:
     host, port = round_.store
     client = TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds), use_libuv=True
@@ -126,11 +137,15 @@ def _form(round_: Round, seconds: float) -> Formed:
     gloo = _gloo(PrefixStore("main", store), round_.rank, round_.world_size, device)
     main, abort = _with_devices(gloo, round_.rank, round_.world_size, store)
     control = _gloo(PrefixStore("control", store), round_.rank, round_.world_size, device)
+    inner = []
+    for p in parts:
+        own = PrefixStore(p.name, store)
+        inner.append(_with_devices(_gloo(own, p.rank, p.size, device), p.rank, p.size, own))
     addresses = set()
     for rank in range(round_.world_size):
         name, number = store.get(f"link/{rank}").decode().split()
         addresses.add((name, int(number)))
-    return Formed(round_, main, control, frozenset(addresses), store, abort, [device])
+    return Formed(round_, main, control, inner, frozenset(addresses), store, abort, [device])
 
 
 def _with_devices(gloo: Any, rank: int, size: int, store: Any) -> tuple[Any, Callable[[], None] | None]:

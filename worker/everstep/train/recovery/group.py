@@ -202,6 +202,7 @@ class RecoverableGroup(dist.ProcessGroup):
         self._inner: Any = None
         self._abort: Callable[[], None] | None = None
         self._rank, self._size = 0, 1
+        self._name = ""
 
     @property
     def lost(self) -> str | None:
@@ -257,6 +258,10 @@ class RecoverableGroup(dist.ProcessGroup):
             assert self._inner is None, "the group of the round before was not abandoned"
             self._inner, self._rank, self._size, self._abort = inner, rank, size, abort
             flight.restart()
+
+    def place(self, rank: int, size: int) -> None:
+        """Be of this rank and size from now on, also while no round is attached."""
+        self._rank, self._size = rank, size
 
     def abandon(self, reason: str) -> None:
         """End every collective under way with `PeerLost(reason)`; none begins any more. Any thread."""
@@ -329,6 +334,12 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return BACKEND
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
 
     def _set_sequence_number_for_group(self) -> None:
         pass

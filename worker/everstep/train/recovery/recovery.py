@@ -26,13 +26,15 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.contract import env
-from everstep.train.recovery import forming, transfer
+from everstep.train.recovery import forming, fsdp, transfer
 from everstep.train.recovery.agreement import Agreement, NoState, Quality, Standing, agree
 from everstep.train.recovery.group import BACKEND, PeerLost, RecoverableGroup
 from everstep.train.recovery.members import Members
+from everstep.train.recovery.mesh import RecoverableMesh
 from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.replay import Replay
 from everstep.train.recovery.rounds import Round, Rounds, Where
+from everstep.train.recovery.sharded import Sharded
 
 log = logging.getLogger("everstep.train")
 
@@ -56,11 +58,15 @@ class Recovery:
         self._leaving = threading.Lock()
         self._formed: forming.Formed | None = None
         self._number = -1
+        self._heard_at = 0.0  # when its forming began
         self.main = RecoverableGroup(self._failed)
         if path := os.environ.get(env.CALLS_FILE):
             self.main.write_calls(path)
         self.control = RecoverableGroup(self._failed)
         self.members = Members(self.control)
+        self._sharded: Sharded | None = None
+        self._asked: RecoverableGroup | None = None  # that c10d makes a group of just now
+        self.met = False  # the newest round has formed, for `decide`, and is still to be settled
         self.boundary_wanted = False  # a newer round waits for us to come to the end of a step
         self._reducers: Reducers | None = None
         self._replay: Replay | None = None
@@ -76,7 +82,11 @@ class Recovery:
     @property
     def lost(self) -> str | None:
         """Why collectives of the present round fail; None while they work."""
-        return self.main.lost or self.control.lost
+        return next((group.lost for group in self._groups if group.lost is not None), None)
+
+    @property
+    def _groups(self) -> tuple[RecoverableGroup, ...]:
+        return (self.main, self.control, *(self._sharded.mesh.groups if self._sharded is not None else ()))
 
     @property
     def parallel(self) -> list[DistributedDataParallel]:
@@ -86,15 +96,34 @@ class Recovery:
 
     def start(self) -> None:
         """Make `main` the default group, of a world of one for now."""
-        dist.Backend.register_backend(BACKEND, lambda *_: self.main, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, lambda *_: self._asked or self.main, devices=["cpu", "cuda"])
         dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
         self.main.attach(forming.alone(), 0, 1)
 
+    def mesh(self, shards: int, provisional: int, device: str) -> Any:
+        """The `DeviceMesh` of a job whose state is cut into shards. Once, before `track`."""
+
+        def new_group(description: str) -> RecoverableGroup:
+            self._asked = RecoverableGroup(self._failed)
+            try:
+                dist.new_group([0], backend=BACKEND, group_desc=description)
+                return self._asked
+            finally:
+                self._asked = None
+
+        assert self._sharded is None
+        mesh = RecoverableMesh(shards, provisional, device, self.control, new_group)
+        self._sharded = Sharded(mesh, self.members)
+        return self._sharded.mesh.device_mesh
+
     def track(self, state: Mapping[str, Any]) -> None:
-        """What makes up the training state. Once, before the first `enter`."""
+        """What makes up the training state. Once, before the first `enter`. Raises `NotRecoverable`."""
+        fsdp.check(state, self._sharded.mesh.device_mesh if self._sharded is not None else None)
+        if self._sharded is not None:
+            self._sharded.track(state)
         self._state = state
         self._reducers = Reducers()
-        self._replay = Replay(state, self.check)
+        self._replay = Replay(state, self.check if self._sharded is None else self._vote)
         self._rounds.on_round(self._heard)
         self._rounds.on_where(self._where)
         self._rounds.ready()
@@ -116,7 +145,7 @@ class Recovery:
         began = self._began
         slowest = max(self._recent, default=0.0)
         call = self.main.waits_in()
-        waits = call is not None or self.control.waits
+        waits = call is not None or any(group.waits for group in self._groups)
         return Where(began[0] if began is not None else None, waits, slowest, call, self.main.recent())
 
     def end(self) -> None:
@@ -132,6 +161,8 @@ class Recovery:
     def back(self) -> Quality:
         """The step in hand failed because of `lost`: what this member's state is worth now."""
         assert self._replay is not None
+        if self._sharded is not None:
+            self._sharded.back()
         return self._replay.back()
 
     def enter(self, step: int, quality: Quality, start: Start, moved: Callable[[], None]) -> int:
@@ -142,34 +173,72 @@ class Recovery:
         what this member was sent is damaged, `Dismissed` if this process is to end here.
         """
         for _ in range(ATTEMPTS):
-            round_ = self._rounds.wait_newer(self._number, JOIN_SECONDS)
-            began = time.monotonic()
-            self._leave("a newer round began")
-            self._number = round_.number
-            self.boundary_wanted = False
-            self._rounds.coming(round_.number)
+            round_ = self._meet(step, quality)
+            if round_ is None:
+                continue
             try:
-                formed = forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS)
-                self._join(formed)
                 moved()
                 made = time.monotonic()
-                found, agreement = self._settle(step, quality, start)
-            except (forming.Unformed, PeerLost) as e:
-                log.warning("round %d did not come about here: %s", round_.number, e)
-                self._rounds.broken(round_.number, str(e))
+                found, done = self._settle(step, quality, round_, start)
+            except PeerLost as e:
+                self._did_not_come(round_, e)
                 continue
             now = time.monotonic()
             log.info(
                 "round %d: rank %d of %d, step %d, formed in %.0f ms, settled in %.0f ms%s",
-                round_.number, round_.rank, round_.world_size, found, (made - began) * 1e3, (now - made) * 1e3,
-                f", state from rank {agreement.holder}" if agreement.receivers else "",
+                round_.number, round_.rank, round_.world_size, found, (made - self._heard_at) * 1e3, (now - made) * 1e3,
+                f", {done}" if done else "",
             )  # fmt: skip
             self._rounds.joined(round_.number, found)
             return found
         raise forming.Unformed(f"{ATTEMPTS} rounds in a row did not come about")
 
-    def _settle(self, step: int, quality: Quality, start: Start) -> tuple[int, Agreement]:
+    def _meet(self, step: int, quality: Quality) -> Round | None:
+        """Form the newest round, so that its members can agree; None if that failed, or is of no use."""
+        if self.met and self.control.lost is None and self._formed is not None:
+            self.met = False
+            return self._formed.round
+        self.met = False
+        round_ = self._rounds.wait_newer(self._number, JOIN_SECONDS)
+        self._heard_at = time.monotonic()
+        self._leave("a newer round began")
+        self._number = round_.number
+        self.boundary_wanted = False
+        self._rounds.coming(round_.number)
+        mesh = self._sharded.mesh if self._sharded is not None else None
+        if mesh is not None and not mesh.fits(round_.world_size):
+            log.warning(
+                "round %d has %d ranks, no whole replicas of %d shards: waiting for the next. If the job is to go "
+                "on with fewer, make its sizes multiples (spec.elastic.groupSize)",
+                round_.number, round_.world_size, mesh.shards,
+            )  # fmt: skip
+            self._rounds.joined(round_.number, step)
+            return None
+        try:
+            parts = mesh.parts(round_.rank, round_.world_size) if mesh is not None else ()
+            formed = forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS, parts)
+            self._join(formed)
+        except (forming.Unformed, PeerLost) as e:
+            self._did_not_come(round_, e)
+            return None
+        return round_
+
+    def _did_not_come(self, round_: Round, why: Exception) -> None:
+        log.warning("round %d did not come about here: %s", round_.number, why)
+        self._rounds.broken(round_.number, str(why))
+
+    def _settle(self, step: int, quality: Quality, round_: Round, start: Start) -> tuple[int, str]:
         assert self._reducers is not None
+        if self._sharded is not None:
+            self._sharded.mesh.move(round_.rank, round_.world_size)
+            found, done = self._sharded.settle(step, quality, round_.number, start)
+            self._open()
+        else:
+            found, done = self._settle_replicated(step, quality, start)
+        self._reducers.rebuild()
+        return found, done
+
+    def _settle_replicated(self, step: int, quality: Quality, start: Start) -> tuple[int, str]:
         digest = transfer.digest(self._state) if quality > Quality.NONE else 0
         told = self.members.gather((step, int(quality), digest))
         try:
@@ -178,8 +247,7 @@ class Recovery:
             log.error("%s; all members go back to the last commit", e)
             if (found := start()) is None:
                 raise NoState(f"{e}, and nothing is committed") from e
-            self._reducers.rebuild()
-            return found, Agreement(found, None, ())
+            return found, "the last commit"
         holder, receivers = agreement.holder, agreement.receivers
         if agreement.diverged:
             log.error(
@@ -192,17 +260,62 @@ class Recovery:
             holder, receivers = 0, tuple(range(1, self.members.world_size))
         if receivers:
             transfer.send(self._state, holder, receivers, self.members)
-        self._reducers.rebuild()
-        return found, agreement
+        return found, f"state from rank {agreement.holder}" if agreement.receivers else ""
 
     def _join(self, formed: forming.Formed) -> None:
+        rank, size = formed.round.rank, formed.round.world_size
         with self._leaving:
             self._formed = formed
-            self.main.attach(formed.main, formed.round.rank, formed.round.world_size, formed.abort)
-            self.control.attach(formed.control, formed.round.rank, formed.round.world_size)
+            self.control.attach(formed.control, rank, size)
+        if self._sharded is None:
+            self._open()
         if self._overtaken(formed.round.number):
             self._abandon("a newer round began")
             raise PeerLost("a newer round began")
+
+    def _open(self) -> None:
+        """The program's collectives work from now on. Of sharded state not before the members have agreed: one that has
+        voted still ends its step."""
+        with self._leaving:
+            formed = self._formed
+            assert formed is not None
+            if self.control.lost is not None:
+                raise PeerLost(self.control.lost)
+            self.main.attach(formed.main, formed.round.rank, formed.round.world_size, formed.abort)
+            if self._sharded is not None:
+                for group, (inner, abort) in zip(self._sharded.mesh.groups, formed.parts, strict=True):
+                    group.attach(inner, group.rank(), group.size(), abort)
+
+    def _vote(self) -> None:
+        """Before an optimizer's step, with sharded state: it is made by all members or by none. Raises `PeerLost`."""
+        assert self._sharded is not None
+        assert self._began is not None
+        step = self._began[0]
+        if self._sharded.may_make(step):
+            return  # as it was for the step's first optimizer
+        self.check()
+        try:
+            self._sharded.vote(step, self._number)
+        except PeerLost as e:
+            if not self._decide(step):
+                raise
+            log.info("step %d was made by others before a peer was lost (%s): it is made here too", step + 1, e)
+
+    def _decide(self, step: int) -> bool:
+        """Whether other members of the next round have made the step that this one voted for."""
+        assert self._sharded is not None
+        for _ in range(ATTEMPTS):
+            round_ = self._meet(step, Quality.VOTED)
+            if round_ is None:
+                continue
+            try:
+                made = self._sharded.decided()
+            except PeerLost as e:
+                self._did_not_come(round_, e)
+                continue
+            self.met = True
+            return made
+        raise forming.Unformed(f"{ATTEMPTS} rounds in a row did not come about")
 
     def _overtaken(self, number: int) -> bool:
         if self._rounds.dismissed:
@@ -235,15 +348,15 @@ class Recovery:
         with self._leaving:
             if self._formed is None:
                 return
-            self.main.abandon(reason)
-            self.control.abandon(reason)
+            for group in self._groups:
+                group.abandon(reason)
 
     def _leave(self, reason: str) -> None:
         """In the training thread: nothing of the round before is felt afterwards."""
         self._abandon(reason)
         with self._leaving:
             formed, self._formed = self._formed, None
-            works = [*self.main.left, *self.control.left]
+            works = [work for group in self._groups for work in group.left]
         if formed is None:
             self.main.abandon(reason)  # the world of one
         else:

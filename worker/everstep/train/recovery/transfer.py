@@ -37,7 +37,7 @@ def digest(state: Mapping[str, Any]) -> int:
     for name in sorted(captured.parameters)[:DIGEST_TENSORS]:
         tensor = captured.tensors[name]
         # Cut before it is copied from a device.
-        found.update(_bytes(tensor.detach().reshape(-1)[: DIGEST_BYTES // tensor.element_size()]))
+        found.update(_bytes(_local(tensor).reshape(-1)[: DIGEST_BYTES // tensor.element_size()]))
     return found.intdigest() >> 1
 
 
@@ -77,6 +77,16 @@ def _header(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], buff
         for (name, t), data in zip(tensors.items(), buffers, strict=True)
     ]
     return json.dumps({"values": values, "tensors": listed}).encode()
+
+
+def local_bytes(tensor: torch.Tensor) -> Any:
+    """The bytes of what this process holds of a tensor."""
+    return _bytes(_local(tensor))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

@@ -1,0 +1,167 @@
+"""The mesh, and FSDP2's modules over it, by names of torch's that are not public: they are watched here."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.fsdp import fully_shard
+
+from everstep.train.meshes import likely_rank
+from everstep.train.recovery import forming
+from everstep.train.recovery.fsdp import NotRecoverable, ShardedObjects, check
+from everstep.train.recovery.group import PeerLost, RecoverableGroup
+from everstep.train.recovery.mesh import RecoverableMesh
+
+_asked: list[RecoverableGroup] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world_of_one() -> Any:
+    if not hasattr(dist.Backend, "MESHTEST"):
+        dist.Backend.register_backend("meshtest", lambda *_: _asked[-1], devices=["cpu"])
+    made = not dist.is_initialized()
+    if made:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    if made:
+        dist.destroy_process_group()
+
+
+def mesh_of(shards: int, provisional: int = 0) -> RecoverableMesh:
+    def new_group(description: str) -> RecoverableGroup:
+        _asked.append(RecoverableGroup())
+        dist.new_group([0], backend="meshtest", group_desc=description)
+        return _asked[-1]
+
+    return RecoverableMesh(shards, provisional, "cpu", RecoverableGroup(), new_group)
+
+
+class Net(torch.nn.Module):
+    """Seven rows are shared out as 3, 3, 1 or 4, 3; one row as 1, 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(4, 7)
+        self.b = torch.nn.Linear(7, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.b(self.a(x).relu())
+        return found
+
+
+def sharded(mesh: RecoverableMesh) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    fully_shard(model.a, mesh=mesh.device_mesh)
+    return fully_shard(model, mesh=mesh.device_mesh)
+
+
+def shapes(model: Any) -> list[torch.Size]:
+    return [p.to_local().shape for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("rank", "world", "shards"), [(0, 2, 2), (3, 4, 2), (4, 6, 3), (5, 8, 4), (1, 3, 1)])
+def test_moved_mesh_is_the_one_that_torch_would_make(rank: int, world: int, shards: int) -> None:
+    mesh = mesh_of(shards)
+    first, part, other = mesh.device_mesh["shard"], mesh.device_mesh["shard"], mesh.device_mesh["replicate"]
+    mesh.move(rank, world)
+    made = mesh.device_mesh
+    expected = torch.arange(world).view(-1, shards)
+    row, column = divmod(rank, shards)
+    assert made.shape == (world // shards, shards)
+    assert made.get_coordinate() == (row, column)
+    assert made._layout.remap_to_tensor(made._rank_map)[0].equal(expected.int())
+    assert first == part
+    assert (part.size(), part.get_coordinate()) == (shards, (column,))
+    assert (other.size(), other.get_coordinate()) == (world // shards, (row,))
+    assert dist.get_process_group_ranks(made.get_group("shard")) == expected[row].tolist()
+    assert dist.get_process_group_ranks(made.get_group("replicate")) == expected[:, column].tolist()
+    assert (made.get_group("shard").rank(), made.get_group("shard").size()) == (column, shards)
+    assert (made.get_group("replicate").rank(), made.get_group("replicate").size()) == (row, world // shards)
+    assert hash(made) == hash(made["replicate", "shard"])
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_module_that_holds_another_shard_is_as_if_it_had_been_built_so(shards: int) -> None:
+    for first in range(shards):
+        for then in range(shards):
+            mesh = mesh_of(shards, first)
+            model = sharded(mesh)
+            optimizer = torch.optim.AdamW(model.parameters())
+            mesh.move(then, shards)
+            ShardedObjects({"model": model, "optimizer": optimizer}).hold(then)
+            built = sharded(mesh_of(shards, then))
+            assert shapes(model) == shapes(built)
+            with torch.no_grad():
+                for mine, theirs in zip(model.parameters(), built.parameters(), strict=True):
+                    mine.to_local().copy_(theirs.to_local())
+            assert next(iter(model.parameters())) is optimizer.param_groups[0]["params"][0]
+            for mine, theirs in zip(gathered(model), gathered(built), strict=True):
+                assert torch.equal(mine, theirs), "what is gathered from it is something else"
+
+
+def gathered(model: Any) -> list[torch.Tensor]:
+    """What goes into the all-gathers."""
+    found = [
+        parameter._sharded_param_data
+        for module in (model.a, model)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+        for parameter in group.fsdp_params
+    ]
+    assert found
+    return found
+
+
+def test_step_that_failed_with_gradients_half_accumulated_leaves_nothing_behind() -> None:
+    mesh = mesh_of(1)
+    model = sharded(mesh)
+    x = torch.randn(6, 4)
+
+    def step(model: Any) -> None:
+        for i in range(3):
+            model.set_requires_gradient_sync(i == 2)
+            model(x[2 * i : 2 * i + 2]).square().sum().backward()
+
+    with pytest.raises(PeerLost):
+        step(model)
+    ShardedObjects({"model": model}).reset()
+    assert all(p.grad is None for p in model.parameters())
+    alone = [forming.alone() for _ in mesh.groups]
+    for group, inner in zip(mesh.groups, alone, strict=True):
+        group.attach(inner, 0, 1)
+    step(model)
+    torch.manual_seed(0)
+    plain = Net()
+    for i in range(3):
+        plain(x[2 * i : 2 * i + 2]).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine.grad.to_local(), theirs.grad)
+    for group in mesh.groups:
+        group.abandon("the test is over")
+
+
+def test_state_over_the_sessions_mesh_is_accepted_and_any_other_is_refused() -> None:
+    mine, other = mesh_of(2), mesh_of(3)
+    model = sharded(mine)
+    check({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, mine.device_mesh)
+    check({"model": Net()}, None)
+    for mesh in (other.device_mesh, None):
+        with pytest.raises(NotRecoverable, match=r"model\.a\.weight is sharded over DeviceMesh"):
+            check({"model": model}, mesh)
+    with pytest.raises(NotRecoverable, match="optimizer: parameter 0 is sharded"):
+        check({"optimizer": torch.optim.SGD(model.parameters())}, None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, 0),
+        ({"WORLD_SIZE": "4", "RANK": "3", "EVERSTEP_WORKER_INDEX": "1"}, 3),
+        ({"WORLD_SIZE": "1", "RANK": "0", "EVERSTEP_WORKER_INDEX": "3"}, 3),
+        ({"WORLD_SIZE": "1", "RANK": "1", "EVERSTEP_WORKER_INDEX": "2", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}, 9),
+    ],
+)
+def test_rank_that_a_process_expects_is_its_rounds_or_its_workers(environ: dict[str, str], rank: int) -> None:
+    assert likely_rank(environ) == rank

@@ -1,0 +1,114 @@
+"""The mesh of a sharded job: replicas × shards. A script keeps the same `DeviceMesh`, and so FSDP2 and all DTensors do,
+while the members of its two process groups change.
+
+Shards are neighbours in rank: rank r holds shard r % shards, in replica r // shards. Before its first round a process
+has no rank; it builds its objects with a shard number that may turn out to be another. Uses names of torch's that are
+not public; `tests/recovery/test_recovery_mesh.py` watches them.
+
+Invariant: between `move` and the next, coordinates, the ranks of both groups and the mesh's layout say the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.distributed import distributed_c10d
+
+from everstep.train.recovery.forming import Part
+from everstep.train.recovery.group import RecoverableGroup
+
+NAMES = ("replicate", "shard")
+
+
+class RecoverableMesh:
+    """`device_mesh` is what a script passes to `fully_shard`. `new_group` registers a group with c10d,
+    which learns of `everyone`'s ranks here: the checkpoint engine asks for them where state is sharded."""
+
+    def __init__(
+        self,
+        shards: int,
+        provisional: int,
+        device: str,
+        everyone: RecoverableGroup,
+        new_group: Callable[[str], RecoverableGroup],
+    ) -> None:
+        from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415  few scripts shard
+
+        self._everyone = everyone
+        self.shards = shards
+        self.shard = provisional % shards
+        self.replicate_group = new_group("mesh_replicate")
+        self.shard_group = new_group("mesh_shard")
+        # This process is rank 0 of a world of one; the other ranks of the mesh do not exist yet.
+        others = iter(range(1, shards))
+        row = [0 if i == self.shard else next(others) for i in range(shards)]
+        self._place((0, 1), (self.shard, shards), {0: 0}, {rank: i for i, rank in enumerate(row)})
+        groups: list[Any] = [self.replicate_group, self.shard_group]
+        self.device_mesh = cast("Any", DeviceMesh.from_group(groups, device, mesh=[row], mesh_dim_names=NAMES))
+        # The meshes of one dimension that the script, and FSDP2, cut out of this one.
+        self._parts: list[weakref.ref[Any]] = []  # no set: they are equal, and what they are equal by changes
+        cut = self.device_mesh._create_sub_mesh
+
+        def cut_and_noted(*arguments: Any) -> Any:
+            part = cut(*arguments)
+            self._parts.append(weakref.ref(part))
+            return part
+
+        self.device_mesh._create_sub_mesh = cut_and_noted
+
+    @property
+    def groups(self) -> tuple[RecoverableGroup, RecoverableGroup]:
+        return self.replicate_group, self.shard_group
+
+    def fits(self, world_size: int) -> bool:
+        """Whether a world of this size is whole replicas."""
+        return world_size % self.shards == 0
+
+    def parts(self, rank: int, world_size: int) -> tuple[Part, Part]:
+        """The groups of this rank in such a world, as `groups`."""
+        replica, shard = divmod(rank, self.shards)
+        return (
+            Part(f"replicate-{shard}", replica, world_size // self.shards),
+            Part(f"shard-{replica}", shard, self.shards),
+        )
+
+    def move(self, rank: int, world_size: int) -> None:
+        """This process has another rank, or the world another size. What was computed with the mesh stays valid: only
+        the number of replicas differs, and the place of a process that has not trained."""
+        replicas = world_size // self.shards
+        replica, self.shard = divmod(rank, self.shards)
+        row = {replica * self.shards + i: i for i in range(self.shards)}
+        column = {i * self.shards + self.shard: i for i in range(replicas)}
+        self._place((replica, replicas), (self.shard, self.shards), column, row)
+        _world().pg_group_ranks[self._everyone] = {i: i for i in range(world_size)}
+        ranks = torch.arange(world_size, dtype=torch.int).view(replicas, self.shards)
+        _relayout(self.device_mesh, ranks, rank)
+        self._parts = [reference for reference in self._parts if reference() is not None]
+        for part in filter(None, (reference() for reference in self._parts)):
+            _relayout(part, ranks[:, self.shard] if part.mesh_dim_names == NAMES[:1] else ranks[replica], rank)
+
+    def _place(
+        self, replicate: tuple[int, int], shard: tuple[int, int], column: dict[int, int], row: dict[int, int]
+    ) -> None:
+        for group, (rank, size), ranks in (
+            (self.replicate_group, replicate, column),
+            (self.shard_group, shard, row),
+        ):
+            group.place(rank, size)
+            _world().pg_group_ranks[group] = ranks
+
+
+def _world() -> Any:
+    return distributed_c10d._world
+
+
+def _relayout(mesh: Any, ranks: torch.Tensor, rank: int) -> None:
+    """Give a mesh another layout, as its constructor would."""
+    fresh = type(mesh)(mesh.device_type, ranks, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False, _rank=rank)
+    mesh._layout, mesh._rank_map = fresh._layout, fresh._rank_map
+    mesh._flatten_rank_map = fresh._flatten_rank_map
+    mesh._rank, mesh._coordinate_on_dim = rank, fresh._coordinate_on_dim
+    mesh._hash = None

@@ -1,0 +1,131 @@
+"""How the members of a new round come to one state when each holds a shard of it (HSDP).
+
+A step changes every shard, and a shard that was changed cannot be changed back. So all members vote before the first
+optimizer of a step: who has heard all votes makes the step, and who loses a peer while it waits for them asks the
+members of the next round whether any of them has made it, and then does as they did.
+
+Invariants: a member that has voted neither makes nor repeats the step before it knows what the others do; the shards
+that are trained on are of one version (`covering`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from everstep.train.recovery import covering, fsdp, parcels, transfer
+from everstep.train.recovery.agreement import NoState, Quality
+from everstep.train.recovery.covering import NEW, Cover, Held
+from everstep.train.recovery.members import Members
+from everstep.train.recovery.mesh import RecoverableMesh
+
+log = logging.getLogger("everstep.train")
+
+
+class Sharded:
+    """This process's shard. `mesh` says which it is to have, `holds` which it has."""
+
+    def __init__(self, mesh: RecoverableMesh, members: Members) -> None:
+        self.mesh = mesh
+        self._members = members
+        self.holds = mesh.shard
+        self._made = (0, NEW)  # the last step that was made, and in which round
+        self._voted: tuple[int, int] | None = None  # completed steps at the last vote, and its round
+        self._spoiled = False  # memory holds parts of what was being restored
+        self._state: Mapping[str, Any] = {}
+        self._objects = fsdp.ShardedObjects({})
+
+    def track(self, state: Mapping[str, Any]) -> None:
+        """What makes up the training state."""
+        self._state = state
+        self._objects = fsdp.ShardedObjects(state)
+
+    def back(self) -> None:
+        """The step in hand failed."""
+        self._objects.reset()
+
+    def vote(self, step: int, round_: int) -> None:
+        """Say that step number `step` can be made, and wait until all members of the round say so. Raises `PeerLost`:
+        then only `decided` knows whether it is made."""
+        self._voted = (step, round_)
+        self._members.maximum(0)
+        self._made = (step + 1, round_)
+
+    def may_make(self, step: int) -> bool:
+        """Whether this member knows already that step number `step` is to be made."""
+        return self._made[0] == step + 1
+
+    def decided(self) -> bool:
+        """Whether the step that this member voted for is to be made. Collective, in the next round."""
+        assert self._voted is not None
+        step, round_ = self._voted
+        mine = Held(step, round_, Quality.VOTED, self.holds, 0)
+        if not covering.was_made(mine, self._gather(mine)):
+            return False
+        self._made = (step + 1, round_)
+        return True
+
+    def settle(self, step: int, quality: Quality, round_: int, start: Callable[[], int | None]) -> tuple[int, str]:
+        """Bring all members to one version; completed steps, and what was done, in words. Collective. Raises
+        `PeerLost`, and `NoState` if there is neither a whole state in memory nor one in storage."""
+        told = self._standing(step, quality)
+        found = covering.cover(told, self.mesh.shards)
+        if found is None:
+            return self._from_storage(told, round_, start), "no state was whole in memory"
+        if found.diverged:
+            log.error(
+                "ranks %s hold other parameters than their counterparts after the same step %d; they take theirs",
+                found.diverged, found.step,
+            )  # fmt: skip
+        parcel = parcels.exchange(self._state, found.gifts, self.mesh.device_mesh, self._members)
+        self._take(parcel)
+        self._made = (found.step, found.made)
+        done = found.step
+        if covering.fresh(told):
+            done = start() or 0
+            self._made = (done, round_)
+        return done, _words(found, parcel, self.holds)
+
+    def _standing(self, step: int, quality: Quality) -> list[Held]:
+        """What all members hold, once none of them is undecided."""
+        digest = transfer.digest(self._state)  # of a new state, too: scripts may have drawn other random numbers
+        made = self._made[1] if self._made[0] == step else NEW
+        mine = Held(step, made, Quality.TORN if self._spoiled else quality, self.holds, digest)
+        while covering.undecided(told := self._gather(mine)):
+            pass  # it decides by what it was told just now, ends its step, and asks again
+        return told
+
+    def _gather(self, mine: Held) -> list[Held]:
+        told = self._members.gather((mine.step, mine.made, int(mine.quality), mine.shard, mine.digest))
+        return [Held(step, made, Quality(quality), shard, digest) for step, made, quality, shard, digest in told]
+
+    def _from_storage(self, told: list[Held], round_: int, start: Callable[[], int | None]) -> int:
+        gone = covering.missing(told, self.mesh.shards)
+        log.error("no state is whole among %d members (missing shards: %s): the last commit is what there is",
+                  len(told), ", ".join(map(str, gone)) or "none, but of several versions")  # fmt: skip
+        self._spoiled = not covering.fresh(told)
+        self._take(None)
+        step = start()
+        if step is None:
+            raise NoState(
+                f"shards {gone} of {self.mesh.shards} are lost, and there is no commit: give everstep.start() a "
+                "checkpoint URL, or start all processes at once so that each builds the shard of its own rank"
+            )
+        self._spoiled = False
+        self._made = (step, round_)
+        return step
+
+    def _take(self, parcel: parcels.Parcel | None) -> None:
+        """Hold the shard that the mesh says."""
+        if self.holds != self.mesh.shard:
+            self._objects.hold(self.mesh.shard)
+        self.holds = self.mesh.shard
+        if parcel is not None:
+            parcels.unpack(self._state, parcel, self.mesh.device_mesh, self._members.rank)
+
+
+def _words(found: Cover, parcel: parcels.Parcel | None, shard: int) -> str:
+    if parcel is not None:
+        return f"shard {shard} from rank {parcel.giver}, {parcel.size} bytes"
+    return f"shards went to ranks {[receiver for receiver, _ in found.gifts]}" if found.gifts else ""
