@@ -1,0 +1,63 @@
+"""A job of replicas × shards under its agents: each agent runs the processes of one replica."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from agent_job import HERE, Agent, Job
+
+pytestmark = pytest.mark.timeout(300)
+SCRIPT = HERE.parent / "recovery" / "sharded_script.py"
+
+
+def differing(run: Job) -> set[tuple[int, int]]:
+    """Steps and shards that replicas that live disagree about."""
+    found: dict[tuple[int, int], set[str]] = {}
+    for pid in [pid for agent in run.agents if agent.process.poll() is None for pid in agent.trainers()]:
+        for e in run.steps(pid):
+            found.setdefault((e["step"], e["shard"]), set()).add(e["digest"])
+    return {key for key, digests in found.items() if len(digests) > 1}
+
+
+def both(run: Job, agents: list[Agent], since: float) -> bool:
+    pids = [pid for agent in agents for pid in agent.trainers()]
+    return len(pids) == 4 and bool(run.trains(pids, since, 4))
+
+
+def test_replica_that_lost_a_process_or_its_agent_comes_back_and_the_other_goes_on(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    seed = int(os.environ.get("EVERSTEP_SEED", random.randrange(10**6)))
+    print(f"EVERSTEP_SEED={seed}")
+    chance = random.Random(seed)
+    run = job(SCRIPT, json.dumps({"out": str(tmp_path)}), nodes="1:2", flags=["--nproc-per-node=2"])
+    agents = run.start(2)
+    run.world(agents, 0)
+    for whole_agent in (False, True):
+        time.sleep(chance.random() * 0.3)
+        victim = chance.choice(agents)
+        (other,) = [a for a in agents if a is not victim]
+        pids = other.trainers()
+        if whole_agent:
+            at = run.kill(victim)
+            agents = [other, *run.start()]
+        else:
+            at = time.monotonic()
+            os.kill(chance.choice(victim.trainers()), signal.SIGKILL)
+        first = run.until(lambda p=pids, t=at: run.trains(p, t, 2), "the other replica does not go on")
+        print(f"the other replica's next step after {(max(e['at'] for e in first) - at) * 1e3:.0f} ms")
+        run.until(lambda a=agents, t=at: both(run, a, t), "the replica does not come back")
+        print(f"both replicas again after {time.monotonic() - at:.1f} s")
+        assert other.trainers() == pids
+        for pid in pids:
+            numbers = [e["step"] for e in run.steps(pid) if e["at"] > at]
+            assert numbers == sorted(set(numbers)), "a step was made twice"
+            assert numbers[-1] - numbers[0] + 1 - len(numbers) <= 2, "more was lost than the last lines of a step"
+    assert differing(run) == set()
