@@ -133,11 +133,13 @@ def test_kills_at_random_moments_leave_replicas_equal(job: Callable[..., Agents]
 def test_run_with_a_death_ends_with_the_bits_of_an_undisturbed_one(job: Callable[..., Agents]) -> None:
     ends = []
     for disturbed in (False, True):
-        agents = job(exact=True, steps=200, pause=0.01)
+        agents = job(exact=True, steps=60, pause=0.005)
         if disturbed:
+            fresh = newcomer(agents)
             _, partner = lose(agents, agents.members[agents.random.randrange(4)])
             settled(agents)
-            agents.announce([*agents.members, partner, newcomer(agents)], whole=True)
+            agents.announce([*agents.members, partner, fresh], whole=True)
+            settled(agents)
         agents.wait(lambda a=agents: all(_end(a, p) for p in a.members), "the run did not end")
         ends.append({(e["step"], e["shard"], e["digest"]) for e in (_end(agents, p) for p in agents.members)})
     assert len(ends[0]) == 2
