@@ -20,6 +20,8 @@ import pytest
 from recovery_agents import Agents, Process
 from sharded_script import Wanted, main
 
+from everstep.contract import exit_codes
+
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
 pytestmark = pytest.mark.timeout(180 + 15 * KILLS)
 
@@ -127,7 +129,7 @@ def test_kills_at_random_moments_leave_replicas_equal(job: Callable[..., Agents]
         settled(agents)
     print("kill -> next step of both survivors, ms:", sorted(round(t * 1e3) for t in took))
     assert agents.differing() == {}
-    assert all("NoState" not in agents.log(p) for p in agents.members)
+    assert all("no state is whole" not in agents.log(p) for p in agents.members)
 
 
 def test_run_with_a_death_ends_with_the_bits_of_an_undisturbed_one(job: Callable[..., Agents]) -> None:
@@ -228,8 +230,8 @@ def test_no_replica_whole_and_no_commit_ends_the_processes_and_says_why(job: Cal
     agents.announce([a, c])
     for p in (a, c):
         p.process.join(30)
-        assert p.process.exitcode == 1
-        assert "NoState: shards (1,) of 2 are lost, and there is no commit" in agents.log(p)
+        assert p.process.exitcode == exit_codes.NOT_RECOVERED
+        assert "shards (1,) of 2 are lost, and there is no commit" in agents.log(p)
 
 
 def test_killed_in_every_phase_of_a_return(job: Callable[..., Agents]) -> None:
