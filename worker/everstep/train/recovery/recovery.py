@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.contract import env
 from everstep.train.recovery import forming, fsdp, transfer
-from everstep.train.recovery.agreement import Agreement, NoState, Quality, Standing, agree
+from everstep.train.recovery.agreement import NoState, Quality, Standing, agree
 from everstep.train.recovery.group import BACKEND, PeerLost, RecoverableGroup
 from everstep.train.recovery.members import Members
 from everstep.train.recovery.mesh import RecoverableMesh
