@@ -132,6 +132,7 @@ def test_kills_at_random_moments_leave_replicas_equal(job: Callable[..., Agents]
     assert all("no state is whole" not in agents.log(p) for p in agents.members)
 
 
+@pytest.mark.long
 def test_run_with_a_death_ends_with_the_bits_of_an_undisturbed_one(job: Callable[..., Agents]) -> None:
     ends = []
     for disturbed in (False, True):
@@ -234,6 +235,7 @@ def test_no_replica_whole_and_no_commit_ends_the_processes_and_says_why(job: Cal
         assert "shards (1,) of 2 are lost, and there is no commit" in agents.log(p)
 
 
+@pytest.mark.long
 def test_killed_in_every_phase_of_a_return(job: Callable[..., Agents]) -> None:
     # Case 46: a newcomer, or a member of the healthy replica's counterpart, dies so soon after a round was announced.
     agents = job()
