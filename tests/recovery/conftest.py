@@ -27,3 +27,12 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any
     yield start
     for agents in started:
         agents.__exit__()
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    import lonely_mesh  # noqa: PLC0415  imports torch
+
+    with lonely_mesh.world_of_one():
+        yield

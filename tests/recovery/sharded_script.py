@@ -112,6 +112,7 @@ def build(wanted: Wanted, run: Any) -> Any:
         mesh: Any = init_device_mesh("cpu", (1,))
     else:
         mesh = run.mesh(shard=wanted.shard)
+        assert run.mesh(shard=wanted.shard) is mesh
     half = torch.bfloat16 if wanted.reduced else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
     for part in model.children():

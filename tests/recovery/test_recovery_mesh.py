@@ -5,37 +5,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.fsdp import fully_shard
+from lonely_mesh import mesh_of
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from everstep.train.meshes import likely_rank
 from everstep.train.recovery import forming
 from everstep.train.recovery.fsdp import NotRecoverable, ShardedObjects, check
-from everstep.train.recovery.group import PeerLost, RecoverableGroup
+from everstep.train.recovery.group import PeerLost
 from everstep.train.recovery.mesh import RecoverableMesh
 
-_asked: list[RecoverableGroup] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world_of_one() -> Any:
-    if not hasattr(dist.Backend, "MESHTEST"):
-        dist.Backend.register_backend("meshtest", lambda *_: _asked[-1], devices=["cpu"])
-    made = not dist.is_initialized()
-    if made:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    if made:
-        dist.destroy_process_group()
-
-
-def mesh_of(shards: int, provisional: int = 0) -> RecoverableMesh:
-    def new_group(description: str) -> RecoverableGroup:
-        _asked.append(RecoverableGroup())
-        dist.new_group([0], backend="meshtest", group_desc=description)
-        return _asked[-1]
-
-    return RecoverableMesh(shards, provisional, "cpu", RecoverableGroup(), new_group)
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Net(torch.nn.Module):
@@ -152,6 +131,23 @@ def test_state_over_the_sessions_mesh_is_accepted_and_any_other_is_refused() -> 
             check({"model": model}, mesh)
     with pytest.raises(NotRecoverable, match="optimizer: parameter 0 is sharded"):
         check({"optimizer": torch.optim.SGD(model.parameters())}, None)
+
+
+def test_sharded_job_whose_steps_cannot_be_voted_on_or_taken_back_is_refused() -> None:
+    mesh = mesh_of(2)
+    model, plain = sharded(mesh), Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    for state, said in (
+        ({"model": plain, "optimizer": torch.optim.SGD(plain.parameters())}, "no module that is sharded"),
+        ({"model": model}, "no optimizer that is sharded"),
+        ({"optimizer": optimizer}, "no module that is sharded"),
+        ({"model": sharded(mesh), "optimizer": optimizer}, r"optimizer changes a sharded parameter of shape \[7, 4\]"),
+    ):
+        with pytest.raises(NotRecoverable, match=said):
+            check(state, mesh.device_mesh)
+    away = fully_shard(Net(), mesh=mesh.device_mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(NotRecoverable, match="CPUOffloadPolicy"):
+        check({"model": away, "optimizer": torch.optim.SGD(away.parameters())}, mesh.device_mesh)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ class Run:
         self._boundary = boundary
         self._recovery = recovery
         self._state: dict[str, Any] = {"rng": RngState()} if rng else {}
+        self._mesh: tuple[int, Any] | None = None
         self._loop = False
         boundary.join()
 
@@ -108,11 +109,17 @@ class Run:
             self._state[name] = value
 
     def mesh(self, *, shard: int) -> Any:
-        """A `DeviceMesh` of replicas × shards for FSDP2: `fully_shard(model, mesh=run.mesh(shard=8))`. Once, before the
-        model is built; see docs/reference/session.md."""
-        if self._loop:
-            raise LoopError("mesh() after the first step: make the mesh before the model that is sharded over it")
-        return make_mesh(self.place, self._recovery, shard)
+        """The `DeviceMesh` of replicas × shards for FSDP2: `fully_shard(model, mesh=run.mesh(shard=8))`. One a run;
+        before the model is built. See docs/reference/session.md."""
+        if self._mesh is None:
+            if self._loop:
+                raise LoopError("mesh() after the first step: make the mesh before the model that is sharded over it")
+            self._mesh = shard, make_mesh(self.place, self._recovery, shard)
+        if self._mesh[0] != shard:
+            raise LoopError(
+                f"mesh(shard={shard}): this run has a mesh of {self._mesh[0]} shards; use one for all modules"
+            )
+        return self._mesh[1]
 
     def loader(self, dataset: Any, *, global_batch: int, seed: int = 0, **options: Any) -> ElasticLoader:
         """An `ElasticLoader` cut for this rank; pass it to `steps`."""

@@ -44,6 +44,29 @@ def check(state: Mapping[str, Any], device_mesh: Any) -> None:
                     f"{name} is sharded over {tensor.device_mesh}, which cannot change when a peer is lost. Make the "
                     "mesh with run.mesh(shard=N), and shard over all of it"
                 )
+    if device_mesh is not None:
+        _check_tracked(state)
+
+
+def _check_tracked(state: Mapping[str, Any]) -> None:
+    """Refuse a sharded job whose steps cannot be voted on or taken back, because what makes them is not in sight."""
+    modules = {id(p) for t in state.values() if isinstance(t, torch.nn.Module) for p in t.parameters() if is_sharded(p)}
+    stepped = [(key, p) for key, t in state.items() if isinstance(t, torch.optim.Optimizer)
+               for group in t.param_groups for p in group["params"] if is_sharded(p)]  # fmt: skip
+    if not modules or not stepped:
+        raise NotRecoverable(
+            f"run.mesh() was called, and no {'optimizer' if modules else 'module'} that is sharded over it is tracked. "
+            "Call fully_shard(), make the optimizer of what it returns, and pass both themselves to run.track()"
+        )
+    for key, parameter in stepped:
+        if id(parameter) not in modules:
+            raise NotRecoverable(
+                f"{key} changes a sharded parameter of shape {list(parameter.shape)} whose module is not tracked: pass "
+                "the module itself to run.track()"
+            )
+    for module in (m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules()):
+        if any(parameter.offload_to_cpu for parameter in _shards_of(module)):
+            raise NotRecoverable("no process can go on with CPUOffloadPolicy when a peer is lost: leave it out")
 
 
 class ShardedObjects:
@@ -93,8 +116,14 @@ class ShardedObjects:
 
     def _parameters(self) -> Iterator[Any]:
         for module in self._sharded():
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
+            yield from _shards_of(module)
+
+
+def _shards_of(module: Any) -> Iterator[Any]:
+    """FSDP2's own records of a module's parameters; none if it is no module of FSDP2's."""
+    if hasattr(module, "_get_fsdp_state"):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            yield from group.fsdp_params
 
 
 def _tensors(key: str, target: Any) -> Iterable[tuple[str, Any]]:

@@ -59,6 +59,7 @@ class Recovery:
         self._formed: forming.Formed | None = None
         self._number = -1
         self._heard_at = 0.0  # when its forming began
+        self._stuck: forming.Unformed | None = None  # something of a round before may still write into tensors
         self.main = RecoverableGroup(self._failed)
         if path := os.environ.get(env.CALLS_FILE):
             self.main.write_calls(path)
@@ -173,7 +174,7 @@ class Recovery:
         what this member was sent is damaged, `Dismissed` if this process is to end here.
         """
         for _ in range(ATTEMPTS):
-            round_ = self._meet(step, quality)
+            round_ = self._meet(step)
             if round_ is None:
                 continue
             try:
@@ -193,12 +194,14 @@ class Recovery:
             return found
         raise forming.Unformed(f"{ATTEMPTS} rounds in a row did not come about")
 
-    def _meet(self, step: int, quality: Quality) -> Round | None:
+    def _meet(self, step: int) -> Round | None:
         """Form the newest round, so that its members can agree; None if that failed, or is of no use."""
         if self.met and self.control.lost is None and self._formed is not None:
             self.met = False
             return self._formed.round
         self.met = False
+        if self._stuck is not None:
+            raise self._stuck
         round_ = self._rounds.wait_newer(self._number, JOIN_SECONDS)
         self._heard_at = time.monotonic()
         self._leave("a newer round began")
@@ -280,7 +283,7 @@ class Recovery:
             formed = self._formed
             assert formed is not None
             if self.control.lost is not None:
-                raise PeerLost(self.control.lost)
+                return  # and they fail still: the members are at one state, and must not tell the next round another
             self.main.attach(formed.main, formed.round.rank, formed.round.world_size, formed.abort)
             if self._sharded is not None:
                 for group, (inner, abort) in zip(self._sharded.mesh.groups, formed.parts, strict=True):
@@ -305,7 +308,7 @@ class Recovery:
         """Whether other members of the next round have made the step that this one voted for."""
         assert self._sharded is not None
         for _ in range(ATTEMPTS):
-            round_ = self._meet(step, Quality.VOTED)
+            round_ = self._meet(step)
             if round_ is None:
                 continue
             try:
@@ -357,7 +360,12 @@ class Recovery:
         with self._leaving:
             formed, self._formed = self._formed, None
             works = [work for group in self._groups for work in group.left]
+            on_device = [work for group in self._groups for work in group.left_on_device]
         if formed is None:
             self.main.abandon(reason)  # the world of one
-        else:
-            forming.dismiss(formed, works, self.main.left_on_device)
+            return
+        try:
+            forming.dismiss(formed, works, on_device)
+        except forming.Unformed as e:
+            self._stuck = e  # a script that is in its step may keep the error to itself
+            raise

@@ -104,7 +104,7 @@ class Sharded:
         gone = covering.missing(told, self.mesh.shards)
         log.error("no state is whole among %d members (missing shards: %s): the last commit is what there is",
                   len(told), ", ".join(map(str, gone)) or "none, but of several versions")  # fmt: skip
-        self._spoiled = not covering.fresh(told)
+        self._spoiled = True  # also of a new state: a shard may be another one's by now
         self._take(None)
         step = start()
         if step is None:

@@ -20,6 +20,7 @@ from everstep.checkpoint.filling import Segment
 from everstep.checkpoint.reading import Task
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import apply, capture
+from everstep.train.recovery.fsdp import NotRecoverable
 from everstep.train.recovery.members import Members
 
 DIGEST_BYTES = 2**16  # of each tensor: what diverges, diverges everywhere
@@ -52,7 +53,10 @@ def send(state: Mapping[str, Any], holder: int, receivers: tuple[int, ...], memb
         captured = capture(state, members.rank)
         tensors = {name: t.detach() for name, t in captured.tensors.items()}
         if sharded := [name for name, t in tensors.items() if is_sharded(t)]:
-            raise TransferFailed(f"{sharded[0]} is sharded: only replicated state can be sent from member to member")
+            raise NotRecoverable(
+                f"{sharded[0]} is sharded, and taken for replicated it would be trained wrong. Shard over the mesh of "
+                "run.mesh(shard=N), and pass the module and the optimizer themselves to run.track()"
+            )
         buffers = [_bytes(t) for t in tensors.values()]
         head = _header(captured.values, tensors, buffers)
     described = json.loads(members.from_rank(holder, head))

@@ -1,0 +1,138 @@
+"""A round of a sharded job that is lost half way: what a member tells the next one is what it holds by then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from lonely_mesh import mesh_of
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.fsdp import fully_shard
+
+from everstep.train.recovery import forming, transfer
+from everstep.train.recovery.agreement import NoState, Quality
+from everstep.train.recovery.covering import NEW, Held
+from everstep.train.recovery.fsdp import NotRecoverable
+from everstep.train.recovery.group import PeerLost
+from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.rounds import Round, RoundsOver
+from everstep.train.recovery.sharded import Sharded
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+class Others:
+    """The other members of a round, by what they tell. `told` is what this one, of rank 0, has told them."""
+
+    rank = 0
+
+    def __init__(self, *others: Held) -> None:
+        self.others = others
+        self.told: list[Held] = []
+
+    def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        step, made, quality, shard, digest = values
+        self.told.append(Held(step, made, Quality(quality), shard, digest))
+        return [tuple(values), *((h.step, h.made, int(h.quality), h.shard, h.digest) for h in self.others)]
+
+
+def member(mesh: Any, others: Others) -> Sharded:
+    model = fully_shard(torch.nn.Linear(4, 7), mesh=mesh.device_mesh)
+    found = Sharded(mesh, others)  # type: ignore[arg-type]
+    found.track({"model": model, "optimizer": torch.optim.SGD(model.parameters())})
+    return found
+
+
+def lost() -> int:
+    raise PeerLost("a peer was lost while the state was restored")
+
+
+def nothing() -> None:
+    return None
+
+
+@pytest.mark.parametrize("quality", [Quality.NONE, Quality.WHOLE])
+def test_member_whose_restore_was_interrupted_says_that_its_state_is_of_no_use(quality: Quality) -> None:
+    # Nobody has shard 1, so all restore; memory holds some of the commit by then, and perhaps another shard's zeros.
+    others = Others(Held(0, NEW, quality, 0, 0))
+    mine = member(mesh_of(2), others)
+    mine.mesh.move(0, 2)
+    with pytest.raises(PeerLost):
+        mine.settle(0, quality, 1, lost)
+    others.others = (Held(0, NEW, quality, 1, 0),)
+    with pytest.raises(NoState):
+        mine.settle(0, quality, 2, nothing)
+    assert [held.quality for held in others.told] == [quality, Quality.TORN]
+    assert mine.settle(0, quality, 3, lambda: 40) == (40, "no state was whole in memory")
+
+
+class Wrapped:
+    """A script's own object, in which no module can be seen."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state)
+
+
+def test_shards_inside_an_object_of_the_scripts_own_are_never_sent_as_if_they_were_the_whole() -> None:
+    module = fully_shard(torch.nn.Linear(4, 7), mesh=mesh_of(2).device_mesh)
+    with pytest.raises(NotRecoverable, match=r"weight is sharded.* run\.mesh\(shard=N\)"):
+        transfer.send({"app": Wrapped(module)}, 0, (1,), Others())  # type: ignore[arg-type]
+
+
+class OneRound:
+    """An agent that announces one round, and no other."""
+
+    dismissed = False
+
+    def __init__(self, round_: Round) -> None:
+        self.round = round_
+        self.joins: list[tuple[int, int]] = []
+
+    def newest(self) -> Round:
+        return self.round
+
+    def wait_newer(self, than: int, seconds: float) -> Round:
+        if than >= self.round.number:
+            raise RoundsOver("there is no other round")
+        return self.round
+
+    def joined(self, number: int, step: int) -> None:
+        self.joins.append((number, step))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=30), wait_for_workers=False)
+
+
+def test_round_that_is_lost_after_the_state_has_come_is_left_with_that_state(store: TCPStore) -> None:
+    # Told as what it was before, the step number of one state would go on with the parameters of another.
+    rounds = OneRound(Round(3, 0, 1, ("127.0.0.1", store.port)))
+    recovery = Recovery(rounds)  # type: ignore[arg-type]
+    recovery.main.attach(forming.alone(), 0, 1)
+    recovery._sharded = Sharded(mesh_of(1), recovery.members)
+    model = fully_shard(torch.nn.Linear(4, 7), mesh=recovery._sharded.mesh.device_mesh)
+    recovery.track({"model": model, "optimizer": torch.optim.SGD(model.parameters())})
+
+    def restore() -> int:
+        recovery._abandon("a peer was lost just after it had given its state")
+        return 40
+
+    assert recovery.enter(0, Quality.NONE, restore, lambda: None) == 40
+    assert recovery.lost is not None, "the round is over all the same"
+    with pytest.raises(PeerLost):
+        recovery.main.allreduce([torch.ones(1)]).wait()
+    with pytest.raises(RoundsOver):
+        recovery.enter(40, Quality.WHOLE, restore, lambda: None)
