@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from documents import TWO_OR_THREE, after, agent, formed, joined, names, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,9 +28,9 @@ from everstep.contract.document import (
     encode,
     under,
 )
+from everstep.rendezvous.closing import Waited, growth
 from everstep.rendezvous.errors import DocumentInvalid
 from everstep.rendezvous.participant import Broken, Finishing, Growing, Left, Stopping, Whole, standing
-from everstep.rendezvous.ranks import assign
 from everstep.rendezvous.reachability import EXACT, largest_set
 from everstep.rendezvous.rounds import (
     MAX_FLAPS,
@@ -48,46 +49,8 @@ from everstep.rendezvous.rounds import (
     StepAside,
     StepOut,
     Stop,
-    Waited,
     apply,
-    growth,
 )
-
-
-def agent(name: str, index: int = -1, **more: Any) -> Member:
-    return Member(index, name, **more)
-
-
-def after(document: Document, *events: Any) -> Document:
-    """The document after the events, none of which may be refused."""
-    for event in events:
-        result = apply(document, event)
-        assert isinstance(result, Document), f"{event}: {result}"
-        document = result
-    return document
-
-
-def refused(document: Document, event: Any) -> Refused:
-    result = apply(document, event)
-    assert isinstance(result, Refused), f"{event} was not refused"
-    return result
-
-
-def joined(sizes: Sizes, *names: str) -> Document:
-    return after(Document(sizes), *(Join(agent(name), sizes) for name in names))
-
-
-def formed(sizes: Sizes, *names: str) -> Document:
-    """Round 1 of these."""
-    return after(joined(sizes, *names), Close(names[0], 0, Waited.LAST_CALL))
-
-
-def names(document: Document) -> list[str]:
-    return [member.agent for member in document.members]
-
-
-TWO_OR_THREE = Sizes(2, 3)
-
 
 # --- forming
 
@@ -497,47 +460,7 @@ def test_of_more_than_fit_those_that_stop_are_left_out() -> None:
     sizes = Sizes(2, 4, (2, 4))
     document = after(formed(sizes, "a", "b", "c", "d"), Stop("a"), Evict("a", 1, "d", "gone"))
     document = after(document, *(Join(agent(n), sizes) for n in "abc"), Close("a", 1, Waited.NOTHING))
-    assert names(document) == ["b", "c"]
-
-
-# --- ranks
-
-
-def ranks(old: str, new: str) -> str:
-    previous = [agent(name, index) for index, name in enumerate(old)]
-    index = {name: i for i, name in enumerate(old)}
-    return "".join(m.agent for m in assign(previous, [agent(n, index.get(n.lower(), 50)) for n in new]))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("abc", "abc", "abc"),
-        ("abc", "ac", "ac"),
-        ("abc", "bc", "bc"),
-        ("abcd", "acdx", "axcd"),  # the joiner takes the place that is free
-        ("abcd", "dx", "xd"),  # d moves as little as it can
-        ("abcd", "aBCd", "aBCd"),  # a new incarnation takes its worker's rank
-        ("abc", "xyz", "xyz"),
-        ("", "ba", "ab"),
-        ("abc", "abcxy", "abcxy"),
-    ],
-)
-def test_survivors_keep_their_ranks_and_joiners_fill_the_rest(old: str, new: str, expected: str) -> None:
-    assert ranks(old, new) == expected
-
-
-@given(st.integers(0, 12), st.sets(st.integers(0, 20), min_size=1, max_size=12))
-def test_ranks_keep_order_and_as_many_ranks_as_order_allows(size: int, chosen: set[int]) -> None:
-    previous = [agent(f"m{i:02}", i) for i in range(size)]
-    result = assign(previous, [agent(f"m{i:02}", i) for i in chosen])
-    assert sorted(m.index for m in result) == sorted(chosen)
-    survivors = [m.index for m in result if m.index < size]
-    assert survivors == sorted(survivors)
-    for rank in range(min(size, len(result))):
-        behind = sum(i > rank for i in survivors)
-        if rank in survivors and rank < len(result) - behind:
-            assert result[rank].index == rank
+    assert names(document) == ["c", "b"]  # each keeps its place in a pair
 
 
 # --- bytes

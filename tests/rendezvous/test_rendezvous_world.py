@@ -15,11 +15,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from world import SIZES, Agent, Violation, World, events, walk
+from walks import SIZES, events, walk
+from world import Agent, Violation, World
 
 from everstep.contract.document import FINISHED, Document, Member, Sizes
-from everstep.rendezvous import leaving, participant, rounds
-from everstep.rendezvous.rounds import Stop, Waited
+from everstep.rendezvous import closing, leaving, participant, rounds
+from everstep.rendezvous.closing import Waited
+from everstep.rendezvous.rounds import Stop
 from everstep.rendezvous.seats import Table
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "500"))
@@ -172,15 +174,26 @@ def _forget_who_is_gone(document: Any) -> Any:
 
 
 def _ranks_by_name(_assign: Any) -> Any:
-    return lambda _previous, chosen: tuple(sorted(chosen, key=lambda m: m.agent, reverse=True))
+    return lambda _previous, chosen, _group: tuple(sorted(chosen, key=lambda m: m.agent, reverse=True))
 
 
 def _ranks_packed(_assign: Any) -> Any:
     # Keeps the order, but not the ranks: everyone behind a lost member moves up.
-    def wrong(previous: tuple[Member, ...], chosen: Any) -> tuple[Member, ...]:
+    def wrong(previous: tuple[Member, ...], chosen: Any, _group: int) -> tuple[Member, ...]:
         pool = {m.agent: m for m in chosen}
         kept = [pool.pop(m.agent) for m in previous if m.agent in pool]
         return (*kept, *sorted(pool.values()))
+
+    return wrong
+
+
+def _groups_do_not_count(close: Any) -> Any:
+    def wrong(document: Document, event: Any) -> Any:
+        sizes = document.sizes
+        any_goes = Sizes(1, sizes.maximum, (1, *sizes.allowed)) if sizes.allowed else sizes
+        after = close(replace(document, sizes=any_goes), event)
+        fits = isinstance(after, Document) and sizes.largest(len(after.members)) == len(after.members)
+        return replace(after, sizes=sizes) if fits else close(document, event)
 
     return wrong
 
@@ -251,11 +264,12 @@ MISTAKES: dict[str, Patch] = {
     "forms a round of a size that is not allowed": _patched(rounds, "_close", _too_many),
     "takes out without a record": _patched(rounds, "_lose", _lose_from_waiting_only),
     "forgets who is gone": _patched(Table, "document", _forget_who_is_gone),
-    "ranks without regard to the last round": _patched(rounds, "assign", _ranks_by_name),
-    "everyone moves up": _patched(rounds, "assign", _ranks_packed),
+    "ranks without regard to the last round": _patched(closing, "assign", _ranks_by_name),
+    "everyone moves up": _patched(closing, "assign", _ranks_packed),
+    "groups that are whole are torn": _patched(rounds, "_close", _groups_do_not_count),
     "an older incarnation comes back": _patched(Table, "_replace_older", _seat_for_anyone),
     "finished when one member is": _patched(rounds, "_done", _finished_by_one),
-    "unreachable pairs together": _patched(rounds, "largest_set", _everyone_reaches_everyone),
+    "unreachable pairs together": _patched(closing, "largest_set", _everyone_reaches_everyone),
     "a dead agent is never taken out": _patched(participant, "without_lapsed", _nobody_is_evicted),
     "leaves although too few stay": _patched(leaving, "enough_stay", lambda _: lambda document: True),
     "who was asked to stop comes back": _patched(Table, "join", _whoever_stopped_joins),

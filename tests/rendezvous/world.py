@@ -7,30 +7,21 @@ books.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from random import Random
 
 from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode, under
 from everstep.rendezvous import participant, rounds
+from everstep.rendezvous.closing import Waited
 from everstep.rendezvous.participant import Formed, Proposal, Round
 from everstep.rendezvous.rounds import (
-    Break,
-    Charge,
-    Close,
-    CloseJob,
-    Done,
     Event,
     Evict,
-    KeepProcesses,
     Leave,
     Reach,
     Refused,
-    SetBoundary,
     StepAside,
     StepOut,
     Stop,
-    Waited,
 )
 from everstep_operator.shell.round_rules import with_wishes
 
@@ -273,6 +264,8 @@ class World:
                 raise Violation(f"{member.agent} was replaced by a newer incarnation")
         if before is not None:
             self._judge_against(before, after, present)
+            if not self.severed:
+                self._judge_groups(before, after)
 
     @staticmethod
     def _was_here(name: str, document: Document | None) -> bool:
@@ -281,13 +274,14 @@ class World:
     @staticmethod
     def _judge_against(before: Document, after: Document, present: set[str]) -> None:
         old = [m.agent for m in before.members]
-        kept = [m.agent for m in after.members if m.agent in old]
-        if kept != [name for name in old if name in kept]:
-            raise Violation(f"survivors changed their order: {old} {kept}")
         new = [m.agent for m in after.members]
+        kept = [name for name in new if name in old]
+        grouped = after.sizes.group > 1  # then survivors keep their place in a group, and not their order
+        if not grouped and kept != [name for name in old if name in kept]:
+            raise Violation(f"survivors changed their order: {old} {kept}")
         for rank, name in enumerate(old):
             # Room for everyone behind it: then there is no reason to move.
-            behind = sum(other in new for other in old[rank + 1 :])
+            behind = 0 if grouped else sum(other in new for other in old[rank + 1 :])
             if name in new and rank < len(new) - behind and new[rank] != name:
                 raise Violation(f"{name} lost rank {rank} for nothing: {old} {new}")
         # Not by itself over: nobody was lost before or in this swap, and none of its members asked for another.
@@ -300,6 +294,22 @@ class World:
         )
         if before.members and whole and not any(m.agent in waiting or m.agent in new for m in before.members):
             raise Violation(f"round {before.round} was ended by who waited: {old} {new}")
+
+    @staticmethod
+    def _judge_groups(before: Document, after: Document) -> None:
+        """Who has all its partners is not left out for one that has not; as many as can keep their place in a group."""
+        group = after.sizes.group
+        old, new = [m.agent for m in before.members], [m.agent for m in after.members]
+        asked = {m.agent for m in (*after.members, *after.joining)} - set(after.stopping)
+        remain = {m.agent for m in before.remaining()}
+        groups = [old[i : i + group] for i in range(0, len(old), group)]
+        inside = {name for part in groups if len(part) == group and set(part) <= asked & remain for name in part}
+        if inside - set(new) and not set(new) <= inside:
+            raise Violation(f"{inside - set(new)} were left out of {new} though they have their partners: {old}")
+        for place in range(group):
+            held = set(old[place::group]) & set(new)
+            if len(held & set(new[place::group])) < min(len(held), len(new) // group):
+                raise Violation(f"{held} had place {place} of {group}, and more could have it still: {old} {new}")
 
     # --- and then no more faults
 
@@ -363,81 +373,3 @@ class World:
         names = {m.agent for m in document.members if m in document.remaining() or m.agent not in document.done}
         if inside and names != {a.name for a in inside}:
             raise Violation(f"round {document.round} has members {names}, and {inside} believe to be in it")
-
-
-def events(world: World, agent: Agent, target: Agent, number: int) -> Iterator[Event]:
-    """What an agent may do that believes to be in round `number`."""
-    yield Evict(agent.name, number, target.name, "test")
-    yield Reach(agent.name, number, target.name, False)
-    yield Reach(agent.name, number, target.name, True)
-    yield Close(agent.name, number, Waited.REJOIN)
-    yield SetBoundary(agent.name, number, 7)
-    yield StepOut(agent.name, number, "test")
-    yield StepAside(agent.name, number)
-    yield Break(agent.name, number, "test")
-    yield KeepProcesses(agent.name, number)
-    yield Done(agent.name, number)
-
-
-def step(world: World, random: Random) -> None:
-    """One thing that may happen."""
-    if not world.agents or random.random() < 0.08:
-        index = random.choice([-1, 0, 1, 2])
-        world.start(index, random.randrange(3) if index >= 0 else 0)
-        return
-    agent, target = (random.choice(list(world.agents.values())) for _ in range(2))
-    number = 0 if agent.seen[1] is None else agent.seen[1].round
-    if agent.round is not None:
-        number = agent.round.number
-    if random.random() < 0.25:
-        for event in events(world, agent, target, number):
-            world.stray(agent, event, number)
-    if random.random() < world.written_for:
-        world.write_wishes(random.choice([0, 0, 0, 1, 2]))
-        return
-    if not agent.alive and random.random() < 0.9:  # else it only seemed dead
-        return
-    choice = random.random()
-    if choice < 0.15:
-        world.announce(agent)
-    elif choice < 0.45:
-        world.look(agent, random.choice([0, 0, 0, 0, 1, 2, 5]))
-    elif choice < 0.55:
-        world.read_presence(agent)
-    elif choice < 0.80:
-        waited = Waited(random.choice([0, 0, 0, 1, 2]))
-        world.join(agent, waited, random.random() < 0.2, random.random() < 0.7)
-    elif choice < 0.85:
-        world.again(agent)
-    elif choice < 0.91:
-        world.act(agent, random.choice(list(events(world, agent, target, number))))
-    elif choice < 0.93:
-        world.look(agent, 0)
-        world.act(agent, random.choice((Stop(agent.name), StepAside(agent.name, number))))
-    elif choice < 0.96:
-        world.crash(agent)
-    elif choice < 0.98:
-        world.lapse(agent)
-    elif choice < 0.99:
-        world.act(agent, random.choice((Leave(agent.name), Charge(agent.name, number, "test"))))
-    elif random.random() < 0.5:
-        world.rule(random.choice(SIZES))
-    elif random.random() < 0.2:
-        world.act(agent, CloseJob(agent.name, "done"))
-
-
-SIZES = (Sizes(1, 3), Sizes(2, 3), Sizes(2, 2), Sizes(2, 6, (2, 4, 6)))
-
-
-def walk(seed: int, steps: int = 120) -> World:
-    """A random life of a job, then peace. Raises Violation with the seed and what was written."""
-    random = Random(seed)
-    world = World(random.choice(SIZES))
-    world.written_for = random.choice([0.0, 0.0, 0.1, 0.3])
-    try:
-        for _ in range(steps):
-            step(world, random)
-        world.settle()
-    except Violation as e:
-        raise Violation(f"walk({seed}, {steps}): {e}\n" + "\n".join(world.log[-25:])) from None
-    return world

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from everstep.contract.document import FINISHED, Document, DocumentInvalid, Sizes, Wish, decode, encode, under
+from everstep.rendezvous.closing import Waited
 from everstep.rendezvous.participant import without_lapsed
-from everstep.rendezvous.rounds import Close, Join, Refused, Waited, apply, join_all
+from everstep.rendezvous.rounds import Close, Join, Refused, apply, join_all
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.shell.round_documents import RoundsRefused
 from everstep_operator.shell.round_watches import Urgency

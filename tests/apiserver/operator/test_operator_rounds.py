@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from everstep.contract.document import MAX_BYTES, Document, Member, Sizes, decode, encode
-from everstep.rendezvous.rounds import Close, Event, Join, Refused, Waited, apply
+from everstep.rendezvous.closing import Waited
+from everstep.rendezvous.rounds import Close, Event, Join, Refused, apply
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
 from everstep_operator.runtime.clock import SystemClock

@@ -8,6 +8,7 @@ differ.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,11 @@ class Sizes:
             return max((size for size in self.allowed if size <= available), default=0)
         size = min(available, self.maximum)
         return size if size >= self.minimum else 0
+
+    @property
+    def group(self) -> int:
+        """What all sizes are multiples of: so many agents may hold one replica of a sharded model together."""
+        return math.gcd(*self.allowed) or 1
 
     def __str__(self) -> str:
         return ",".join(map(str, self.allowed)) or f"{self.minimum}:{self.maximum}"

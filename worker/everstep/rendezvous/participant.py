@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from everstep.contract.document import Document, Member, Wish
+from everstep.rendezvous.closing import Waited, growth
 from everstep.rendezvous.leaving import divide, enough_stay
 from everstep.rendezvous.rounds import (
     Close,
     Join,
     Leave,
     Refused,
-    Waited,
     apply,
-    growth,
     is_here,
     is_member,
     is_waiting,

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import assert_never
 
 from everstep.contract.document import (
     FINISHED,
     LEFT,
     MAX_HISTORY,
-    MAX_MEMBERS,
     MAX_NUMBER,
     MAX_REASON,
     MAX_REPORTS,
@@ -33,20 +31,11 @@ from everstep.contract.document import (
     Setback,
     Sizes,
 )
-from everstep.rendezvous import leaving
-from everstep.rendezvous.ranks import assign
-from everstep.rendezvous.reachability import largest_set
+from everstep.rendezvous import closing, leaving
+from everstep.rendezvous.closing import Waited
 from everstep.rendezvous.seats import Table
 
 MAX_FLAPS = 5  # times that two agents may lose each other; then they are not put together again
-
-
-class Waited(IntEnum):
-    """For what a proposer has waited, on its own clock, while the document did not change."""
-
-    NOTHING = 0
-    LAST_CALL = 1  # for whoever might still come
-    REJOIN = 2  # for living members of the present round that do not ask for the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,22 +230,6 @@ def is_member(document: Document, agent: str) -> bool:
     )
 
 
-def growth(document: Document) -> int:
-    """How many more members the round would have if it were formed again now; 0 if that would not make it larger."""
-    remaining = document.remaining()
-    if not document.joining or document.done:  # nobody grows who is about to end
-        return 0
-    return max(0, _connected(document) - len(remaining))
-
-
-def _connected(document: Document) -> int:
-    """The largest round of those who are here and reach each other; 0 if they are too few."""
-    remaining = document.remaining()
-    here = {member.agent for member in remaining}
-    everyone = (*remaining, *(member for member in document.joining if member.agent not in here))
-    return document.sizes.largest(len(largest_set(everyone, document.reports)))
-
-
 def _fence(document: Document, by: str, number: int) -> Refused | None:
     if number != document.round:
         return Refused(f"{by} decided in round {number}, and round {document.round} is the present one")
@@ -370,7 +343,7 @@ def _reach(document: Document, event: Reach) -> Document | Refused:
     # all that have come when the members are back. If too few could be in it, the round is left as it is: what it sent
     # goes on when the network does.
     both = is_member(document, low) and is_member(document, high)
-    if not event.reaches and both and document.broken is None and _connected(document):
+    if not event.reaches and both and document.broken is None and closing.connected(document):
         why = f"{event.by} does not reach {event.target}"[:MAX_REASON]
         history = _remember(document, Setback(document.round, event.by, why, False))
         document = replace(document, broken=why, history=history)
@@ -378,33 +351,13 @@ def _reach(document: Document, event: Reach) -> Document | Refused:
 
 
 def _close(document: Document, event: Close) -> Document | Refused:
-    waiting = {member.agent for member in document.joining}
-    if event.by not in waiting:
+    if not is_waiting(document, event.by):
         return Refused(f"{event.by} does not wait for a round: it cannot form one")
-    remaining = document.remaining()
-    missing = [member.agent for member in remaining if member.agent not in waiting]
-    if missing and not document.gone and document.broken is None and len(missing) == len(remaining):
-        return Refused(f"round {document.round} runs: its members take in who waits")
-    if missing and event.waited < Waited.REJOIN:
-        return Refused(f"waiting for {_names(missing)} of round {document.round} to join again")
-    pool = largest_set(document.joining, document.reports)
-    size = document.sizes.largest(len(pool))
-    if size == 0:
-        apart = ", without who does not reach another" if len(pool) < len(document.joining) else ""
-        return Refused(f"{len(pool)} of at least {document.sizes.minimum} agents wait{apart}")
-    if not remaining and size < document.sizes.maximum and event.waited < Waited.LAST_CALL:
-        return Refused(f"{len(pool)} of at most {document.sizes.maximum} agents wait: last call")
-    whole = document.sizes.largest(len(document.members))
-    if remaining and size < whole and not event.shrink:
-        return Refused(f"{size} of {whole} agents are here: waiting for replacements before going on with fewer")
+    members = closing.next_members(document, event.waited, shrink=event.shrink)
+    if isinstance(members, str):
+        return Refused(members)
     if document.round + 1 >= MAX_NUMBER:
         return Refused(f"round {document.round} is the last that can be counted", final=True)
-    rank = {member.agent: rank for rank, member in enumerate(remaining)}
-    stopping = set(document.stopping)
-    chosen = sorted(pool, key=lambda m: (m.agent in stopping, rank.get(m.agent, MAX_MEMBERS), m.index, m.agent))[:size]
-    if all(m.agent in stopping and m.agent not in rank for m in chosen):
-        return Refused("all who wait are asked to stop, and have nothing to save together")
-    members = assign(document.members, chosen)
     taken = {member.agent for member in members}
     left = tuple(member for member in document.joining if member.agent not in taken)
     # A pair's report outlives the round while both hold their seats: forgotten, it would be met again.
@@ -431,7 +384,3 @@ def _set_boundary(document: Document, event: SetBoundary) -> Document | Refused:
     if not 0 <= event.step < MAX_NUMBER:
         return Refused(f"step {event.step} is no step", final=True)
     return replace(document, boundary=event.step)
-
-
-def _names(agents: list[str]) -> str:
-    return ", ".join(agents[:5]) + (f" and {len(agents) - 5} more" if len(agents) > 5 else "")

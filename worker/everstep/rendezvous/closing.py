@@ -1,0 +1,96 @@
+"""Who is in the round that is formed next, how many that could be, and what has to be waited for before it is. Pure.
+
+Where all allowed sizes are multiples of a number, the processes of so many agents hold one replica of the model
+together, a part each, and each part is held by the agents of the same place in the other groups. So of more agents than
+fit a group that is whole stays whole, and of those that have lost a partner those stay that have different parts.
+
+Invariants: who does not ask for the round is not in it; its size is allowed; no two of it are a reported pair.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from enum import IntEnum
+
+from everstep.contract.document import MAX_MEMBERS, Document, Member
+from everstep.rendezvous.ranks import assign
+from everstep.rendezvous.reachability import largest_set
+
+
+class Waited(IntEnum):
+    """For what a proposer has waited, on its own clock, while the document did not change."""
+
+    NOTHING = 0
+    LAST_CALL = 1  # for whoever might still come
+    REJOIN = 2  # for living members of the present round that do not ask for the next
+
+
+def next_members(document: Document, waited: Waited, *, shrink: bool) -> tuple[Member, ...] | str:
+    """The members of the next round in rank order; or why it cannot be formed, or what it waits for."""
+    waiting = {member.agent for member in document.joining}
+    remaining = document.remaining()
+    missing = [member.agent for member in remaining if member.agent not in waiting]
+    if missing and not document.gone and document.broken is None and len(missing) == len(remaining):
+        return f"round {document.round} runs: its members take in who waits"
+    if missing and waited < Waited.REJOIN:
+        return f"waiting for {_names(missing)} of round {document.round} to join again"
+    pool = largest_set(document.joining, document.reports)
+    size = document.sizes.largest(len(pool))
+    if size == 0:
+        apart = ", without who does not reach another" if len(pool) < len(document.joining) else ""
+        return f"{len(pool)} of at least {document.sizes.minimum} agents wait{apart}"
+    if not remaining and size < document.sizes.maximum and waited < Waited.LAST_CALL:
+        return f"{len(pool)} of at most {document.sizes.maximum} agents wait: last call"
+    whole = document.sizes.largest(len(document.members))
+    if remaining and size < whole and not shrink:
+        return f"{size} of {whole} agents are here: waiting for replacements before going on with fewer"
+    chosen = _preferred(document, pool)[:size]
+    survivors = {member.agent for member in remaining}
+    if all(m.agent in document.stopping and m.agent not in survivors for m in chosen):
+        return "all who wait are asked to stop, and have nothing to save together"
+    return assign(document.members, chosen, document.sizes.group)
+
+
+def growth(document: Document) -> int:
+    """How many more members the round would have if it were formed again now; 0 if that would not make it larger."""
+    remaining = document.remaining()
+    if not document.joining or document.done:  # nobody grows who is about to end
+        return 0
+    return max(0, connected(document) - len(remaining))
+
+
+def connected(document: Document) -> int:
+    """The largest round of those who are here and reach each other; 0 if they are too few."""
+    remaining = document.remaining()
+    here = {member.agent for member in remaining}
+    everyone = (*remaining, *(member for member in document.joining if member.agent not in here))
+    return document.sizes.largest(len(largest_set(everyone, document.reports)))
+
+
+def _preferred(document: Document, pool: Sequence[Member]) -> list[Member]:
+    """Who waits, in the order in which they are taken: who is not asked to stop before who is; of those, groups that
+    are whole, then one survivor of other groups for each place in a group, then a second one, …; who comes new last."""
+    group = document.sizes.group
+    stopping, here = set(document.stopping), {member.agent for member in pool}
+    survivors = {member.agent for member in document.remaining()}
+    rank = {member.agent: rank for rank, member in enumerate(document.members) if member.agent in survivors}
+    stay = [agent for agent in rank if agent in here and agent not in stopping]
+    partners = Counter(rank[agent] // group for agent in stay)
+    turn: dict[str, int] = {}
+    taken: Counter[int] = Counter()
+    for agent in stay:
+        whole, place = partners[rank[agent] // group] == group, rank[agent] % group
+        taken[place] += not whole
+        turn[agent] = 0 if whole else taken[place]
+
+    def order(member: Member) -> tuple[bool, int, int, int, str]:
+        agent = member.agent
+        last = MAX_MEMBERS
+        return agent in stopping, turn.get(agent, last), rank.get(agent, last), member.index, agent
+
+    return sorted(pool, key=order)
+
+
+def _names(agents: list[str]) -> str:
+    return ", ".join(agents[:5]) + (f" and {len(agents) - 5} more" if len(agents) > 5 else "")
