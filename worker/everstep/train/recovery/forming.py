@@ -44,10 +44,11 @@ class Formed:
     round: Round
     main: Any
     control: Any
-    parts: list[tuple[Any, Callable[[], None] | None]]  # each with its `abort`, in the order of `form`'s
     addresses: frozenset[links.Address]
     store: Any
     abort: Callable[[], None] | None = None
+    # A mesh's groups, each with its `abort`, in the order of `form`'s.
+    parts: list[tuple[Any, Callable[[], None] | None]] = field(default_factory=list)
     keep: list[Any] = field(default_factory=list)  # gloo's devices
 
 
@@ -145,7 +146,7 @@ def _form(round_: Round, seconds: float, parts: Sequence[Part]) -> Formed:
     for rank in range(round_.world_size):
         name, number = store.get(f"link/{rank}").decode().split()
         addresses.add((name, int(number)))
-    return Formed(round_, main, control, inner, frozenset(addresses), store, abort, [device])
+    return Formed(round_, main, control, frozenset(addresses), store, abort, inner, [device])
 
 
 def _with_devices(gloo: Any, rank: int, size: int, store: Any) -> tuple[Any, Callable[[], None] | None]:
