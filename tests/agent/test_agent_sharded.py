@@ -61,3 +61,31 @@ def test_replica_that_lost_a_process_or_its_agent_comes_back_and_the_other_goes_
             assert numbers == sorted(set(numbers)), "a step was made twice"
             assert numbers[-1] - numbers[0] + 1 - len(numbers) <= 2, "more was lost than the last lines of a step"
     assert differing(run) == set()
+
+
+@pytest.mark.long
+def test_replica_over_two_agents_stays_whole_when_another_loses_an_agent(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    # Agents of one process each; that sizes are 2 or 4 says that two are a group. Without a commit a lost shard would
+    # cost the processes.
+    conf = "last_call=20,ttl=3,allowed=2:4"
+    run = job(SCRIPT, json.dumps({"out": str(tmp_path)}), nodes="2:4")
+    agents = run.start(4, conf)
+    run.world(agents, 0)
+    rank = {agent: run.steps(agent.trainers()[0])[-1]["rank"] for agent in agents}
+    left, victim, *whole = sorted(agents, key=lambda agent: rank[agent])
+    before = {agent: agent.trainers() for agent in (left, *whole)}
+    at = run.kill(victim)
+    pids = [pid for agent in whole for pid in agent.trainers()]
+    first = run.until(lambda: run.trains(pids, at, 2), "the whole replica does not go on")
+    print(f"its next step after {(max(e['at'] for e in first) - at) * 1e3:.0f} ms")
+    assert [e["shard"] for e in first] == [0, 1]
+    agents = [left, *whole, *run.start(1, conf)]
+    run.until(lambda: both(run, agents, at), "the other replica does not come back")
+    assert {agent: agent.trainers() for agent in before} == before
+    for pid in pids:
+        numbers = [e["step"] for e in run.steps(pid)]
+        assert numbers == sorted(set(numbers)), "a step was made twice"
+        assert numbers[-1] - numbers[0] + 1 - len(numbers) <= 1, "more was lost than the last lines of a step"
+    assert differing(run) == set()
