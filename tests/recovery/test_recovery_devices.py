@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from everstep.train.recovery import forming
-from everstep.train.recovery.group import DEVICE_WORKS, PeerLost, RecoverableGroup
+from everstep.train.recovery.flight import DEVICE_WORKS, PeerLost
+from everstep.train.recovery.group import RecoverableGroup
 from everstep.train.recovery.rounds import Round
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from everstep.train.recovery import forming, links
-from everstep.train.recovery.group import PeerLost, RecoverableGroup
+from everstep.train.recovery.flight import PeerLost
+from everstep.train.recovery.group import RecoverableGroup
 
 COLLECTIVES: dict[str, Callable[[RecoverableGroup], Any]] = {
     "allreduce": lambda g: g.allreduce([torch.ones(3)]),

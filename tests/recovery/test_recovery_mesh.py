@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from everstep.train.meshes import likely_rank
 from everstep.train.recovery import forming
+from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.fsdp import NotRecoverable, ShardedObjects, check
-from everstep.train.recovery.group import PeerLost
 from everstep.train.recovery.mesh import RecoverableMesh
 
 pytestmark = pytest.mark.usefixtures("world_of_one")

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from everstep.train.recovery import forming, transfer
 from everstep.train.recovery.agreement import NoState, Quality
 from everstep.train.recovery.covering import NEW, Held
+from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.fsdp import NotRecoverable
-from everstep.train.recovery.group import PeerLost
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.rounds import Round, RoundsOver
 from everstep.train.recovery.sharded import Sharded

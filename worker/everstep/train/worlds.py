@@ -16,8 +16,8 @@ from everstep.data import ElasticLoader
 from everstep.train.boundary import Boundary
 from everstep.train.pace import Pace, Slow
 from everstep.train.recovery.agreement import NoState, Quality
+from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.forming import Unformed
-from everstep.train.recovery.group import PeerLost
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import parallel
 from everstep.train.recovery.rounds import Dismissed

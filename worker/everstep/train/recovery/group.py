@@ -15,190 +15,30 @@ their tensors is garbage, and no optimizer takes it, because the round is over. 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from everstep.contract.calls import Call, Calls, Page, line_of_script
+from everstep.contract.calls import Call, Page
+from everstep.train.recovery.flight import Answer, Flight, PeerLost, Waiting
 
 BACKEND = "everstep"
-DEVICE_WORKS = 256  # that are kept before those that are over are dropped
-
-
-class PeerLost(RuntimeError):
-    """A collective cannot end because a member of the round is gone. `run.steps` takes it and repeats the step."""
-
-
-class Answer(c10d.Work):
-    """What a collective returns: ends when gloo's work does, or when the round is abandoned."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._value = value
-        self.call = Call(0, "")
-        self.work: Any = None  # gloo's
-        self._error: PeerLost | None = None
-        self._trigger: torch.futures.Future[None] = torch.futures.Future()
-        # An error reaches C++ (DDP's reducer waits there) only by a callback that raises.
-        self._future = self._trigger.then(self._end)
-
-    def finish(self, error: PeerLost | None) -> None:
-        """Called once."""
-        self._error = error
-        self._trigger.set_result(None)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the collective is over; `timeout` is the group's, not the caller's. Raises `PeerLost`."""
-        try:
-            self._future.wait()
-        except RuntimeError:
-            if self._error is None:
-                raise
-        if self._error is not None:
-            raise PeerLost(*self._error.args)
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def is_success(self) -> bool:
-        return self._future.done() and self._error is None
-
-    def exception(self) -> PeerLost | None:
-        return self._error
-
-    def result(self) -> Any:
-        return self._value
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def _end(self, _: torch.futures.Future[None]) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
-class _Flight:
-    """The collectives under way of one group. Apart from the group, because gloo's threads hold on to it: a gloo group
-    that goes with its last reference in one of its own threads ends the process."""
-
-    def __init__(self, on_lost: Callable[[str], None] | None) -> None:
-        self.lock = threading.Lock()
-        self.lost: str | None = "no round has begun"
-        self.lost_at = ""  # where the script was then, if a collective failed
-        self.left: list[Any] = []
-        self.calls = Calls()
-        self._device: list[tuple[Call, Any]] = []  # NCCL's works, those that are over among them
-        self._pending: dict[Answer, None] = {}  # in the order in which they were begun
-        self._waited, self._since = 0.0, 0.0  # seconds with a collective under way; since when one is
-        self._on_lost = on_lost
-
-    def waits_in(self) -> Call | None:
-        """The oldest collective under way."""
-        device = self._on_device()
-        with self.lock:
-            calls = [call for call, _ in device] + [answer.call for answer in self._pending]
-            return min(calls, key=lambda call: call.number, default=None)
-
-    def _on_device(self) -> list[tuple[Call, Any]]:
-        with self.lock:
-            self._device = [(call, work) for call, work in self._device if not work.is_completed()]
-            return list(self._device)
-
-    def on_device(self) -> list[Any]:
-        """The works of an accelerator that are not over."""
-        return [work for _, work in self._on_device()]
-
-    def begun_on_device(self, call: Call, work: Any) -> None:
-        with self.lock:
-            self._device.append((call, work))
-            many = len(self._device) >= DEVICE_WORKS
-        if many:
-            self._on_device()
-
-    def restart(self) -> None:
-        """A round begins. Under the lock."""
-        self.lost, self.left = None, []
-        self.calls.restart()
-
-    def begin(self, answer: Answer) -> None:
-        """Under the lock."""
-        if not self._pending:
-            self._since = time.monotonic()
-        self._pending[answer] = None
-
-    @property
-    def waited(self) -> float:
-        with self.lock:
-            return self._waited + (time.monotonic() - self._since if self._pending else 0.0)
-
-    def begun(self, answer: Answer) -> None:
-        """gloo has the collective. It may have been given up in between."""
-        with self.lock:
-            if answer not in self._pending:
-                self.left.append(answer.work)
-
-    def give_up(self, reason: str) -> None:
-        """End every collective under way."""
-        with self.lock:
-            pending = self._take(reason)
-        for answer in pending:
-            answer.finish(PeerLost(reason))
-
-    def ended(self, answer: Answer, outcome: Callable[[], Any]) -> None:
-        """In gloo's thread, or one that waits for it."""
-        try:
-            outcome()
-        except RuntimeError as e:
-            self.failed(answer, e)
-            return
-        with self.lock:
-            mine = answer in self._pending
-            self._pending.pop(answer, None)
-            if mine and not self._pending:
-                self._waited += time.monotonic() - self._since
-        if mine:
-            answer.finish(None)
-
-    def failed(self, answer: Answer, error: RuntimeError) -> None:
-        """gloo's connections are of no use after an error, and what else is under way may never be told of it."""
-        reason = str(error).split("\n", 1)[0][:300]
-        with self.lock:
-            if answer not in self._pending:
-                return
-            self.lost_at = line_of_script()
-            pending = self._take(reason)
-        for other in pending:
-            other.finish(PeerLost(reason))
-        if self._on_lost is not None:
-            self._on_lost(reason)
-
-    def _take(self, reason: str) -> list[Answer]:
-        self.lost = self.lost or reason
-        pending, self._pending = list(self._pending), {}
-        self._waited += time.monotonic() - self._since if pending else 0.0
-        self.left += [answer.work for answer in pending if answer.work is not None]
-        return pending
 
 
 class RecoverableGroup(dist.ProcessGroup):
     """torch's collectives over the group of the present round; between two rounds each of them fails at once.
 
-    `on_lost`: called once a round, in one of gloo's threads, if a collective fails before `abandon`.
+    `on_lost`: called once a round, in one of gloo's threads, if a collective fails before `abandon`. `waiting`: shared
+    by groups of one program.
     """
 
-    def __init__(self, on_lost: Callable[[str], None] | None = None) -> None:
+    def __init__(self, on_lost: Callable[[str], None] | None = None, waiting: Waiting | None = None) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
-        self._flight = _Flight(on_lost)
+        self._waiting = waiting or Waiting()
+        self._flight = Flight(on_lost, self._waiting)
         self._inner: Any = None
         self._abort: Callable[[], None] | None = None
         self._rank, self._size = 0, 1
@@ -231,7 +71,7 @@ class RecoverableGroup(dist.ProcessGroup):
     @property
     def waited(self) -> float:
         """Seconds in which a collective was under way, in all rounds. Not those of an accelerator."""
-        return self._flight.waited
+        return self._waiting.seconds
 
     def write_calls(self, path: str) -> None:
         """Keep the newest in a file."""

@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.contract import env
 from everstep.train.recovery import forming, fsdp, transfer
 from everstep.train.recovery.agreement import NoState, Quality, Standing, agree
-from everstep.train.recovery.group import BACKEND, PeerLost, RecoverableGroup
+from everstep.train.recovery.flight import PeerLost, Waiting
+from everstep.train.recovery.group import BACKEND, RecoverableGroup
 from everstep.train.recovery.members import Members
 from everstep.train.recovery.mesh import RecoverableMesh
 from everstep.train.recovery.reducers import Reducers
@@ -60,7 +61,8 @@ class Recovery:
         self._number = -1
         self._heard_at = 0.0  # when its forming began
         self._stuck: forming.Unformed | None = None  # something of a round before may still write into tensors
-        self.main = RecoverableGroup(self._failed)
+        self._waiting = Waiting()  # in the program's collectives
+        self.main = RecoverableGroup(self._failed, self._waiting)
         if path := os.environ.get(env.CALLS_FILE):
             self.main.write_calls(path)
         self.control = RecoverableGroup(self._failed)
@@ -105,7 +107,7 @@ class Recovery:
         """The `DeviceMesh` of a job whose state is cut into shards. Once, before `track`."""
 
         def new_group(description: str) -> RecoverableGroup:
-            self._asked = RecoverableGroup(self._failed)
+            self._asked = RecoverableGroup(self._failed, self._waiting)
             try:
                 dist.new_group([0], backend=BACKEND, group_desc=description)
                 return self._asked

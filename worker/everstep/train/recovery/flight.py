@@ -1,0 +1,199 @@
+"""The collectives of one group that are under way, and the answers that the program waits for in place of gloo's.
+
+gloo may lose one without a word (`group`), so each has an answer of our own. Invariant: an answer ends once, with the
+collective's result or with `PeerLost`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from everstep.contract.calls import Call, Calls, line_of_script
+
+DEVICE_WORKS = 256  # that are kept before those that are over are dropped
+
+
+class PeerLost(RuntimeError):
+    """A collective cannot end because a member of the round is gone. `run.steps` takes it and repeats the step."""
+
+
+class Answer(c10d.Work):
+    """What a collective returns: ends when gloo's work does, or when the round is abandoned."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._value = value
+        self.call = Call(0, "")
+        self.work: Any = None  # gloo's
+        self._error: PeerLost | None = None
+        self._trigger: torch.futures.Future[None] = torch.futures.Future()
+        # An error reaches C++ (DDP's reducer waits there) only by a callback that raises.
+        self._future = self._trigger.then(self._end)
+
+    def finish(self, error: PeerLost | None) -> None:
+        """Called once."""
+        self._error = error
+        self._trigger.set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the collective is over; `timeout` is the group's, not the caller's. Raises `PeerLost`."""
+        try:
+            self._future.wait()
+        except RuntimeError:
+            if self._error is None:
+                raise
+        if self._error is not None:
+            raise PeerLost(*self._error.args)
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        return self._future.done() and self._error is None
+
+    def exception(self) -> PeerLost | None:
+        return self._error
+
+    def result(self) -> Any:
+        return self._value
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def _end(self, _: torch.futures.Future[None]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Waiting:
+    """How long collectives are under way, of all groups that share this: those of a mesh overlap."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way, self._seconds, self._since = 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """In which at least one was. Not those of an accelerator."""
+        with self._lock:
+            return self._seconds + (time.monotonic() - self._since if self._under_way else 0.0)
+
+    def begun(self) -> None:
+        with self._lock:
+            if not self._under_way:
+                self._since = time.monotonic()
+            self._under_way += 1
+
+    def ended(self, count: int) -> None:
+        with self._lock:
+            self._under_way -= count
+            if count and not self._under_way:
+                self._seconds += time.monotonic() - self._since
+
+
+class Flight:
+    """The collectives under way of one group. Apart from the group, because gloo's threads hold on to it: a gloo group
+    that goes with its last reference in one of its own threads ends the process."""
+
+    def __init__(self, on_lost: Callable[[str], None] | None, waiting: Waiting) -> None:
+        self.lock = threading.Lock()
+        self.lost: str | None = "no round has begun"
+        self.lost_at = ""  # where the script was then, if a collective failed
+        self.left: list[Any] = []
+        self.calls = Calls()
+        self._device: list[tuple[Call, Any]] = []  # NCCL's works, those that are over among them
+        self._pending: dict[Answer, None] = {}  # in the order in which they were begun
+        self._on_lost = on_lost
+        self._waiting = waiting
+
+    def waits_in(self) -> Call | None:
+        """The oldest collective under way."""
+        device = self._on_device()
+        with self.lock:
+            calls = [call for call, _ in device] + [answer.call for answer in self._pending]
+            return min(calls, key=lambda call: call.number, default=None)
+
+    def _on_device(self) -> list[tuple[Call, Any]]:
+        with self.lock:
+            self._device = [(call, work) for call, work in self._device if not work.is_completed()]
+            return list(self._device)
+
+    def on_device(self) -> list[Any]:
+        """The works of an accelerator that are not over."""
+        return [work for _, work in self._on_device()]
+
+    def begun_on_device(self, call: Call, work: Any) -> None:
+        with self.lock:
+            self._device.append((call, work))
+            many = len(self._device) >= DEVICE_WORKS
+        if many:
+            self._on_device()
+
+    def restart(self) -> None:
+        """A round begins. Under the lock."""
+        self.lost, self.left = None, []
+        self.calls.restart()
+
+    def begin(self, answer: Answer) -> None:
+        """Under the lock."""
+        self._pending[answer] = None
+        self._waiting.begun()
+
+    def begun(self, answer: Answer) -> None:
+        """gloo has the collective. It may have been given up in between."""
+        with self.lock:
+            if answer not in self._pending:
+                self.left.append(answer.work)
+
+    def give_up(self, reason: str) -> None:
+        """End every collective under way."""
+        with self.lock:
+            pending = self._take(reason)
+        for answer in pending:
+            answer.finish(PeerLost(reason))
+
+    def ended(self, answer: Answer, outcome: Callable[[], Any]) -> None:
+        """In gloo's thread, or one that waits for it."""
+        try:
+            outcome()
+        except RuntimeError as e:
+            self.failed(answer, e)
+            return
+        with self.lock:
+            mine = answer in self._pending
+            self._pending.pop(answer, None)
+        if mine:
+            self._waiting.ended(1)
+            answer.finish(None)
+
+    def failed(self, answer: Answer, error: RuntimeError) -> None:
+        """gloo's connections are of no use after an error, and what else is under way may never be told of it."""
+        reason = str(error).split("\n", 1)[0][:300]
+        with self.lock:
+            if answer not in self._pending:
+                return
+            self.lost_at = line_of_script()
+            pending = self._take(reason)
+        for other in pending:
+            other.finish(PeerLost(reason))
+        if self._on_lost is not None:
+            self._on_lost(reason)
+
+    def _take(self, reason: str) -> list[Answer]:
+        self.lost = self.lost or reason
+        pending, self._pending = list(self._pending), {}
+        self._waiting.ended(len(pending))
+        self.left += [answer.work for answer in pending if answer.work is not None]
+        return pending
