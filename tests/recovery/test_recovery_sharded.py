@@ -113,8 +113,11 @@ def test_healthy_replica_goes_on_and_who_comes_back_gets_only_its_own_shard(job:
 
 @pytest.mark.parametrize(
     "wanted",
-    [{}, {"halves": 0.005}, {"reduced": True, "micro_batches": False}],
-    ids=["plain", "two-optimizers", "bfloat16"],
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"halves": 0.005}, id="two-optimizers", marks=pytest.mark.long),
+        pytest.param({"reduced": True, "micro_batches": False}, id="bfloat16", marks=pytest.mark.long),
+    ],
 )
 def test_kills_at_random_moments_leave_replicas_equal(job: Callable[..., Agents], wanted: dict[str, Any]) -> None:
     agents = job(seed=len(wanted), **wanted)
@@ -252,6 +255,7 @@ def test_killed_in_every_phase_of_a_return(job: Callable[..., Agents]) -> None:
     assert agents.differing() == {}
 
 
+@pytest.mark.long
 def test_giver_killed_during_the_transfer_and_the_other_replica_gives(job: Callable[..., Agents]) -> None:
     agents = job(count=4, width=1200)  # 19 MB a shard
     _, partner = lose(agents, agents.members[0])
