@@ -16,7 +16,7 @@ from slow_network import SlowNetwork
 
 from everstep.contract.document import Member
 from everstep.rendezvous import links as links_module
-from everstep.rendezvous.links import DETECTED, Links, probation
+from everstep.rendezvous.links import DETECTED, SMALL, Links, _around, probation
 from everstep.rendezvous.participant import Round
 
 
@@ -87,7 +87,18 @@ def machines() -> Iterator[Machines]:
         yield made
 
 
-@pytest.mark.parametrize("lost", [["ab"], ["ba"], ["ab", "ba"]])
+@pytest.mark.parametrize("size", range(1, 40))
+def test_each_pair_is_looked_at_by_one_of_both_and_up_to_sixteen_have_a_connection(size: int) -> None:
+    members = tuple(Member(i, f"m{i}", link_port=1) for i in range(size))
+    near, far = zip(*(_around(Round(1, rank, members)) for rank in range(size)), strict=True)
+    looked = [{m.index for m in (*one.values(), *other)} for one, other in zip(near, far, strict=True)]
+    for a in range(size):
+        assert a not in looked[a]
+        assert len(near[a]) == min(size - 1, 2 if size > SMALL else max(2, size // 2))
+        assert all(b in looked[a] or a in looked[b] for b in range(size) if b != a)
+
+
+@pytest.mark.parametrize("lost", [["ab"], ["ab", "ba"]], ids="-".join)
 def test_packets_that_are_lost_one_way_or_both_are_noticed_in_time_by_both_and_the_end_of_it_too(
     lost: list[str], machines: Machines
 ) -> None:
@@ -124,7 +135,8 @@ def test_who_is_out_of_the_round_is_still_looked_for_by_who_missed_it(machines: 
         crew.close()
 
 
-def test_members_that_are_far_apart_are_looked_at_in_turn(machines: Machines) -> None:
+def test_members_that_are_far_apart_are_looked_at_in_turn(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "SMALL", 5)
     crew = Crew(machines, "abcdefg")
     try:
         crew.meet()
@@ -154,7 +166,7 @@ def test_what_could_not_be_told_is_told_again(machines: Machines) -> None:
 
 @pytest.mark.parametrize(
     ("delay", "loss", "seconds"),
-    [(0.0, 0.3, 8.0), pytest.param(0.5, 0.3, 60.0, marks=[pytest.mark.long, pytest.mark.timeout(300)])],
+    [(0.0, 0.3, 5.0), pytest.param(0.5, 0.3, 60.0, marks=[pytest.mark.long, pytest.mark.timeout(300)])],
     ids=["lost", "lost and late"],
 )
 def test_a_bad_network_separates_nobody(
@@ -162,6 +174,7 @@ def test_a_bad_network_separates_nobody(
 ) -> None:
     """Members that are far apart are looked at all the time."""
     monkeypatch.setattr(links_module, "LATER_LAPS", 0.05)
+    monkeypatch.setattr(links_module, "SMALL", 5)
     with SlowNetwork(machines, "abcdefg", bad="abcdefg", delay=delay, loss=loss) as slow:
         crew = Crew(machines, "abcdefg", slow.addresses)
         try:

@@ -1,11 +1,12 @@
 """Connections between agents, by which the death of one, or of the network between two, is known early.
 
-Each member of a round connects to the next two in rank order (in a ring). When a process dies, its kernel ends the
-connection: in milliseconds. When packets are lost, one way or both, what is sent is not acknowledged. Then attempts to
-connect again decide (`meeting`). Refused, or answered by another agent: the process is gone. No packet came back: these
-two do not reach each other, within `DETECTED` seconds. Pairs that are further apart are tried in turn, one at a time,
-so that what an agent sends does not grow with the world. Who was never reached is not called gone, because a firewall
-refuses too. Knows neither store nor document. A stopped process keeps its connections: it is the lease's.
+Each member of a round connects to the next two in rank order (in a ring); of up to `SMALL` members each pair has a
+connection. When a process dies, its kernel ends the connection: in milliseconds. When packets are lost, one way or
+both, what is sent is not acknowledged. Then attempts to connect again decide (`meeting`). Refused, or answered by
+another agent: the process is gone. No packet came back: these two do not reach each other, within `DETECTED` seconds.
+In a larger world, pairs that are further apart are tried in turn, one at a time, so that what an agent sends does not
+grow with the world. Who was never reached is not called gone, because a firewall refuses too. Knows neither store nor
+document. A stopped process keeps its connections: it is the lease's.
 
 Invariant: who said that two do not reach each other looks again until they do, whatever round it is in, and says so
 when they did for as long as `probation` asks.
@@ -30,6 +31,7 @@ from everstep.rendezvous.participant import Round
 log = logging.getLogger(__name__)
 
 NEIGHBOURS = 2
+SMALL = 16
 BEAT = 0.5  # seconds between two bytes over a connection
 DETECTED = 5.0  # seconds at most: two beats, QUIET, ATTEMPTS and their rest
 REFUSALS = 3  # by a port that was never open to this agent
@@ -118,8 +120,9 @@ def _around(formed: Round) -> tuple[dict[Key, Member], list[Member]]:
     """The neighbours, and the others that this member looks at: of each pair, one looks at the other."""
     size = formed.world_size
     behind = [formed.members[(formed.rank + step) % size] for step in range(1, size)]
-    near = behind[:NEIGHBOURS]
-    far = behind[NEIGHBOURS : size // 2]
+    half = size // 2
+    count = max(NEIGHBOURS, half) if size <= SMALL else NEIGHBOURS
+    near, far = behind[:count], behind[count:half]
     return {key_of(m): m for m in near if m.link_port}, [m for m in far if m.link_port]
 
 
