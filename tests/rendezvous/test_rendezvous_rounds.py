@@ -247,6 +247,19 @@ def test_reports_that_come_late_lead_to_the_larger_side_too() -> None:
     assert sorted(names(document)) == ["b", "c", "d", "e"]
 
 
+def test_who_is_reached_by_nobody_is_not_waited_for_and_who_may_stay_is() -> None:
+    sizes = Sizes(1, 3)
+    document = after(formed(sizes, "a", "b", "c"), Reach("a", 1, "b", False), Join(agent("b"), sizes))
+    document = after(document, Join(agent("c"), sizes))
+    assert "waiting for a" in refused(document, Close("b", 1, Waited.NOTHING)).reason, "a or b stays, and a is first"
+    document = after(document, Reach("c", 1, "a", False), Close("b", 1, Waited.NOTHING))
+    assert names(document) == ["b", "c"]
+    assert standing(document, 1, "a") == Broken("round 2 was formed")
+    document = after(document, Join(agent("a"), sizes))
+    assert growth(document) == 0
+    assert growth(after(document, Reach("b", 2, "a", True), Reach("c", 2, "a", True))) == 1
+
+
 def test_a_pair_without_which_too_few_are_left_ends_no_round_and_the_next_waits_for_it() -> None:
     document = after(formed(Sizes(2, 2), "a", "b"), Reach("a", 1, "b", False))
     assert standing(document, 1, "b") == Whole()

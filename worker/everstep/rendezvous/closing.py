@@ -33,8 +33,11 @@ def next_members(document: Document, waited: Waited, *, shrink: bool) -> tuple[M
     missing = [member.agent for member in remaining if member.agent not in waiting]
     if missing and not document.gone and document.broken is None and len(missing) == len(remaining):
         return f"round {document.round} runs: its members take in who waits"
-    if missing and waited < Waited.REJOIN:
-        return f"waiting for {_names(missing)} of round {document.round} to join again"
+    # Nobody waits for a member whom the others do not reach: it is not in the next round, whether it comes or not.
+    able = {member.agent for member in largest_set(_everyone(document), document.reports)}
+    awaited = [agent for agent in missing if agent in able]
+    if awaited and waited < Waited.REJOIN:
+        return f"waiting for {_names(awaited)} of round {document.round} to join again"
     pool = largest_set(document.joining, document.reports)
     size = document.sizes.largest(len(pool))
     if size == 0:
@@ -62,10 +65,14 @@ def growth(document: Document) -> int:
 
 def connected(document: Document) -> int:
     """The largest round of those who are here and reach each other; 0 if they are too few."""
+    return document.sizes.largest(len(largest_set(_everyone(document), document.reports)))
+
+
+def _everyone(document: Document) -> tuple[Member, ...]:
+    """Who is here."""
     remaining = document.remaining()
     here = {member.agent for member in remaining}
-    everyone = (*remaining, *(member for member in document.joining if member.agent not in here))
-    return document.sizes.largest(len(largest_set(everyone, document.reports)))
+    return (*remaining, *(member for member in document.joining if member.agent not in here))
 
 
 def _preferred(document: Document, pool: Sequence[Member]) -> list[Member]:
