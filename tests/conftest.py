@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "cluster"))
+sys.path.insert(0, str(Path(__file__).parent / "warm"))
 
 from testcluster import handle, programs, project, stores
 from testcluster.controlplane import ControlPlane

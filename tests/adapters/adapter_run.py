@@ -1,4 +1,4 @@
-"""Runs a script of a framework under `python` (0 ranks) or stock `torchrun`, to its end, and reads what it said."""
+"""Runs a script of a framework, alone or as ranks of a world, to its end, and reads what it said."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from ranks import Ranks
+from warm_python import warm
 
 HERE = Path(__file__).parent
 SECONDS = 200  # for a run; importing a framework is most of it
@@ -17,10 +21,14 @@ SECONDS = 200  # for a run; importing a framework is most of it
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run ended, and what it printed."""
+    """How a run ended, and what it printed. `codes`: by rank, or of the launcher alone."""
 
-    code: int
+    codes: list[int]
     output: str
+
+    @property
+    def well(self) -> bool:
+        return not any(self.codes)
 
     @property
     def done(self) -> tuple[int, str]:
@@ -37,18 +45,34 @@ class Ended:
         return int(found[1])
 
 
+MODULES = {
+    "huggingface": ("transformers.trainer", "transformers.training_args", "everstep.train.adapters.huggingface"),
+    "accelerate": ("accelerate", "accelerate.data_loader", "everstep.train.adapters.accelerate"),
+    "lightning": ("lightning.pytorch", "everstep.train.adapters.lightning"),
+}
+
+
 def run(framework: str, ranks: int, *arguments: object) -> Ended:
-    launcher = [sys.executable]
-    if ranks:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    drop = ("EVERSTEP_", "PET_", "RANK", "WORLD_SIZE", "ACCELERATE_")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    """In processes that begin warm; 0 ranks is one without a world."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        argv = [HERE / f"run_{framework}.py", *arguments]
+        started = Ranks(warm(*MODULES[framework]), ranks, argv, Path(output.name), environment())
+        try:
+            codes = started.wait(SECONDS)
+        finally:
+            started.kill()
+        return Ended(codes, output.read())
+
+
+def launch(framework: str, ranks: int, *arguments: object) -> Ended:
+    """As a user does: by stock `torchrun`, and the framework is imported for each process."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     process = subprocess.Popen(
-        [*launcher, str(HERE / f"run_{framework}.py"), *map(str, arguments)],
+        [sys.executable, *torchrun, str(HERE / f"run_{framework}.py"), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        env=environment(),
         start_new_session=True,
     )
     try:
@@ -61,4 +85,10 @@ def run(framework: str, ranks: int, *arguments: object) -> Ended:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
-    return Ended(process.returncode, output)
+    return Ended([process.returncode], output)
+
+
+def environment() -> dict[str, str]:
+    drop = ("EVERSTEP_", "PET_", "RANK", "WORLD_SIZE", "ACCELERATE_")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import warm_agent
+from warm_python import Process, warm
+
 HERE = Path(__file__).parent
 LIMIT = 90.0  # seconds that any wait may take, on a machine that does much else
 
@@ -22,7 +25,7 @@ LIMIT = 90.0  # seconds that any wait may take, on a machine that does much else
 @dataclass(eq=False)
 class Agent:
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Process
     log: Path
 
     @property
@@ -38,7 +41,10 @@ class Agent:
 
 
 class Job:
-    """Agents of one job; `script` and its arguments are theirs. Use as a context manager."""
+    """Agents of one job; `script` and its arguments are theirs. Use as a context manager.
+
+    They begin warm, because most of what they do otherwise is to import torch; if `cold`, as for users.
+    """
 
     def __init__(
         self,
@@ -48,8 +54,10 @@ class Job:
         nodes: str = "2:3",
         flags: Iterable[str] = (),
         environ: Mapping[str, str] | None = None,
+        cold: bool = False,
     ) -> None:
         self.folder, self._endpoint, self._argv, self._nodes = folder, endpoint, argv, nodes
+        self._cold = cold
         self._flags, self._environ = tuple(flags), dict(environ or {})
         self._job = uuid.uuid4().hex
         self.agents: list[Agent] = []
@@ -67,17 +75,21 @@ class Job:
         made = []
         for _ in range(count):
             argv = [
-                sys.executable, "-m", "everstep.agent.main", f"--nnodes={self._nodes}",
-                "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={self._endpoint}", f"--rdzv-id={self._job}",
-                f"--rdzv-conf={conf}", *self._flags, *flags, *self._argv,
+                f"--nnodes={self._nodes}", "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={self._endpoint}",
+                f"--rdzv-id={self._job}", f"--rdzv-conf={conf}", *self._flags, *flags, *self._argv,
             ]  # fmt: skip
             log = self.folder / f"agent-{len(self.agents)}.log"
             variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **self._environ}
             with log.open("wb") as out:
-                process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True, env=variables)
+                process = self._begin(argv, stdout=out, stderr=out, start_new_session=True, env=variables)
             made.append(Agent(len(self.agents), process, log))
             self.agents.append(made[-1])
         return made
+
+    def _begin(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes] | Process:
+        if self._cold:
+            return subprocess.Popen([sys.executable, "-m", "everstep.agent.main", *argv], **options)
+        return warm().popen(warm_agent.__file__, *argv, **options)
 
     def kill(self, agent: Agent) -> float:
         """End an agent as a power cut would, with all that it started; when."""
@@ -155,21 +167,25 @@ class Job:
         return [a.process.returncode for a in self.agents]
 
     def left_behind(self) -> list[int]:
-        """Processes that are still there and were started by an agent of this job, by its id in their environment."""
-        found = []
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if f"TORCHELASTIC_RUN_ID={self._job}".encode() in environ.read_bytes():
-                    found.append(int(environ.parent.name))
-        return found
+        """Processes that are still there and were started by an agent of this job: each has a session of its own."""
+        sessions = {str(agent.pid) for agent in self.agents}
+        pids = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+        return [pid for pid in pids if (found := stat(pid))[0] != "Z" and found[3] in sessions]
 
 
 def children(pid: int) -> list[int]:
     """The processes that a process started, and that have not ended; the oldest first, because pids wrap around."""
-    found: list[tuple[int, int]] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            state, parent, *fields = stat.read_text().rpartition(")")[2].split()
-            if int(parent) == pid and state != "Z":
-                found.append((int(fields[17]), int(stat.parent.name)))  # since boot, in ticks
-    return [child for _, child in sorted(found)]
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, listed.read_text().split())
+    born = [(int(fields[19]), child) for child in found if (fields := stat(child))[0] != "Z"]  # since boot, in ticks
+    return [child for _, child in sorted(born)]
+
+
+def stat(pid: int) -> list[str]:
+    """A process's state, parent, group, session and so on; of one that is gone, as if it had just ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["Z", "", "", ""]

@@ -63,7 +63,7 @@ def test_processes_and_agents_are_killed_at_random_moments_and_all_parameters_st
 
 
 def test_a_job_that_comes_to_its_end_ends_every_agent_well(job: Callable[..., Job], tmp_path: Path) -> None:
-    run = job(*session(tmp_path, steps=30))
+    run = job(*session(tmp_path, steps=30), cold=True)  # as users start them; the other tests begin warm
     run.start(3)
     assert run.codes() == [0, 0, 0]
     ends = [e for path in tmp_path.glob("*.jsonl") for e in run.events(int(path.stem)) if e["kind"] == "end"]

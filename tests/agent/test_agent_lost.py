@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agent
 from agent_job import HERE, LIMIT
+from warm_python import warm
 
 pytestmark = pytest.mark.timeout(240)
 SCRIPT = HERE / "gan_script.py"
@@ -29,12 +29,9 @@ class Run:
         self.folder = folder
         folder.mkdir()
         self.log = folder / "log"
-        argv = [sys.executable, "-m", "everstep.agent.main", "--nproc-per-node=2", "--max-restarts=0"]
+        argv = [warm_agent.__file__, "--nproc-per-node=2", "--max-restarts=0", SCRIPT, folder, url]
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [*argv, str(SCRIPT), str(folder), url], stdout=out, stderr=out,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            )  # fmt: skip
+            self.process = warm().popen(*argv, stdout=out, stderr=out, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
 
     def end(self) -> int:
         code = self.process.wait(LIMIT)

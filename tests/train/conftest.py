@@ -1,4 +1,4 @@
-"""Runs the training script as a user does: under `python`, or under stock `torchrun`."""
+"""Runs of the training script, alone and as ranks of a world."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_run import Start, Started
+from training_run import Launched, Start, Started
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start(ranks, *arguments)`: 0 ranks is plain `python`. What still runs at the end is killed."""
+    """`start(ranks, *arguments)`: 0 ranks is one process without a world. `launched`: by `python` or `torchrun`. What
+    still runs at the end is killed."""
     made: list[Started] = []
 
-    def begin(ranks: int, *arguments: object, **environment: str) -> Started:
-        run = Started(ranks, [str(a) for a in arguments], tmp_path / f"run-{len(made)}.txt", environment)
-        made.append(run)
-        return run
+    def begin(ranks: int, *arguments: object, launched: bool = False) -> Started:
+        kind = Launched if launched else Started
+        made.append(kind(ranks, [str(a) for a in arguments], tmp_path / f"run-{len(made)}.txt"))
+        return made[-1]
 
     yield begin
     for run in made:
