@@ -44,13 +44,14 @@ def test_a_script_sees_what_python_and_torchrun_give_it(script: Path, tmp_path: 
     (script.parent / "beside.py").write_text("here = 'beside'\n")
     write(
         script,
-        "import beside, json, os, sys\n"
+        "import beside, gc, json, os, sys\n"
         "assert sys.modules['__main__'].beside is beside\n"
         "names = ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'GROUP_WORLD_SIZE',"
         " 'ROLE_NAME', 'ROLE_RANK', 'ROLE_WORLD_SIZE', 'TORCHELASTIC_RUN_ID', 'TORCHELASTIC_RESTART_COUNT',"
         " 'TORCHELASTIC_MAX_RESTARTS', 'TORCHELASTIC_USE_AGENT_STORE', 'MASTER_ADDR', 'OMP_NUM_THREADS', 'MINE']\n"
         "told = {n: os.environ.get(n) for n in names}\n"
         "told |= dict(argv=sys.argv, file=__file__, name=__name__, path=sys.path[0], cwd=os.getcwd())\n"
+        "told |= dict(gc=gc.isenabled())\n"
         "open(f'told-{told[\"RANK\"]}', 'w').write(json.dumps(told))\n",
     )
     flags = ("--nproc-per-node", "2", "--role", "trainer", "--max-restarts", "4", "--rdzv-id", "j")
@@ -63,7 +64,7 @@ def test_a_script_sees_what_python_and_torchrun_give_it(script: Path, tmp_path: 
         "TORCHELASTIC_RUN_ID": "j", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "4",
         "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "3", "MINE": "yes",
         "argv": [str(script), "--lr", "0.1"], "file": str(script), "name": "__main__", "path": str(script.parent),
-        "cwd": str(tmp_path),
+        "cwd": str(tmp_path), "gc": True,
     }  # fmt: skip
 
 
