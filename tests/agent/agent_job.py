@@ -158,7 +158,7 @@ class Job:
             if time.monotonic() > deadline:
                 logs = "\n".join(f"--- agent {a.number}\n{a.log.read_text()[-4000:]}" for a in self.agents)
                 raise AssertionError(f"{problem}\n{logs}")
-            time.sleep(0.005)
+            time.sleep(0.02)
         return value
 
     def codes(self) -> list[int]:

@@ -74,10 +74,10 @@ def test_a_job_that_comes_to_its_end_ends_every_agent_well(job: Callable[..., Jo
 def test_an_agent_that_comes_as_the_others_end_ends_well_too(job: Callable[..., Job], tmp_path: Path) -> None:
     """Whenever it comes: while they train, while they end, when they have ended."""
     run = job(*session(tmp_path, steps=200, pause=0.01))
-    agents = run.start(2)
+    agents = run.start(2, conf="last_call=1,ttl=3")
     run.world(agents, 0)
     (pid,) = agents[0].trainers()
-    for reached in (80, 150):  # a new agent takes about as long as the steps that are left then
+    for reached in (80, 170, 195):  # a new agent takes about as long as 20 steps
         run.until(lambda reached=reached: any(e["step"] >= reached for e in run.steps(pid)), f"not step {reached}")
         run.start()
     assert run.codes() == [0] * len(run.agents)

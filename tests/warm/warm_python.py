@@ -217,6 +217,7 @@ def become(command: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(command["env"])
     time.tzset()
+    tempfile.tempdir = None  # it is remembered, and the environment decides it
     os.chdir(command["cwd"])
     random.seed()  # else all would begin with the parent's
     if "numpy" in sys.modules:
