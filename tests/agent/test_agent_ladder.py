@@ -62,6 +62,7 @@ def test_all_agents_killed_at_once_go_on_from_the_last_commit_to_the_bit(
     run.world(agents, 0)
     run.until(lambda: len(commits(tmp_path)) >= 2, "no commits")
     time.sleep(random.Random(seed).random() * 0.5)
+    run.until(lambda: max(steps(everything(run))) > commits(tmp_path)[0], "no step after a commit")
     for agent in agents:
         os.kill(agent.pid, signal.SIGSTOP)
     for agent in agents:

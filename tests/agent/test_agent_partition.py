@@ -45,7 +45,8 @@ def spread(machines: Machines, folder: Path, addresses: dict[str, str] | None = 
     endpoint = store.urls[0].removeprefix("http://")
     argv = (str(SESSION), json.dumps({"out": str(folder)}))
     try:
-        with Job(folder, endpoint, *argv, environ={"GLOO_SOCKET_IFNAME": ""}) as run:
+        # Cold: who forks warm processes is in the network of the tests.
+        with Job(folder, endpoint, *argv, environ={"GLOO_SOCKET_IFNAME": ""}, cold=True) as run:
             for name in NAMES:
                 with machines.inside(name):
                     run.start(flags=[f"--local-addr={addresses[name]}"] if addresses else ())
