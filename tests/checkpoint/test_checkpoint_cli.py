@@ -1,4 +1,4 @@
-"""`everstep ckpt` through its entry point, as a person and as a script meet it."""
+"""`everstep ckpt` through its entry point, as a person and as a script meet it; processes of its own, begun warm."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from warm_python import warm
 
 import everstep
 from everstep.storage import open_store
@@ -18,10 +19,8 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def ckpt(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "everstep_cli.main", "ckpt", *map(str, arguments)],
-        check=False, capture_output=True, text=True, timeout=90, env={**os.environ, **environment},
-    )  # fmt: skip
+    variables = {**os.environ, **environment}
+    return warm().run("-m", "everstep_cli.main", "ckpt", *arguments, timeout=90, env=variables)
 
 
 def done(*arguments: str | Path) -> str:

@@ -6,12 +6,11 @@ Real processes over gloo: see `worlds.py`. Each test starts one program, which r
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm
 
 PROGRAM = Path(__file__).with_name("worlds.py")
 LOADED = (1, 3, 7, 16)
@@ -23,10 +22,7 @@ def run(out: Path, *specs: str) -> list[list[dict[str, Any]]]:
     """Each world's results by rank. Fails with what the processes printed if any of them failed."""
     out.mkdir(exist_ok=True)
     variables = {k: v for k, v in os.environ.items() if not k.startswith("EVERSTEP_")}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(out), *specs],
-        capture_output=True, text=True, timeout=280, env=variables, check=False,
-    )  # fmt: skip
+    done = warm().run(PROGRAM, out, *specs, timeout=280, env=variables)
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout.splitlines()[-1])
     assert not any(any(world) for world in codes), (codes, done.stderr)

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from warm_python import warm
 
 TRAINER = """
 import os, sys, threading
@@ -61,16 +60,16 @@ def test_blocked_workers_end_when_their_trainer_is_killed(context: str, thread: 
     script.write_text(TRAINER)
     seen = tmp_path / "workers"
     seen.mkdir()
-    argv = [sys.executable, str(script), str(seen), context, thread]
     workers: list[int] = []
-    with subprocess.Popen(argv) as trainer:
-        try:
-            wait_for(lambda: len(os.listdir(seen)) == 2 or trainer.poll() is not None, 90, "two workers read")
-            workers = [int(name) for name in os.listdir(seen)]
-            assert len(workers) == 2
-            assert all(alive(pid) for pid in workers)
-        finally:
-            trainer.send_signal(signal.SIGKILL)
+    trainer = warm().popen(script, seen, context, thread)
+    try:
+        wait_for(lambda: len(os.listdir(seen)) == 2 or trainer.poll() is not None, 90, "two workers read")
+        workers = [int(name) for name in os.listdir(seen)]
+        assert len(workers) == 2
+        assert all(alive(pid) for pid in workers)
+    finally:
+        trainer.kill()
+        assert trainer.wait(20) == -signal.SIGKILL
     try:
         wait_for(lambda: not any(alive(pid) for pid in workers), 20, f"workers {workers} outlive their trainer")
     finally:
@@ -93,4 +92,5 @@ for batch in loop:
     got += batch.data.tolist()
 assert sorted(got) == list(range(40)), got
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=90)
+    done = warm().run("-c", code, timeout=90)
+    assert done.returncode == 0, done.stderr

@@ -1,22 +1,21 @@
 """Several ranks over gloo, each a real process: they write a part each, and any number of them reads it back.
 
-One process imports torch and forks the ranks, as a launcher with a warm parent does; results come back as JSON files.
+One process forks the ranks, as a launcher with a warm parent does; results come back as JSON files.
 """
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm
 
 PROGRAM = r'''
 import hashlib, json, os, sys, threading
 from datetime import timedelta
 from pathlib import Path
-import torch, torch._dynamo, torch.distributed as dist  # once, not once a rank: optimizers import dynamo
+import torch, torch.distributed as dist
 import everstep
 from everstep.checkpoint import CheckpointError
 from everstep.storage import open_store
@@ -144,10 +143,7 @@ def world(scenario: str, size: int, root: str, folder: Path) -> tuple[list[int],
     out = folder / f"{scenario}-{size}"
     out.mkdir()
     variables = {k: v for k, v in os.environ.items() if not k.startswith("EVERSTEP_")}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, scenario, str(size), root, str(out)],
-        capture_output=True, text=True, timeout=100, env=variables, check=False,
-    )  # fmt: skip
+    done = warm().run("-c", PROGRAM, scenario, size, root, out, timeout=100, env=variables)
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout.splitlines()[-1])
     results = [json.loads(f.read_text()) for f in (out / f"{r}.json" for r in range(size)) if f.exists()]

@@ -5,8 +5,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import threading
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -18,15 +17,16 @@ from types import ModuleType
 import pytest
 import xxhash
 import yaml
+from ranks import Ranks
+from warm_python import warm
 
 from everstep.contract import env, exit_codes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
-PYTHON = [sys.executable]
+PYTHON: list[str] = []
 # Each test starts several Pythons with torch, on a machine that may be doing other things.
 pytestmark = pytest.mark.timeout(300)
 TORCHRUN = [
-    sys.executable,
     "-m",
     "torch.distributed.run",
     "--nnodes=1",
@@ -52,30 +52,21 @@ class Final:
 
 
 class Run:
-    """A running script; its lines are collected as they come."""
+    """A running script, begun warm; under a launcher only that is, and its processes are not."""
 
-    def __init__(self, launcher: Sequence[str], args: Sequence[str]) -> None:
+    def __init__(self, launcher: Sequence[str], args: Sequence[str], output: Path) -> None:
         self.mark = f"DIGITS_TEST_RUN={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
-        command = [*launcher, str(EXAMPLE / "train.py"), *args]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=CLEAN | MENDED | {name: value},
-        )
-        self.lines: list[str] = []
-        self.reader = threading.Thread(target=self._read)
-        self.reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(iter(self.process.stdout.readline, ""))
+        self.output = output
+        with output.open("wb") as file:
+            self.process = warm().popen(
+                *launcher, EXAMPLE / "train.py", *args,
+                stdout=file, stderr=subprocess.STDOUT, env=CLEAN | MENDED | {name: value}, start_new_session=True,
+            )  # fmt: skip
 
     @property
     def text(self) -> str:
-        return "".join(self.lines)
+        return self.output.read_text()
 
     def wait_for(self, pattern: str, seconds: float = 60) -> re.Match[str]:
         deadline = time.monotonic() + seconds
@@ -90,12 +81,12 @@ class Run:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             pytest.fail(f"not finished after {seconds} s:\n{self.text}")
-        self.reader.join(10)
         assert self.process.returncode == code, self.text
         return self.text
 
     def kill(self) -> None:
         """Kill everything the run started. Found by mark: torchrun's processes outlive it."""
+        self.process.kill()
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
@@ -104,13 +95,13 @@ class Run:
 
 @contextmanager
 def running(launcher: Sequence[str], *args: str) -> Iterator[Run]:
-    run = Run(launcher, args)
-    try:
-        yield run
-    finally:
-        run.kill()
-        run.process.wait(10)
-        run.reader.join(10)
+    with tempfile.NamedTemporaryFile() as output:
+        run = Run(launcher, args, Path(output.name))
+        try:
+            yield run
+        finally:
+            run.kill()
+            run.process.wait(10)
 
 
 def final(text: str) -> Final:
@@ -143,7 +134,13 @@ def script() -> ModuleType:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Final:
     folder = tmp_path_factory.mktemp("undisturbed")
-    return finished(torchrun(2), "--checkpoint", str(folder), "--every-steps", "100", "--steps", STEPS)
+    argv = [EXAMPLE / "train.py", "--checkpoint", folder / "commits", "--every-steps", 100, "--steps", STEPS]
+    ranks = Ranks(warm(), 2, argv, folder / "printed.txt", CLEAN | MENDED)
+    try:
+        assert ranks.wait(120) == [0, 0], (folder / "printed.txt").read_text()
+    finally:
+        ranks.kill()
+    return final((folder / "printed.txt").read_text())
 
 
 def lineage(script: ModuleType, steps: int) -> tuple[int, str]:
