@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agent
+from warm_python import warm
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
@@ -77,19 +79,16 @@ def snippet() -> str:
 
 def play(folder: Path, code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(BEFORE + code + AFTER)
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, "--nproc-per-node=2", "train.py"],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
+    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    return warm().run(*launcher, "--nproc-per-node=2", "train.py", cwd=folder, timeout=120, env=variables)
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
-EVERSTEP_RUN = ("everstep.agent.main",)
-TORCHRUN = ("torch.distributed.run", "--standalone")
+EVERSTEP_RUN = (warm_agent.__file__,)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 @pytest.mark.parametrize("launcher", [EVERSTEP_RUN, TORCHRUN], ids=["everstep-run", "torchrun"])
@@ -102,7 +101,10 @@ def test_loop_of_the_documentation_trains_equal_replicas(launcher: tuple[str, ..
     assert [found.step for found in Catalog(open_store(str(tmp_path / "commits"))).list()] == [12]
 
 
-@pytest.mark.parametrize("launcher", [EVERSTEP_RUN, TORCHRUN], ids=["everstep-run", "torchrun"])
+# Who compares the replicas is the session, whatever started it.
+@pytest.mark.parametrize(
+    "launcher", [EVERSTEP_RUN, pytest.param(TORCHRUN, marks=pytest.mark.long)], ids=["everstep-run", "torchrun"]
+)
 def test_gradients_that_nobody_averages_are_refused_though_the_learning_rate_begins_at_zero(
     launcher: tuple[str, ...], tmp_path: Path
 ) -> None:

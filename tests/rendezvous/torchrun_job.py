@@ -1,18 +1,20 @@
-"""Stock torchrun agents on the loopback, each a process of its own, and what their training processes wrote."""
+"""Stock torchrun agents on the loopback, each a process of its own, and what their training processes wrote.
+
+The agents begin warm; the training processes as torchrun starts them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from agents import until
+from warm_python import Process, warm
 
 SCRIPT = Path(__file__).with_name("elastic_script.py")
 START = 90.0  # seconds until agents that were started have formed a world, on a machine that does much else
@@ -46,20 +48,18 @@ class TorchrunJob:
     ) -> None:
         self.folder, self._endpoint, self._job, self._flags, self._nodes = folder, endpoint, job, flags, nodes
         self._backend, self._variables = backend, variables
-        self.agents: list[subprocess.Popen[bytes]] = []
+        self.agents: list[Process] = []
 
     def start(self, count: int = 1, conf: str = "last_call=3") -> None:
         for _ in range(count):
             argv = [
-                sys.executable, "-m", "torch.distributed.run", f"--nnodes={self._nodes}", "--nproc-per-node=1",
+                "-m", "torch.distributed.run", f"--nnodes={self._nodes}", "--nproc-per-node=1",
                 "--max-restarts=10", f"--rdzv-backend={self._backend}", f"--rdzv-endpoint={self._endpoint}",
                 f"--rdzv-id={self._job}", f"--rdzv-conf={conf}", *self._flags, str(SCRIPT), str(self.folder),
             ]  # fmt: skip
             with self.log(len(self.agents)).open("wb") as out:
                 variables = {**os.environ, "OMP_NUM_THREADS": "1", **self._variables(len(self.agents))}
-                self.agents.append(
-                    subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True, env=variables)
-                )
+                self.agents.append(warm().popen(*argv, stdout=out, stderr=out, start_new_session=True, env=variables))
 
     def log(self, index: int) -> Path:
         return self.folder / f"agent-{index}.log"
