@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shlex
-import shutil
-import subprocess
-import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from ranks import Ranks
+from warm_python import warm
 
 T = TypeVar("T")
 
@@ -52,22 +51,19 @@ class Result:
 
 @cache
 def undisturbed(workers: int, steps: int) -> Result:
-    """The same script under stock torchrun on this machine, without an operator and without a fault."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers), "--standalone"]
+    """The same script in so many ranks on this machine, without an operator, a launcher and a fault."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_", "PET_"))}
-    folder = f"/tmp/everstep-reference-{secrets.token_hex(4)}"
-    done = subprocess.run(
-        [*command, str(EXAMPLE / "train.py"), "--steps", str(steps), "--checkpoint", folder, "--every-steps", "100"],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=environment,
-        check=False,
-    )
-    shutil.rmtree(folder, ignore_errors=True)
-    result = Result.parse(done.stdout)
-    if result is None:
-        raise ScenarioError(f"the undisturbed run failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    with tempfile.TemporaryDirectory(prefix="everstep-reference-") as folder:
+        argv = [EXAMPLE / "train.py", "--steps", steps, "--checkpoint", f"{folder}/commits", "--every-steps", 100]
+        printed = Path(folder) / "printed.txt"
+        ranks = Ranks(warm(), workers, argv, printed, environment)
+        try:
+            ranks.wait(180)
+        finally:
+            ranks.kill()
+        result = Result.parse(printed.read_text())
+        if result is None:
+            raise ScenarioError(f"the undisturbed run failed:\n{printed.read_text()[-4000:]}")
     return result
 
 
@@ -246,14 +242,7 @@ class Player(ABC):
         """Every commit that retention kept is whole, read by the library from outside the cluster."""
         environment = {**os.environ, **self.storage_environment()}
         script = "import sys, everstep; print('\\n'.join(everstep.Checkpointer(sys.argv[1]).verify()))"
-        done = subprocess.run(
-            [sys.executable, "-c", script, self.url],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = warm().run("-c", script, self.url, env=environment, timeout=60)
         if done.returncode != 0 or done.stdout.strip():
             raise ScenarioError(f"commits do not verify: {done.stdout}{done.stderr[-1000:]}")
 
