@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import warm_agent
+from children import children, stat
 from warm_python import Process, warm
 
 HERE = Path(__file__).parent
@@ -171,21 +172,3 @@ class Job:
         sessions = {str(agent.pid) for agent in self.agents}
         pids = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
         return [pid for pid in pids if (found := stat(pid))[0] != "Z" and found[3] in sessions]
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process started, and that have not ended; the oldest first, because pids wrap around."""
-    found: list[int] = []
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, listed.read_text().split())
-    born = [(int(fields[19]), child) for child in found if (fields := stat(child))[0] != "Z"]  # since boot, in ticks
-    return [child for _, child in sorted(born)]
-
-
-def stat(pid: int) -> list[str]:
-    """A process's state, parent, group, session and so on; of one that is gone, as if it had just ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["Z", "", "", ""]

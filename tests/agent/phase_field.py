@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_job import HERE, Agent, Job, children
+from agent_job import HERE, Agent, Job
+from children import children
 from phase_script import undisturbed
 from phases import Aim, Fault
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from agent_job import children
+from children import children
 
 T = TypeVar("T")
 Fault = Literal["process", "agent", "stop", "freeze"]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from agent_job import children
+from children import children
 
 from everstep.contract import exit_codes
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import HERE, Agent, Job, children
+from agent_job import HERE, Agent, Job
+from children import children
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
 pytestmark = pytest.mark.timeout(240 + 20 * KILLS)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_job import children
+from children import children
 
 from everstep.agent.warm import unfit_to_fork
 
