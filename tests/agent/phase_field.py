@@ -70,7 +70,7 @@ class Field:
         self.folder, self._count, self._processes = folder, count, processes
         wanted = {"out": str(folder), "url": str(folder / "c"), "every_steps": EVERY}
         flags = [f"--nproc-per-node={processes}", "--max-restarts=0"]
-        self.job = Job(folder, endpoint, str(SCRIPT), json.dumps(wanted), nodes=nodes, flags=flags)
+        self.job = Job(folder, endpoint, str(SCRIPT), json.dumps(wanted), nodes=nodes, flags=flags, cold=True)
         self.agents: list[Agent] = []
         self.whole_again = False
         self._run: Iterator[str] = undisturbed()
