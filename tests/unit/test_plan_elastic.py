@@ -6,6 +6,7 @@ The transcripts in transcripts/elastic say what the planner does; this says what
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -440,6 +441,23 @@ def test_thirty_pods_lost_one_after_the_other_are_one_incident(elastic_world: Mo
     assert world.status.restarts.without_progress == 0
     assert world.status.restarts.infrastructure == 1
     assert len(world.status.recoveries) == 1
+
+
+def test_loss_of_a_replacement_made_in_the_second_of_the_incident_is_an_incident_of_its_own(
+    elastic_world: ModuleType,
+) -> None:
+    """Kubernetes tells a pod's creation in whole seconds."""
+    world = formed(elastic_world)
+    world.do_fail("1", "137")
+    world.reconcile()
+    world.do_settle()
+    began = world.status.restarts.incident_at
+    replacement = world.pods["digits-w1-1"]
+    world.pods["digits-w1-1"] = replace(replacement, created_at=began.replace(microsecond=0))
+    world.do_fail("1", "137")
+    world.do_advance("1")
+    world.reconcile()
+    assert world.status.restarts.infrastructure == 2
 
 
 def test_world_spec_is_not_changed_by_planning(elastic_world: ModuleType) -> None:

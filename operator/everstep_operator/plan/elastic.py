@@ -174,7 +174,11 @@ def _follows(snapshot: Snapshot, pod: WorkerPod | None) -> bool:
     began = snapshot.job.status.restarts.incident_at
     if began is None or snapshot.now - began > INCIDENT:
         return False
-    return pod is None or pod.created_at is None or pod.created_at <= began
+    if pod is None or pod.created_at is None:
+        return True
+    # Kubernetes tells whole seconds: in that of the incident, only a job's first pods were there before it.
+    second = began.replace(microsecond=0)
+    return pod.created_at < second or (pod.created_at == second and pod.incarnation == 0)
 
 
 def _regrows(snapshot: Snapshot) -> bool:
