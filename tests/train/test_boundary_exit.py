@@ -10,15 +10,18 @@ from pathlib import Path
 # Two ranks, forked from here so that torch is imported once. Each keeps the exception, as Python does until it has left
 # the program, and prints how many of gloo's threads live once the process groups are taken down.
 SCRIPT = """
-import os, signal, sys
+import contextlib, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from everstep.train.boundary import Boundary
 from everstep.train.stopping import Preempted
 
 def gloo_threads():
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return sum(name.startswith("pt_gloo") for name in names)
+    found = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            found += (task / "comm").read_text().startswith("pt_gloo")
+    return found
 
 def train(rank, folder):
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
@@ -37,6 +40,9 @@ def rank(number, folder):
     except Preempted as error:
         before = gloo_threads()
         dist.destroy_process_group()
+        deadline = time.monotonic() + 5  # a thread that was joined is listed for a moment more
+        while gloo_threads() and time.monotonic() < deadline:
+            time.sleep(0.01)
         # One write: the other rank's words are not to come in between.
         line = f"rank={number} committed={error.committed} before={before > 0} after={gloo_threads()}\\n"
         os.write(1, line.encode())
