@@ -77,6 +77,7 @@ class Field:
         self._right = [next(self._run)]
         self._checked: dict[int, int] = {}
         self._struck = 0
+        self._since = 0.0  # when the cell at hand began
         self._loaded = 0  # the newest commit that a cell has loaded
 
     def __enter__(self) -> Field:
@@ -114,6 +115,7 @@ class Field:
     def hit(self, cell: Cell) -> None:
         """Let it happen, wait until all train again, and look at what they have. Raises AssertionError."""
         self.whole_again = False
+        self._since = time.monotonic()
         before = self.places()
         # What is left once the stage's own fault has happened: by rank.
         stay = self._staying(cell.stage, before)
@@ -154,7 +156,8 @@ class Field:
                 if "digest" in e:
                     assert e["digest"] == self.right(e["step"]), f"{cell}: process {pid}, {e}"
         told = [(pid, e) for pid in self._pids() for e in self.job.steps(pid)[-1000:]]
-        reached = max((e["step"] for _, e in told if e["at"] <= at), default=0)
+        # Not what was reached before an earlier cell had all begin again from a commit.
+        reached = max((e["step"] for _, e in told if self._since <= e["at"] <= at), default=0)
         again = min(e["step"] for pid, e in told if e["at"] > at and pid != struck["pid"])
         least = self._loaded + 1 if cell.stage == "load" else reached - (2 * EVERY if cell.goes_back else 0)
         assert again >= least, f"{cell}: step {reached} was complete, and step {again} came again"

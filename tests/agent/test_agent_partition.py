@@ -73,11 +73,13 @@ def resumed(run: Job, two: list[Agent], at: float) -> float:
 
 
 def most_repeated(run: Job, pids: list[int]) -> int:
-    """How many steps in a row a process had to repeat; no step may be missing."""
+    """How many steps in a row a process had to repeat. Each step is made once; of one whose update was made when the
+    network broke, the last lines may be lost."""
     most = 0
     for pid in pids:
         done = [e["step"] for e in run.steps(pid)]
-        assert done == list(range(done[0], done[0] + len(done))), "each step is made once"
+        assert done == sorted(set(done)), "a step was made twice"
+        assert done[-1] - done[0] + 1 - len(done) <= 2, "more was lost than the last lines of a step"
         row = 0
         for event in run.events(pid):
             row = row + 1 if event["kind"] == "again" else 0
