@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from driver import Job
 from player import wait_for
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(420)]
+
+INCIDENT = timedelta(seconds=11)  # losses within ten seconds are charged once; the status tells whole ones
 
 
 def trains(job: Job, size: int, after: int) -> dict[str, Any]:
@@ -41,6 +44,8 @@ def test_pods_deleted_by_force_are_replaced_one_at_a_time_and_the_others_keep_th
         for other in set(before) - {index}:
             assert after[other]["metadata"]["uid"] == before[other]["metadata"]["uid"]
             assert after[other]["status"]["containerStatuses"][0]["restartCount"] == 0
+        began = datetime.fromisoformat(job.status()["restarts"]["incidentAt"])
+        wait_for("the next loss is another incident", lambda b=began: datetime.now(UTC) - b > INCIDENT, 20)
     job.kubectl("scale", f"tjob/{job.name}", "--replicas=4")
     trains(job, 4, world["round"])
     job.until_complete()
