@@ -21,8 +21,8 @@ Figures, by cell:
 
 Goals that are missed on the machine of the table in docs/operations/checkpoint-speed.md (2 cores), and why:
 - `load` on files: five times DCP's rate is more than bare reads reach there without any check.
-- `steps_slower` on a disk: neither a nicer thread, fewer threads, nor no checksums changes it; slower writes do. The
-  virtual disk at full rate takes it from the core beside it, and `save` asks for the full rate.
+- `steps_slower`: four threads write, and the steps leave them one core. Neither a nicer thread nor no checksums changes
+  it; one writing thread does (see there), at a cost to `save` that is to be measured.
 - `save`: the copy to staging counts, the bare write needs none; on tmpfs a rank's one file takes one writer at a time.
 - `training_cost` on tmpfs: the bare write is nothing but a copy, ours copies, hashes and looks for NaN besides.
 - `load` on S3: the log's small requests and the checksums.
