@@ -163,10 +163,10 @@ def train(wanted: Wanted) -> None:
         diary.write(kind="end", step=run.step, digest=digest(model, optimizer), first=first)
 
 
-def main(wanted: Wanted, environ: dict[str, str]) -> None:
-    """In a forked process."""
+def become_a_script(out: str, environ: dict[str, str]) -> None:
+    """Make a forked process look like one that a launcher started: its variables, arguments, and a log in `out`."""
     os.environ.update(environ)
-    log = os.open(f"{wanted.out}/{os.getpid()}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    log = os.open(f"{out}/{os.getpid()}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     import faulthandler  # noqa: PLC0415
@@ -176,4 +176,9 @@ def main(wanted: Wanted, environ: dict[str, str]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", datefmt="%H:%M:%S")
     sys.argv = ["train.py"]
+
+
+def main(wanted: Wanted, environ: dict[str, str]) -> None:
+    """In a forked process."""
+    become_a_script(wanted.out, environ)
     train(wanted)

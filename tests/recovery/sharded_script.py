@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from recovery_script import Diary
+from recovery_script import Diary, become_a_script
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, gelu
 from torch.utils.data import Dataset
@@ -193,17 +193,7 @@ def train(wanted: Wanted) -> None:
 
 def main(wanted: Wanted, environ: dict[str, str]) -> None:
     """In a forked process."""
-    os.environ.update(environ)
-    log = os.open(f"{wanted.out}/{os.getpid()}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    import faulthandler  # noqa: PLC0415
-    import logging  # noqa: PLC0415
-    import signal  # noqa: PLC0415
-
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", datefmt="%H:%M:%S")
-    sys.argv = ["train.py"]
+    become_a_script(wanted.out, environ)
     train(wanted)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from everstep.train.recovery import forming, links
@@ -80,15 +79,8 @@ def both(do: Callable[[int], Any]) -> list[Any]:
     return found
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _default_group() -> Any:
-    """c10d's functions want one, even where another is passed."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+# c10d's functions want a default group, even where another is passed.
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def test_sum_over_two_members_is_their_sum(pair: Any) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.train.recovery.reducers import Reducers, rebuild
@@ -20,14 +19,7 @@ VARIANTS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _world_of_one() -> Any:
-    made = not dist.is_initialized()
-    if made:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    if made:
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def gradients(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -11,6 +11,8 @@ from everstep.rendezvous.participant import Round
 
 
 def formed(state: State, event: Formed) -> Step:
+    """The state in the new round, and what is told: whose fault the last one's end was, and the round itself to
+    processes that keep their memory."""
     keeps = state.keeps or event.keeps
     state, charge = _settle(state, event.round)
     state = replace(state, round=event.round, over=False, joining=False, done=False, finishing=False, keeps=keeps)
