@@ -1,6 +1,9 @@
 """Shards on their way to a store: in parts and at once, met again, broken off."""
 
+import os
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 
 from everstep.checkpoint.chunks import problems
 from everstep.checkpoint.errors import SaveFailed
-from everstep.checkpoint.pipeline import write_shard
+from everstep.checkpoint.pipeline import THREADS, write_shard
 from everstep.storage import (
     Capabilities,
     Data,
@@ -94,7 +97,7 @@ class Slow(ObjectStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
+        return replace(self.inner.capabilities, local=False)  # several threads, on one core, too
 
     def start_upload(self, name: str, size_hint: int | None = None) -> Upload:
         return SlowUpload(self, self.inner.start_upload(name, size_hint))
@@ -115,6 +118,54 @@ class SlowUpload:
             self.inner.write_part(number, data)
         finally:
             self.store.writing -= 1
+
+    def commit(self) -> None:
+        self.inner.commit()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize(("local", "threads"), [(True, 1), (False, THREADS)])
+def test_threads_that_write_files_leave_a_core_to_training(tmp_path: Path, local: bool, threads: int) -> None:
+    """Over a network they only wait, and the more there are, the better."""
+    store = Counted(open_store(str(tmp_path)), local, threads)
+    write_shard(store, NAME, noise(2 * threads * PART))
+    assert len(store.threads) == threads
+
+
+class Counted(ObjectStore):
+    """A store that takes parts only from that many threads at once, and says who they were."""
+
+    def __init__(self, inner: ObjectStore, local: bool, threads: int) -> None:
+        self.inner, self.local = inner, local
+        self.together, self.threads = threading.Barrier(threads, timeout=30), set[int]()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, local=self.local)
+
+    def start_upload(self, name: str, size_hint: int | None = None) -> Upload:
+        return CountedUpload(self, self.inner.start_upload(name, size_hint))
+
+
+class CountedUpload:
+    def __init__(self, store: Counted, inner: Upload) -> None:
+        self.store, self.inner, self.part_size = store, inner, inner.part_size
+
+    def write_part(self, number: int, data: Data) -> None:
+        self.store.together.wait()
+        self.store.threads.add(threading.get_ident())
+        self.inner.write_part(number, data)
 
     def commit(self) -> None:
         self.inner.commit()

@@ -8,13 +8,14 @@ memory is used beside them but what the store takes for the parts under way.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Final
 
 from everstep.checkpoint.chunks import describe, problems
 from everstep.checkpoint.errors import SaveFailed
 from everstep.checkpoint.manifest import Shard
-from everstep.storage import AlreadyExists, ObjectStore, TerminalError
+from everstep.storage import AlreadyExists, Capabilities, ObjectStore, TerminalError
 
 THREADS: Final = 4
 
@@ -50,9 +51,7 @@ def _in_parts(store: ObjectStore, path: str, data: memoryview) -> Shard:
     starts = range(0, len(data), upload.part_size)
     parts: list[Future[None]] = []
     try:
-        # One thread takes them in order, which is what a store without parallel parts asks for.
-        threads = THREADS if store.capabilities.parallel_parts else 1
-        with ThreadPoolExecutor(threads, thread_name_prefix="everstep-write") as pool:
+        with ThreadPoolExecutor(_threads(store.capabilities), thread_name_prefix="everstep-write") as pool:
             parts = [pool.submit(upload.write_part, n, data[s : s + upload.part_size]) for n, s in enumerate(starts)]
             try:
                 shard = describe(path, data)
@@ -72,3 +71,16 @@ def _in_parts(store: ObjectStore, path: str, data: memoryview) -> Shard:
     except BaseException:
         upload.abort()
         raise
+
+
+def _threads(capabilities: Capabilities) -> int:
+    # One thread takes them in order, which is what a store without parallel parts asks for.
+    if not capabilities.parallel_parts:
+        return 1
+    # Who writes a file keeps a core busy, and one core is the training's.
+    return max(1, min(THREADS, _cores() - 1)) if capabilities.local else THREADS
+
+
+def _cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -38,7 +38,8 @@ class Capabilities:
     `conditional_upload`: the commit of an upload, too, is atomic against every other creator. `part_size`: bytes of
     each part but the last, unless a size hint asks for larger ones. `one_piece`: the largest object that `create` sends
     in one request; a larger one it sends in parts. None: no limit. `read_size`: the bytes that a reader with a choice
-    should ask for at once: less costs requests, more costs memory and caches.
+    should ask for at once: less costs requests, more costs memory and caches. `local`: this machine's cores write the
+    parts, so that more threads than there are cores to spare slow down what else runs.
     """
 
     conditional_create: bool = True
@@ -49,6 +50,7 @@ class Capabilities:
     part_size: int = PART_SIZE
     one_piece: int | None = None
     read_size: int = PART_SIZE
+    local: bool = False
 
     def with_part_size(self, part_size: int | None) -> Capabilities:
         """The same with another part size; None changes nothing."""

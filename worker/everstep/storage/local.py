@@ -61,7 +61,7 @@ class LocalStore(ObjectStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(read_size=_READ_SIZE).with_part_size(self._part_size)
+        return Capabilities(read_size=_READ_SIZE, local=True).with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
         with self._translated(name), self._written(name, data) as (temporary, final):
