@@ -23,8 +23,8 @@ help:  ## this list
 
 demo: setup  ## train here with three workers, kill one, scale to four; no cluster, no GPU, no Docker
 	@rm -rf $(DEMO)
-	@$(BIN)/everstep run examples/digits/train.py --workers 3 --out $(DEMO) \
-	  --at 100:kill=1 --at 200:scale=4 -- --steps 300 --every-steps 50 --step-seconds 0.02
+	@$(BIN)/everstep run examples/digits/elastic.py --workers 3 --elastic 2:4 --out $(DEMO) \
+	  --at 100:kill=1 --at 250:scale=4 -- --steps 700 --every-steps 200 --step-seconds 0.03
 
 setup: $(VENV)/.stamp  ## the virtual environment with everything the tests need
 

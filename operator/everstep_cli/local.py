@@ -16,7 +16,7 @@ from everstep_cli import running
 from everstep_cli.console import render
 from everstep_operator.local.run import control
 from everstep_operator.local.run.faults import ACTIONS, FaultError, parse
-from everstep_operator.local.run.job_file import Asked, JobFileError, read_secret
+from everstep_operator.local.run.job_file import Asked, JobFileError, parse_elastic, read_secret
 from everstep_operator.local.run.view import View
 
 app = typer.Typer()
@@ -30,6 +30,13 @@ def run(
     job: Annotated[Path, typer.Argument(help="A TrainingJob's YAML file, or a Python script.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, max=64, help="Instead of the file's replicas.")] = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX",
+            help="As few and as many workers may train: who is left goes on. A script is started by everstep-run.",
+        ),
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=16, help="Simulated nodes to spread the workers over.")] = 1,
     name: Annotated[str | None, typer.Option(help="Instead of the file's name.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Folder or URL for commits, instead of the file's.")] = None,
@@ -51,7 +58,7 @@ def run(
         if not equals:
             raise JobFileError(f"--secret {given}: expected NAME=FILE")
         secrets[secret_name] = read_secret(Path(path))
-    asked = Asked(name, workers, checkpoint, secrets)
+    asked = Asked(name, workers, checkpoint, parse_elastic(elastic), secrets)
     story = tuple(parse(text) for text in at or ())
     raise typer.Exit(running.run(job, arguments or [], asked, nodes=nodes, out=out, plain=plain, story=story))
 

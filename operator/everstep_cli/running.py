@@ -42,7 +42,9 @@ WORDS = 400  # last lines of a worker among which its program's own are looked f
 FAILURE = 60  # last lines of a worker: torchrun says 40 of its own after the program
 SUMMARY = 3  # last lines of rank 0's program that are shown at the end
 # A torchrun that outlives the store of its rendezvous says so after the program's last words, with a C++ backtrace.
-TORCH = re.compile(r"$|<omitting python frames>|frame #\d+: |Exception raised from |\[?[WEIF]\d{4} [\d:.]+ ")
+LAUNCHER = re.compile(
+    r"$|<omitting python frames>|frame #\d+: |Exception raised from |\[?[WEIF]\d{4} [\d:.]+ |[\d:.]+ everstep-run: "
+)
 
 
 def run(
@@ -184,7 +186,7 @@ def _report(local: LocalRun, out: Path, console: Console, outcome: Outcome) -> N
 
 def last_words(lines: list[str]) -> list[str]:
     """The last lines that a worker's program said itself."""
-    return [line for line in lines if not TORCH.match(line)][-SUMMARY:]
+    return [line for line in lines if not LAUNCHER.match(line)][-SUMMARY:]
 
 
 def _tail(out: Path, pod: str, count: int) -> list[str]:

@@ -13,7 +13,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from player import ROOT, Result
+from elastic_rows import taken, worker_logs
+from player import ROOT
 
 from everstep_operator.local.run.history import ActionTaken, EventSeen, History, StatusSeen
 
@@ -21,25 +22,31 @@ pytestmark = pytest.mark.timeout(300)
 STYLES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def test_make_demo_trains_kills_scales_and_draws_what_happened(tmp_path: Path) -> None:
+def test_make_demo_kills_and_adds_workers_while_the_others_train_on_and_draws_what_happened(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
     done = subprocess.run(
-        ["make", "-C", str(ROOT), "demo", f"DEMO={tmp_path / 'demo'}"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+        ["make", "-C", str(ROOT), "demo", f"DEMO={out}"], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    result = Result.parse(done.stdout)
-    assert result is not None, done.stdout
-    assert result.accuracy >= 0.95
-    history = list(History.load(tmp_path / "demo" / "history.jsonl"))
+    (accuracy,) = re.findall(r"final step=700 test_accuracy=([\d.]+) world=4$", done.stdout, re.M)
+    assert float(accuracy) >= 0.95
+
+    history = list(History.load(out / "history.jsonl"))
     assert [e.text.split()[0] for e in history if isinstance(e, ActionTaken)] == ["kill", "scale"]
-    sizes = [e.size for e in history if isinstance(e, StatusSeen) and e.reason == "Running"]
-    assert sizes[0] == 3
-    assert sizes[-1] == 4
-    assert "WorkerLost" in {e.reason for e in history if isinstance(e, EventSeen)}
-    drawing = ElementTree.parse(tmp_path / "demo" / "timeline.svg")
+    sizes = [e.size for e in history if isinstance(e, StatusSeen)]
+    assert {2, 3, 4} <= set(sizes), sizes
+    reasons = {e.reason for e in history if isinstance(e, EventSeen)}
+    assert "WorkerLost" in reasons
+    assert "RestoredFromCheckpoint" not in reasons, "the state came from a living peer"
+
+    logs = worker_logs(out)
+    assert set(logs) == {f"elastic-w{i}-{n}" for i, n in ((0, 0), (1, 0), (1, 1), (2, 0), (3, 0))}
+    rows = taken(logs)
+    assert sorted(step for step, _, _ in rows) == list(range(10, 701, 10)), "no step was taken twice, none left out"
+    assert {world for _, world, _ in rows} == {2, 3, 4}
+    assert len({pid for _, _, pid in rows}) == 1, "rank 0 was never started again"
+
+    drawing = ElementTree.parse(out / "timeline.svg")
     words = " ".join(t for t in drawing.getroot().itertext() if t.strip())
     for lane in range(4):
         assert f"worker {lane}" in words, words

@@ -1,5 +1,5 @@
 """An elastic TrainingJob in local mode: `everstep run elastic.yaml`, the operator's round store, `everstep-run`, the
-session. Workers are killed and added while the others train on in their processes."""
+session. (That workers are killed and added while the others train on in their processes is `make demo`'s test.)"""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from elastic_rows import taken, worker_logs
 from player import EXAMPLE
 
 from everstep_operator.local.run.history import EventSeen, History, StatusSeen
 
 pytestmark = pytest.mark.timeout(240)
-STEP = re.compile(r" step=(\d+) loss=\S+ world=(\d+) pid=(\d+)")
 
 
 def play(tmp_path: Path, steps: int, *at: str) -> tuple[list[object], dict[str, str]]:
@@ -36,30 +36,7 @@ def play(tmp_path: Path, steps: int, *at: str) -> tuple[list[object], dict[str, 
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    logs = {path.stem: path.read_text() for path in (out / "logs").glob("*.log")}
-    return list(History.load(out / "history.jsonl")), logs
-
-
-def taken(logs: dict[str, str]) -> list[tuple[int, ...]]:
-    """What rank 0 printed: step, world size, process."""
-    return [tuple(map(int, found)) for log in logs.values() for found in STEP.findall(log)]
-
-
-def test_workers_of_an_elastic_job_are_killed_and_added_while_the_others_train_on(tmp_path: Path) -> None:
-    history, logs = play(tmp_path, 800, "40:kill=1", "250:scale=4")
-    reasons = [e.reason for e in history if isinstance(e, EventSeen)]
-    assert "WorkerLost" in reasons
-    assert "RestoredFromCheckpoint" not in reasons, "the state came from a living peer"
-    sizes = [e.size for e in history if isinstance(e, StatusSeen)]
-    assert {2, 3, 4} <= set(sizes), sizes
-
-    assert set(logs) == {f"digits-elastic-w{i}-{n}" for i, n in ((0, 0), (1, 0), (1, 1), (2, 0), (3, 0))}
-    rows = taken(logs)
-    assert sorted(step for step, _, _ in rows) == list(range(10, 801, 10)), "no step was taken twice, none left out"
-    assert {world for _, world, _ in rows} == {2, 3, 4}
-    assert len({pid for _, _, pid in rows}) == 1, "rank 0 was never started again"
-    (accuracy,) = re.findall(r"final step=800 test_accuracy=([\d.]+)", "".join(logs.values()))
-    assert float(accuracy) >= 0.95
+    return list(History.load(out / "history.jsonl")), worker_logs(out)
 
 
 def test_workers_that_are_scaled_away_leave_at_the_end_of_a_step(tmp_path: Path) -> None:

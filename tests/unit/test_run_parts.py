@@ -14,7 +14,15 @@ from everstep.storage import open_store
 from everstep_cli.running import last_words
 from everstep_operator.local.run import control
 from everstep_operator.local.run.faults import Fault, FaultError, changes_world, due, parse, target
-from everstep_operator.local.run.job_file import Asked, JobFileError, Prepared, load, place_checkpoints, read_secret
+from everstep_operator.local.run.job_file import (
+    Asked,
+    JobFileError,
+    Prepared,
+    load,
+    parse_elastic,
+    place_checkpoints,
+    read_secret,
+)
 from everstep_operator.local.run.view import View, WorkerRow
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
@@ -36,6 +44,27 @@ def test_script_becomes_a_job_of_its_name_that_commits_to_the_folder(tmp_path: P
     assert (job.name, spec["replicas"], job.workdir) == ("my-train-2", 3, tmp_path)
     assert spec["template"]["spec"]["containers"][0]["command"] == ["torchrun", script.name, "--lr", "1"]
     assert spec["checkpoint"]["url"] == f"file://{tmp_path}/commits"
+
+
+def test_script_that_is_asked_to_be_elastic_is_started_by_everstep_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    job = load(script, ["--lr", "1"], Asked(workers=3, elastic=parse_elastic("2:4"))).manifest["spec"]
+    assert job["template"]["spec"]["containers"][0]["command"] == ["everstep-run", "train.py", "--lr", "1"]
+    assert (job["replicas"], job["elastic"]) == (3, {"minReplicas": 2, "maxReplicas": 4})
+    assert job["rendezvous"] == {"backend": "everstep"}
+
+
+def test_bounds_that_are_asked_for_replace_the_jobs_and_nothing_else(tmp_path: Path) -> None:
+    file = yaml.safe_load((EXAMPLE / "elastic.yaml").read_text())["spec"]
+    job = load(EXAMPLE / "elastic.yaml", (), Asked(elastic=(1, 8))).manifest["spec"]
+    assert job == file | {"elastic": {"minReplicas": 1, "maxReplicas": 8}}
+
+
+@pytest.mark.parametrize("text", ["", "2", "2:", ":4", "a:4", "2:-4", "2:4:6", "²:4"])
+def test_bounds_that_are_no_two_numbers_are_refused(text: str) -> None:
+    with pytest.raises(JobFileError, match=r"--elastic .*: expected MIN:MAX"):
+        parse_elastic(text)
 
 
 def test_store_whose_secret_is_not_here_becomes_a_folder_and_that_is_said(tmp_path: Path) -> None:
@@ -248,3 +277,5 @@ def test_farewell_of_a_torchrun_whose_store_is_gone_does_not_hide_the_last_words
     ]
     assert last_words(said + farewell) == said
     assert last_words(farewell) == []
+    agent = ["10:42:11.640 everstep-run: round 4: closed: finished: all members' processes have succeeded"]
+    assert last_words(said + agent) == said

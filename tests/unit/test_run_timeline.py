@@ -74,6 +74,16 @@ def test_recovery_of_survivors_that_keep_their_pods_ends_with_their_first_step_o
     assert build(quick).spans == (Span(5.2, 5.3, "Recovering"),), "they were quicker than the status"
 
 
+def test_survivors_that_train_on_stand_still_only_between_two_rounds() -> None:
+    def step(at: float, number: int, round: int) -> StepSeen:
+        return StepSeen(at, "j-w0-0", 0, 0, 3, number, round=round)
+
+    status = StatusSeen(5.2, "Resizing", "resizing from 3 to 4 workers", 4, 3)
+    trains_on = [step(5.0, 7, 4), status, step(5.4, 8, 4), step(6.4, 18, 4), step(7.4, 28, 4)]
+    assert build([*trains_on, step(7.6, 29, 5)]).spans == (Span(7.4, 7.6, "Resizing"),)
+    assert build(trains_on).spans == (), "it ended before anybody came"
+
+
 def test_loss_is_that_of_rank_0_wherever_it_runs() -> None:
     assert build(KILLED).loss == ((3.0, 1, 2.0), (5.3, 30, 1.5), (9.0, 31, 1.4))
 

@@ -34,6 +34,7 @@ class Asked:
     name: str | None = None
     workers: int | None = None
     checkpoint: str | None = None
+    elastic: tuple[int, int] | None = None  # the fewest and the most workers
     secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
@@ -52,12 +53,22 @@ class Prepared:
         return str(self.manifest["metadata"]["namespace"])
 
 
+def parse_elastic(text: str | None) -> tuple[int, int] | None:
+    """`2:4`: the fewest and the most workers. Raises `JobFileError`."""
+    if text is None:
+        return None
+    fewest, colon, most = text.partition(":")
+    if not colon or not fewest.isascii() or not fewest.isdigit() or not most.isascii() or not most.isdigit():
+        raise JobFileError(f"--elastic {text}: expected MIN:MAX, the fewest and the most workers, as in 2:4")
+    return int(fewest), int(most)
+
+
 def load(path: Path, arguments: Sequence[str], asked: Asked) -> Prepared:
     """The job of a `.py` file with these arguments, or of a YAML file. Raises `JobFileError`."""
     if not path.is_file():
         raise JobFileError(f"{path}: there is no such file; give a TrainingJob's YAML file or a Python script")
     if path.suffix == ".py":
-        manifest = _of_script(path, arguments)
+        manifest = _of_script(path, arguments, elastic=asked.elastic is not None)
     else:
         if arguments:
             raise JobFileError(f"{path}: arguments are for scripts; a job's are in its container's command")
@@ -72,22 +83,28 @@ def load(path: Path, arguments: Sequence[str], asked: Asked) -> Prepared:
             f"{path}: metadata.name: {str(name)[:60]!r} is not a name of at most {MAX_NAME} lower-case letters, digits "
             "and dashes that begins with a letter; --name gives another"
         )
-    if asked.workers is not None and isinstance(manifest.get("spec"), dict):
-        manifest["spec"]["replicas"] = asked.workers
+    if isinstance(spec := manifest.get("spec"), dict):
+        if asked.elastic is not None:
+            fewest, most = asked.elastic
+            spec["elastic"] = {**(spec.get("elastic") or {}), "minReplicas": fewest, "maxReplicas": most}
+        if asked.workers is not None:
+            spec["replicas"] = asked.workers
     return Prepared(manifest, path.resolve().parent)
 
 
-def _of_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
+def _of_script(path: Path, arguments: Sequence[str], *, elastic: bool) -> dict[str, Any]:
     name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:MAX_NAME].rstrip("-")
     name = name if name[:1].isalpha() else f"job-{name}"[:MAX_NAME].rstrip("-")
-    container = {"name": labels.WORKER_CONTAINER, "image": "local", "command": ["torchrun", path.name, *arguments]}
+    # A fixed run is what any script can be run with: nothing but torch. An elastic one needs survivors that go on.
+    launcher, backend = ("everstep-run", "everstep") if elastic else ("torchrun", "c10d")
+    container = {"name": labels.WORKER_CONTAINER, "image": "local", "command": [launcher, path.name, *arguments]}
     return {
         "apiVersion": labels.API_VERSION,
         "kind": labels.KIND,
         "metadata": {"name": name},
         "spec": {
             "replicas": 1,
-            "rendezvous": {"backend": "c10d"},  # what any script can be run with: nothing but torch
+            "rendezvous": {"backend": backend},
             "checkpoint": {"url": ""},
             "template": {"spec": {"containers": [container]}},
         },

@@ -100,22 +100,34 @@ def _lanes(entries: list[Entry], seconds: float) -> dict[int, tuple[Segment, ...
 
 
 def _spans(statuses: list[StatusSeen], steps: list[StepSeen], seconds: float) -> tuple[Span, ...]:
-    """From the status that says that the world stands still to the next step that anybody reported."""
+    """Of each status that says that the world stands still, for how long it did."""
     spans: list[Span] = []
     for e in statuses:
         if e.reason not in STANDING or (spans and e.at < spans[-1].end):
             continue
-        spans.append(Span(e.at, _resumed(steps, e, seconds), e.reason))
+        if (span := _stood(steps, e, seconds)) is not None:
+            spans.append(span)
     return tuple(spans)
 
 
-def _resumed(steps: list[StepSeen], stood: StatusSeen, seconds: float) -> float:
-    """When the world stepped again: reports of the old one may still arrive, so the step has to be of a newer round."""
-    old = max((s.round for s in steps if s.at <= stood.at), default=0)
-    later = [s for s in steps if s.at > stood.at]
-    newer = [s for s in later if s.round > old]
-    # Agents may be in the next round before the status says that the old one is over: then there is no newer one.
-    return min((s.at for s in newer or (later if stood.round <= old else ())), default=seconds)
+def _stood(steps: list[StepSeen], status: StatusSeen, seconds: float) -> Span | None:
+    """Until the world stepped again; None if it trained on as it was.
+
+    One report a pod may be late and still tell of the old world. With a second one that world trains on, as an elastic
+    job does while a worker is missed, and stands still, if at all, from its last report to the first of the next round.
+    """
+    old = max((s.round for s in steps if s.at <= status.at), default=0)
+    later = [s for s in steps if s.at > status.at]
+    resumed = min((s.at for s in later if s.round > old), default=None)
+    before = [s for s in later if s.round <= old and (resumed is None or s.at < resumed)]
+    trains_on = len({s.pod for s in before}) < len(before)
+    if resumed is None and trains_on:
+        return None
+    if resumed is None and status.round <= old and before:
+        # Agents may be in the next round before the status says that the old one is over: then there is no newer one.
+        resumed = before[0].at
+    begin = max(s.at for s in before) if trains_on else status.at
+    return Span(begin, seconds if resumed is None else resumed, status.reason)
 
 
 def _changes(values: Iterable[tuple[float, T]]) -> tuple[tuple[float, T], ...]:
