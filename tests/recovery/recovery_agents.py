@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recovery_script import main
+from standstill import go_on, stand_still
 from torch._C._distributed_c10d import TCPStore
 
 LIMIT = 60.0
@@ -99,9 +100,26 @@ class Agents:
 
     def begin(self, count: int) -> None:
         """Start `count` processes and their first round."""
+        self.announce(self.get_ready(count))
+
+    def get_ready(self, count: int) -> list[Process]:
+        """Start `count` processes; nothing is trained yet."""
         started = [self.spawn(rank) for rank in range(count)]
         self.wait(lambda: all(self.said(p, "ready") for p in started), "processes did not get ready")
-        self.announce(started)
+        return started
+
+    def stand_when(self, true: Callable[[], bool]) -> bool:
+        """All members stand still while this is true; if it is not, all go on."""
+        pids = [p.pid for p in self.members]
+        stand_still(pids)
+        if true():
+            return True
+        go_on(pids)
+        return False
+
+    def hurry(self) -> None:
+        """The test has done what it had to do before the last step."""
+        (self.folder / "go").touch()
 
     def announce(self, members: Iterable[Process], *, whole: bool = False) -> float:
         """Begin a round with these members; when."""

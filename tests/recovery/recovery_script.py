@@ -49,6 +49,7 @@ class Wanted:
     plain: bool = False  # nothing that depends on how a batch is cut: no BatchNorm, dropout or mixed precision
     bug_at: int = -1  # this step raises an error of the script's own
     hold: str = ""  # the file that holds calls of the store; see held_store
+    slow_from: int = -1  # from this step on a step takes half a second more, until the file `go` is in `out`
 
 
 class Points(Dataset[Any]):
@@ -99,6 +100,12 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
+def leave_time(wanted: Any, number: int) -> None:
+    """A test that has something to do before the last step is not to depend on how fast steps are."""
+    if 0 <= wanted.slow_from <= number and not os.path.exists(f"{wanted.out}/go"):
+        time.sleep(0.5)
+
+
 def start(wanted: Wanted) -> Any:
     """The session's run, over a store that can be held if that is wanted."""
     if wanted.hold:
@@ -125,6 +132,7 @@ def train(wanted: Wanted) -> None:
             if not began:
                 began = True
                 diary.write(kind="from", step=run.step, digest=digest(model, optimizer))
+            leave_time(wanted, step.number)
             with step as batches:
                 optimizer.zero_grad(set_to_none=True)
                 total, taken = torch.zeros(1), []

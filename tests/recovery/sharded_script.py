@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from recovery_script import Diary, become_a_script
+from recovery_script import Diary, become_a_script, leave_time
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, gelu
 from torch.utils.data import Dataset
@@ -47,6 +47,7 @@ class Wanted:
     deaf: tuple[int, ...] = ()
     first: int | None = 1  # seed of the model's first values; None: every process its own
     foreign: str = ""  # shard over something that is not the session's mesh
+    slow_from: int = -1  # see recovery_script
     out: str = ""
 
 
@@ -168,6 +169,7 @@ def train(wanted: Wanted) -> None:
             deafen(run, wanted, diary)
         diary.write(kind="begin")
         for step in run.steps(loader, until=wanted.steps):
+            leave_time(wanted, step.number)
             with step as batches:
                 for batch in batches if micro else [batches]:
                     model.set_requires_gradient_sync(batch.last)

@@ -1,6 +1,7 @@
 """DDP after its reducer was made anew, by names of torch's that are not public: they are watched here."""
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -78,12 +79,11 @@ def test_communication_hook_of_the_script_is_kept() -> None:
 
 
 def test_ddp_objects_of_the_process_are_found_and_not_kept_alive() -> None:
+    gc.collect()  # those of other tests, which would go with this one
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     found = Reducers()
     assert any(reference() is ddp for reference in found._found)
     before = len(found)
     del ddp
-    import gc  # noqa: PLC0415
-
     gc.collect()
     assert len(found) == before - 1

@@ -50,14 +50,14 @@ def trains(agents: Agents) -> None:
 def test_kill_in_the_last_save_ends_well_in_seconds_with_a_commit_of_the_last_step(play: Play, tmp_path: Path) -> None:
     hold = Hold(tmp_path)
     agents = play(Wanted(steps=30, url=str(tmp_path / "c"), hold=str(hold.file), workers=0, pause=0.01))
-    agents.begin(3)
-    agents.wait(agents.joined, "no round")
-    victim = agents.members[1]
+    members = agents.get_ready(3)
+    victim = members[1]
     hold.set((victim.pid, r"put data/"))
+    agents.announce(members)
     agents.wait(lambda: written(tmp_path, 0, 0) and hold.waits(victim.pid), "no last save")
     assert not any(event(agents, p, "end") for p in agents.members), "rank 0 waits for the part of rank 1"
     killed = agents.kill(victim)
-    agents.wait(lambda: all(event(agents, p, "end") for p in agents.members), "the run does not end", 20)
+    agents.wait(lambda: all(event(agents, p, "end") for p in agents.members), "the run does not end")
     ends = [event(agents, p, "end") for p in agents.members]
     print(f"ended {max(e['at'] for e in ends) - killed:.2f} s after the kill")
     assert [e["step"] for e in ends] == [30, 30]
@@ -69,10 +69,10 @@ def stopped_in_a_save(play: Play, tmp_path: Path) -> tuple[Agents, Hold, Process
     """Rank 0 is stopped while the save of step 20 waits for rank 1's part, and the others go on without it."""
     hold = Hold(tmp_path)
     agents = play(Wanted(url=str(tmp_path / "c"), every_steps=20, hold=str(hold.file), workers=0, pause=0.01))
-    agents.begin(3)
-    stopped, *others = agents.members
+    stopped, *others = agents.get_ready(3)
     part = (others[0].pid, r"put data/0{12}-")
     hold.set(part)
+    agents.announce([stopped, *others])
     agents.wait(lambda: written(tmp_path, 0, 0) and hold.waits(others[0].pid), "no save")
     os.kill(stopped.pid, signal.SIGSTOP)
     hold.set(part, *((p.pid, r"create log/") for p in others))

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from recovery_agents import Agents, Process
 from sharded_script import Wanted, main
+from standstill import go_on
 
 from everstep.contract import exit_codes
 
@@ -72,6 +73,11 @@ def lose(agents: Agents, victim: Process) -> tuple[float, Process]:
     return at, partner
 
 
+def alone(agents: Agents, p: Process) -> list[dict[str, Any]]:
+    """Its steps in a world of one replica; not the one that both were about to complete when a member was killed."""
+    return [e for e in agents.steps(p) if e["world"] == 2]
+
+
 def received(agents: Agents, p: Process) -> list[tuple[int, int, int]]:
     """Shard, giving rank and bytes of what the process has received so far."""
     found = re.findall(r"shard (\d+) from rank (\d+), (\d+) bytes", (agents.folder / f"{p.pid}.log").read_text())
@@ -90,10 +96,10 @@ def test_healthy_replica_goes_on_and_who_comes_back_gets_only_its_own_shard(job:
     before = [p.pid for p in healthy]
     steps = [len(agents.steps(p)) for p in healthy]
     at, partner = lose(agents, agents.members[1])
-    agents.wait(lambda: agents.trained(healthy, at), "the healthy replica does not go on")
-    took = max(next(e["at"] for e in agents.steps(p) if e["at"] > at and e["world"] == 2) for p in healthy) - at
+    agents.wait(lambda: all(alone(agents, p) for p in healthy), "the healthy replica does not go on")
+    took = max(alone(agents, p)[0]["at"] for p in healthy) - at
     print(f"kill -> first step of both survivors: {took * 1e3:.0f} ms")
-    assert took < 5.0
+    assert took < 20  # 0.1 on a machine that does nothing else
     settled(agents)
     assert [received(agents, p) for p in healthy] == [[], []]
     agents.announce([*healthy, partner, newcomer(agents)], whole=True)
@@ -136,16 +142,19 @@ def test_kills_at_random_moments_leave_replicas_equal(job: Callable[..., Agents]
 
 
 @pytest.mark.long
-def test_run_with_a_death_ends_with_the_bits_of_an_undisturbed_one(job: Callable[..., Agents]) -> None:
+def test_run_with_a_death_ends_with_the_bits_of_an_undisturbed_one(play: Play) -> None:
     ends = []
     for disturbed in (False, True):
-        agents = job(exact=True, steps=60, pause=0.005)
+        agents = play(Wanted(exact=True, steps=60, pause=0.005, slow_from=30), script=main)
+        fresh = newcomer(agents)
+        agents.begin(4)
+        settled(agents)
         if disturbed:
-            fresh = newcomer(agents)
             _, partner = lose(agents, agents.members[agents.random.randrange(4)])
             settled(agents)
             agents.announce([*agents.members, partner, fresh], whole=True)
             settled(agents)
+        agents.hurry()
         agents.wait(lambda a=agents: all(_end(a, p) for p in a.members), "the run did not end")
         ends.append({(e["step"], e["shard"], e["digest"]) for e in (_end(agents, p) for p in agents.members)})
     assert len(ends[0]) == 2
@@ -196,34 +205,42 @@ def test_no_replica_whole_restores_the_newest_commit_in_the_same_processes(
 ) -> None:
     agents = job(url=str(tmp_path / "c"), every_steps=20, exact=True, pause=0.005)
     a, b, c, d = agents.members
-    agents.wait(lambda: _commits(tmp_path) >= 2, "no commit")
-    agents.wait(lambda: agents.steps(a)[-1]["step"] % 20 in range(5, 15), "no step between two commits")
+    agents.wait(lambda: _newest(tmp_path) >= 40, "no commits")
+
+    def between() -> bool:
+        return agents.steps(a)[-1]["step"] % 20 in range(5, 15)
+
+    agents.wait(lambda: between() and agents.stand_when(between), "no step between two commits")
+    newest = _newest(tmp_path)
     for p in (b, d):  # both that hold shard 1
         os.kill(p.pid, signal.SIGKILL)
+    go_on([a.pid, c.pid])
     agents.announce([a, c])
     settled(agents, 30)
     for p in (a, c):
         numbers = [e["step"] for e in agents.steps(p)]
         (back,) = [i for i, (x, y) in enumerate(pairwise(numbers)) if y <= x]
         assert numbers[back + 1] % 20 == 1, "training goes on after a commit"
-        assert numbers[back] - numbers[back + 1] < 40
-    before = _commits(tmp_path)
-    agents.wait(lambda: _commits(tmp_path) > before, "no commit of one replica")
+        assert numbers[back + 1] > newest
+    before = agents.steps(a)[-1]["step"]
+    agents.wait(lambda: _newest(tmp_path) > before, "no commit of one replica")
     # Rank 1 has another shard than before.
     assert {e["shard"] for e in agents.steps(c)} == {0, 1}
     agents.announce([a, c, newcomer(agents), newcomer(agents)], whole=True)
     settled(agents)
-    before = _commits(tmp_path)
-    agents.wait(lambda: _commits(tmp_path) > before, "no commit of two replicas")
+    before = agents.steps(a)[-1]["step"]
+    agents.wait(lambda: _newest(tmp_path) > before, "no commit of two replicas")
     # Steps that were made twice have the same bits, too.
     assert agents.differing() == {}
 
 
-def _commits(folder: Path) -> int:
+def _newest(folder: Path) -> int:
+    """The step of the newest commit. (Their number says nothing: old ones are deleted.)"""
     from everstep.checkpoint import Catalog  # noqa: PLC0415
     from everstep.storage import open_store  # noqa: PLC0415
 
-    return len(Catalog(open_store(str(folder / "c"))).list()) if (folder / "c" / "log").exists() else 0
+    found = Catalog(open_store(str(folder / "c"))).latest() if (folder / "c" / "log").exists() else None
+    return found.step if found is not None else 0
 
 
 def test_no_replica_whole_and_no_commit_ends_the_processes_and_says_why(job: Callable[..., Agents]) -> None:
