@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from driver import Job
 from player import wait_for
 
-from everstep_operator.plan.elastic import INCIDENT
-
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(420)]
-
-APART = INCIDENT + timedelta(seconds=1)  # losses closer to each other are charged once; the status tells whole seconds
 
 
 def trains(job: Job, size: int, after: int) -> dict[str, Any]:
@@ -24,7 +19,7 @@ def trains(job: Job, size: int, after: int) -> dict[str, Any]:
     def found() -> dict[str, Any] | None:
         status = job.status()
         world = status.get("world", {})
-        formed = world.get("size") == size and world.get("round", 0) > after
+        formed = world.get("size") == size and world.get("formedRound", 0) > after
         ready = next((c for c in status.get("conditions", ()) if c["type"] == "Ready"), {})
         return status if formed and ready.get("reason") in ("Running", "RunningDegraded") else None
 
@@ -46,8 +41,7 @@ def test_pods_deleted_by_force_are_replaced_one_at_a_time_and_the_others_keep_th
         for other in set(before) - {index}:
             assert after[other]["metadata"]["uid"] == before[other]["metadata"]["uid"]
             assert after[other]["status"]["containerStatuses"][0]["restartCount"] == 0
-        began = datetime.fromisoformat(job.status()["restarts"]["incidentAt"])
-        wait_for("the next loss is another incident", lambda b=began: datetime.now(UTC) - b > APART, 20)
+        job.until_apart()
     job.kubectl("scale", f"tjob/{job.name}", "--replicas=4")
     trains(job, 4, world["round"])
     job.until_complete()

@@ -19,8 +19,8 @@ from testcluster.s3 import S3Server
 def new_job(tmp_path: Path) -> Iterator[Callable[..., LocalJob]]:
     made: list[LocalJob] = []
 
-    def make(store: S3Server | None = None, name: str = "digits") -> LocalJob:
-        job = LocalJob(tmp_path / str(len(made)), store, name)
+    def make(store: S3Server | None = None, name: str = "digits", faster: float = 1.0) -> LocalJob:
+        job = LocalJob(tmp_path / str(len(made)), store, name, faster)
         made.append(job)
         return job
 

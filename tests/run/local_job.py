@@ -23,7 +23,6 @@ from testcluster.s3 import S3Server
 from everstep_operator.local.run.control import ControlError, RunAddress, ask
 
 NODES = 2
-FASTER = 0.4  # of a scenario's pause: nothing here waits for a cluster
 BUCKET = "everstep"
 LOOK = 2.0  # seconds from one look at the run's ports to the next
 
@@ -31,8 +30,9 @@ LOOK = 2.0  # seconds from one look at the run's ports to the next
 class LocalJob(Player):
     """One run below `folder`, which it has to itself; commits go to a folder there, or to `store`."""
 
-    def __init__(self, folder: Path, store: S3Server | None = None, name: str = "digits") -> None:
-        self.folder, self.store, self.name = folder, store, name
+    def __init__(self, folder: Path, store: S3Server | None = None, name: str = "digits", faster: float = 1.0) -> None:
+        """`faster`: of a scenario's pause, where nothing waits for what takes seconds everywhere."""
+        self.folder, self.store, self.name, self.faster = folder, store, name, faster
         folder.mkdir(parents=True)
         # Not below `folder`: a socket's path has a limit, and names of tests are long.
         self.temporary = Path(tempfile.mkdtemp(prefix="everstep-run-"))
@@ -57,7 +57,7 @@ class LocalJob(Player):
         shutil.copy(EXAMPLE / "train.py", self.folder)
         command = manifest["spec"]["template"]["spec"]["containers"][0]["command"]
         index = command.index("--step-seconds") + 1
-        command[index] = str(float(command[index]) * FASTER)
+        command[index] = str(float(command[index]) * self.faster)
         path = self.folder / "job.yaml"
         path.write_text(yaml.safe_dump(manifest))
         options = ["--nodes", str(NODES), "--out", str(self.out), "--plain"]
@@ -92,19 +92,29 @@ class LocalJob(Player):
             self._looked = time.monotonic()
             self.listening |= {inode for pid in self.processes() for inode in sockets_of(pid)} & listening()
         try:
-            (answer,) = self.ask("status")
-            self._last = answer["view"]
+            for answer in self.ask("status"):  # a run that ends just now gives none
+                self._last = answer["view"]
         except ControlError:
-            left = self.out / "status.json"
-            if left.exists():
+            if self.process is not None and (code := self.process.poll()) is not None:
+                left = self.out / "status.json"
+                if not left.exists():
+                    raise ScenarioError(f"the run ended with exit code {code}\n{self.describe()}") from None
                 self._last = json.loads(left.read_text())
-            elif self.process is not None and self.process.poll() is not None:
-                raise ScenarioError(f"the run ended with exit code {self.process.poll()}\n{self.describe()}") from None
         return self._last
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = {"world": {}, "checkpoint": {}, **self.view().get("raw_status", {})}
         return status
+
+    def reached(self, field_: str) -> int:
+        """The status tells it every five seconds, in which a short run can end: here it is seen at once."""
+        match field_:
+            case "progress.step":
+                return max((row["step"] or 0 for row in self.view().get("workers", ())), default=-1)
+            case "checkpoint.lastCommittedStep" if self.store is None:
+                self.view()  # raises if the run has ended badly
+                return newest_commit(self.folder / "commits")
+        return super().reached(field_)
 
     def worker(self, index: int) -> dict[str, Any]:
         rows = [row for row in self.view().get("workers", ()) if row["worker"] == index]
@@ -231,6 +241,17 @@ class LocalJob(Player):
         except ScenarioError:
             raise ScenarioError(f"left of the run: {self.left()}\n{self.describe()}") from None
         shutil.rmtree(self.temporary)
+
+
+def newest_commit(folder: Path) -> int:
+    """Its step, read from the commit log; -1 without one."""
+    # A record that is still being written has a name that begins with a dot; an old one may be removed meanwhile.
+    for path in sorted((folder / "log").glob("[0-9]*.json"), reverse=True):
+        with contextlib.suppress(FileNotFoundError):
+            record = json.loads(path.read_text().splitlines()[0])
+            if record["kind"] == "commit":
+                return int(record["step"])
+    return -1
 
 
 def command_of(pid: int) -> bytes:

@@ -18,7 +18,7 @@ def pods(job: LocalJob) -> set[str]:
 
 def test_fixed_job_waits_for_one_replaced_worker_and_ends_as_if_undisturbed(new_job: Callable[..., LocalJob]) -> None:
     job = new_job()
-    job.apply(workers=2, steps=200, pause=0.05, every=20)
+    job.apply(workers=2, steps=200, pause=0.02, every=20)
     job.until_step(20, "checkpoint.lastCommittedStep")
     job.delete_pod(1)
     job.until_recovered()
@@ -35,7 +35,7 @@ def test_fixed_job_is_scaled_while_it_runs_and_its_first_workers_keep_their_pods
     new_job: Callable[..., LocalJob],
 ) -> None:
     job = new_job()
-    job.apply(workers=2, steps=900, pause=0.05, every=20)
+    job.apply(workers=2, steps=900, pause=0.02, every=20)
     job.until_step(20, "checkpoint.lastCommittedStep")
     job.scale(3)
     wait_for("a world of three", lambda: job.status()["world"].get("size") == 3, 120)

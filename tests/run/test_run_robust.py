@@ -12,6 +12,8 @@ import pytest
 from local_job import LocalJob, descendants
 from player import wait_for
 
+from everstep_operator.plan.elastic import INCIDENT
+
 pytestmark = pytest.mark.timeout(300)
 RUNS = int(os.environ.get("EVERSTEP_RUNS", "0"))  # `make soak` takes a hundred
 SEEDS = range(RUNS) if RUNS else (2,)  # 2: two kills, the second while the first is being recovered from
@@ -19,15 +21,18 @@ SEEDS = range(RUNS) if RUNS else (2,)  # 2: two kills, the second while the firs
 
 def test_operator_that_dies_and_comes_back_touches_no_process(new_job: Callable[..., LocalJob]) -> None:
     job = new_job()
-    job.apply(workers=2, steps=200, pause=0.05, every=20)
+    job.apply(workers=2, steps=300, pause=0.02, every=20)
     job.until_step(20, "checkpoint.lastCommittedStep")
-    before = {row["pid"]: sorted(descendants(row["pid"])) for row in job.view()["workers"]}
+    before = processes(job)
     job.kill_operator()
-    job.until_step(job.status()["checkpoint"]["lastCommittedStep"] + 40, "checkpoint.lastCommittedStep")
-    assert {row["pid"]: sorted(descendants(row["pid"])) for row in job.view()["workers"]} == before
+    now = job.reached("progress.step")  # later than the last word of the one that died
+    written = "the status of the one that came back"
+    wait_for(written, lambda: (job.status().get("progress") or {}).get("step", 0) > now, 60)
+    assert processes(job) == before
     job.until_complete()
     job.expect_undisturbed()
     job.expect_restarts("total", 0)
+    assert job.status()["checkpoint"]["lastCommittedStep"] == 300
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -40,20 +45,28 @@ def test_run_with_a_kill_at_a_random_moment_completes_with_the_right_parameters(
     moment, victim = rng.randrange(0, 150), rng.randrange(2)
     print(f"seed {seed}: torchrun of worker {victim} is killed at step {moment}, aimed at {aim}")
     job = new_job()
-    job.apply(workers=2, steps=200, pause=0.1, every=1 if aim == "save" else 20)
-    first = wait_for("both workers have a process", lambda: both if len(both := pids(job)) == 2 else {}, 30)
-    # The rows are live; the status is written every few seconds.
-    wait_for("the moment", lambda: max(row["step"] or 0 for row in job.view()["workers"]) >= moment, 60)
+    steps = 300 if aim == "recovery" else 200
+    job.apply(workers=2, steps=steps, pause=0.04, every=1 if aim == "save" else 20)
+    first = wait_for("both workers have a process", lambda: both if len(both := pids(job)) == 2 else {}, 60)
+    wait_for("the moment", lambda: job.reached("progress.step") >= moment, 60)
     job.kill_torchrun(victim)
+    wanted = {1}
     if aim == "recovery":
-        job.until_lost()
-        again = rng.randrange(2)
-        wait_for("its new pod has a process", lambda: pids(job).get(again, first[again]) != first[again], 30)
+        wait_for("its new pod has a process", lambda: pids(job).get(victim, first[victim]) != first[victim], 60)
+        again, began = rng.randrange(2), job.injected_at
         time.sleep(rng.uniform(0, 4))  # anywhere in the seconds until training goes on
         job.kill_torchrun(again)
+        # The loss of a replacement is an incident of its own; that of a worker which was there before, if it is later.
+        later = job.injected_at - began
+        wanted = {2} if again == victim else {1} if later < INCIDENT.total_seconds() - 2 else {1, 2}
     job.until_complete()
     job.expect_undisturbed()
-    job.expect_restarts("infrastructure", 2 if aim == "recovery" else 1)
+    assert job.status()["restarts"]["infrastructure"] in wanted, job.describe()
+
+
+def processes(job: LocalJob) -> dict[int, list[int]]:
+    """Of each worker its agent, and all below it."""
+    return {row["pid"]: sorted(descendants(row["pid"])) for row in job.view()["workers"]}
 
 
 def pids(job: LocalJob) -> dict[int, int]:
@@ -66,7 +79,7 @@ def pids(job: LocalJob) -> dict[int, int]:
 def test_two_runs_of_one_name_at_once_do_not_meet(new_job: Callable[..., LocalJob]) -> None:
     first, second = new_job(), new_job()
     for job in (first, second):
-        job.apply(workers=2, steps=200, pause=0.1, every=20)
+        job.apply(workers=2, steps=200, pause=0.04, every=20)
     for job in (first, second):
         job.until_step(20, "checkpoint.lastCommittedStep")
     first.delete_pod(0)
@@ -80,9 +93,10 @@ def test_two_runs_of_one_name_at_once_do_not_meet(new_job: Callable[..., LocalJo
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_interrupted_run_leaves_nothing(number: signal.Signals, new_job: Callable[..., LocalJob]) -> None:
     job = new_job()
-    job.apply(workers=2, steps=10_000, pause=0.05, every=20)
+    job.apply(workers=2, steps=10_000, pause=0.02, every=20)
     job.until_step(20)
-    assert job.listening, "the operator and torch's stores listen; what is not seen now is not looked for later"
+    # The operator and torch's stores listen. What is not seen now is not looked for later.
+    wait_for("a look at the run's ports", lambda: job.view() and job.listening, 30)
     assert job.process is not None
     job.process.send_signal(number)
     assert job.exit_code(30) == 130
@@ -90,7 +104,7 @@ def test_interrupted_run_leaves_nothing(number: signal.Signals, new_job: Callabl
 
 def test_run_that_dies_takes_its_processes_with_it_and_the_next_one_sweeps(new_job: Callable[..., LocalJob]) -> None:
     job = new_job()
-    job.apply(workers=2, steps=10_000, pause=0.05, every=20)
+    job.apply(workers=2, steps=10_000, pause=0.02, every=20)
     job.until_step(20)
     running = [p for row in job.view()["workers"] for p in (row["pid"], *descendants(row["pid"]))]
     assert len(running) >= 4

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +19,13 @@ import yaml
 from ranks import Ranks
 from warm_python import warm
 
+from everstep_operator.plan.elastic import INCIDENT
+
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "digits"
+APART = INCIDENT + timedelta(seconds=1)  # losses closer to each other are charged once; the status tells whole seconds
 FINAL = re.compile(
     r"samples=(?P<samples>\d+) samples_xxh3=(?P<samples_hash>\w+)\s+"
     r"final step=\d+ loss=\S+ test_accuracy=(?P<accuracy>[\d.]+) parameters_xxh3=(?P<parameters>\w+)"
@@ -78,6 +82,16 @@ def wait_for(what: str, probe: Callable[[], T], seconds: float = 120, poll: floa
         time.sleep(poll)
 
 
+def round_of(status: Mapping[str, Any]) -> int:
+    """The world's; 0 before there is one."""
+    return int((status.get("world") or {}).get("round", 0))
+
+
+def newest_recovery(status: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Its record, if the job has recovered from anything."""
+    return next(iter(status.get("recoveries") or ()), None)
+
+
 class Player(ABC):
     """One digits job, and what can be done to it and read of it. `play` runs a scenario text."""
 
@@ -86,6 +100,7 @@ class Player(ABC):
     workers: int = 0
     injected_at: float = 0.0  # seconds since the epoch
     round_before: int = 1
+    recovery_before: Mapping[str, Any] | None = None
 
     # What a place provides.
 
@@ -175,33 +190,38 @@ class Player(ABC):
         self.submit(self.manifest(workers, steps, pause, every, backend))
 
     def inject(self, fault: Callable[[], float | None]) -> None:
-        """Do it, and remember in which round and when: the moment that `fault` returns, or when it was called."""
-        self.round_before = self.status()["world"]["round"]
+        """Do it, and remember in which round, after which recovery and when: the moment that `fault` returns, or when
+        it was called."""
+        status = self.status()
+        self.round_before = round_of(status)
+        self.recovery_before = newest_recovery(status)
         began = time.time()
         self.injected_at = fault() or began
 
     # What a user waits for.
 
     def until_step(self, step: int, field_: str = "progress.step") -> None:
-        def reached() -> bool:
-            value: Any = self.status()
-            for part in field_.split("."):
-                value = (value or {}).get(part)
-            return value is not None and value >= step
+        self._wait(f"{field_} >= {step}", lambda: self.reached(field_) >= step)
 
-        self._wait(f"{field_} >= {step}", reached)
+    def reached(self, field_: str) -> int:
+        """The step that this field of the status says, or a place knows to be what it will say; -1 without one."""
+        value: Any = self.status()
+        for part in field_.split("."):
+            value = (value or {}).get(part)
+        return -1 if value is None else int(value)
 
     def until_lost(self) -> None:
-        self._wait("a new round", lambda: self.status()["world"]["round"] > self.round_before)
+        self._wait("a new round", lambda: round_of(self.status()) > self.round_before)
 
     def until_recovered(self) -> dict[str, Any]:
         """The record of the recovery from the last injected fault."""
 
         def recovered() -> dict[str, Any] | None:
             status = self.status()
-            newest = (status.get("recoveries") or [{}])[0]
-            done = status["world"]["round"] > self.round_before and "firstStepMs" in newest
-            return newest if done else None
+            newest = newest_recovery(status)
+            # The agents' round may be known before the loss: the record of an earlier one is then still the newest.
+            done = round_of(status) > self.round_before and newest not in (None, self.recovery_before)
+            return newest if done and newest is not None and "firstStepMs" in newest else None
 
         found: dict[str, Any] | None = self._wait("every rank's next step", recovered)
         assert found is not None
@@ -212,6 +232,15 @@ class Player(ABC):
             return wait_for(what, probe, seconds)
         except ScenarioError as e:
             raise ScenarioError(f"{e}\n{self.describe()}") from e
+
+    def until_apart(self) -> None:
+        """The next loss is an incident of its own: the last one began long enough ago."""
+
+        def over() -> bool:
+            began = self.status()["restarts"].get("incidentAt")
+            return began is not None and datetime.now(UTC) - datetime.fromisoformat(began) > APART
+
+        self._wait("the end of the incident", over)
 
     # What a user sees.
 
@@ -287,6 +316,8 @@ class Player(ABC):
                 self.until_lost()
             case ["until", "recovered"]:
                 self.until_recovered()
+            case ["until", "apart"]:
+                self.until_apart()
             case ["until", "no-pods"]:
                 self._wait("no pods", lambda: not self.nodes_of_pods())
             case ["until", "complete"]:
