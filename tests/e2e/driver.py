@@ -32,7 +32,10 @@ def command(pid):
     except OSError:
         return b""
 def parent(pid):
-    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
+    except OSError:
+        return "0"
 for pid in filter(str.isdigit, os.listdir("/proc")):
     if pid == "1" or int(pid) == os.getpid():
         continue

@@ -30,9 +30,13 @@ class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return x, (x.sum() ** 2).reshape(1)
 
 
-def committed(folder: str) -> bool:
-    """Whether there is a commit: a second record after the one that opened the log."""
-    return len(os.listdir(Path(folder) / "log")) > 1
+def until_committed(folder: str) -> None:
+    """Wait for a commit: a second record after the one that opened the log."""
+    deadline = time.monotonic() + 120  # a busy disk may take long over an fsync
+    # One that is still being written has a name that begins with a dot.
+    while len(list((Path(folder) / "log").glob("[0-9]*.json"))) < 2:
+        assert time.monotonic() < deadline, "nothing is committed"
+        time.sleep(0.01)
 
 
 def main() -> None:
@@ -47,7 +51,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--seen", type=Path, help="folder for the samples of each completed step")
-    parser.add_argument("--die-at", type=int, help="SIGKILL in a step from this one on, after a commit")
+    parser.add_argument("--die-at", type=int, help="SIGKILL in this step, after a commit")
     parser.add_argument("--losses", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -79,7 +83,8 @@ def main() -> None:
                     batch.scale(loss).backward()
                     indices += batch.indices[: batch.count].tolist()
                     total += float(loss.detach()) * batch.count
-                    if args.die_at is not None and step.number >= args.die_at and committed(args.url):
+                    if step.number == args.die_at:
+                        until_committed(args.url)
                         os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.step()
                 scheduler.step()

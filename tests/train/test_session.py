@@ -41,14 +41,14 @@ def test_run_killed_in_a_step_and_resumed_ends_with_the_same_bits(ranks: int, st
     assert 0 not in killed.codes, killed.output
     resumed = start(ranks, "--url", tmp_path / "b", "--every-steps", 10, "--workers", 1).end()
     # A save in flight at the death may or may not have ended.
-    assert resumed.starts[0] in (10, 20, 30), resumed.output
+    assert resumed.starts[0] in (10, 20), resumed.output
     assert resumed.parameters == undisturbed.parameters
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_sigterm_commits_the_step_at_hand_and_ends_with_its_own_code(ranks: int, start: Start, tmp_path: Path) -> None:
     undisturbed = start(ranks, "--url", tmp_path / "a", "--every-steps", 1000).end()
-    slow = ("--url", tmp_path / "b", "--every-steps", 1000, "--pause", 0.05, "--workers", 1)
+    slow = ("--url", tmp_path / "b", "--every-steps", 1000, "--pause", 0.3, "--workers", 1)
     run = start(ranks, *slow, launched=ranks > 0)
     run.until("all ranks train", lambda text: text.count("start step=") == max(1, ranks))
     # Only one of them is told; the others hear of it from the session.
@@ -72,7 +72,7 @@ def test_sigterm_to_a_whole_process_group_leaves_the_trainer_its_workers(start: 
 
 
 def test_sigterm_to_torchrun_commits_before_it_kills(start: Start, tmp_path: Path) -> None:
-    run = start(2, "--url", tmp_path / "b", "--every-steps", 1000, "--pause", 0.05, launched=True)
+    run = start(2, "--url", tmp_path / "b", "--every-steps", 1000, "--pause", 0.3, launched=True)
     run.until("all ranks train", lambda text: text.count("start step=") == 2)
     os.kill(run.group, signal.SIGTERM)
     ended = run.end()
@@ -106,7 +106,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(start: Start, tmp_pa
 
 
 def test_saves_by_time_happen_at_one_step_on_all_ranks(start: Start, tmp_path: Path) -> None:
-    run = start(2, "--url", tmp_path / "a", "--every-seconds", 0.3, "--pause", 0.03, "--until", 60)
+    run = start(2, "--url", tmp_path / "a", "--every-seconds", 0.15, "--pause", 0.03, "--until", 60)
     assert run.end().well, run.text()
     records = [json.loads(p.read_text().splitlines()[0]) for p in sorted((tmp_path / "a" / "log").iterdir())]
     commits = [r["step"] for r in records if r["kind"] == "commit"]

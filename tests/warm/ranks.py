@@ -75,4 +75,5 @@ class Ranks:
                 if stat.read_text().rpartition(")")[2].split()[3] in sessions:
                     os.kill(int(stat.parent.name), signal.SIGKILL)
         for process in self._processes:
+            process.kill()  # one that has just been forked has no session of its own yet
             process.wait(10)
