@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 import traceback
 import uuid
@@ -69,6 +70,13 @@ class Runs:
             for step in steps:
                 checkpointer.save(step, self.state(step)).wait(30)
                 checkpointer.wait(30)
+
+    @staticmethod
+    def settle(checkpointer: everstep.Checkpointer) -> None:
+        """Wait until the clean-up after the last commit is over too: a save has ended before it."""
+        over = threading.Event()
+        checkpointer._writer.later(over.set)
+        assert over.wait(30)
 
     def restored(self, **options: Any) -> int | None:
         """The step that a run restores which then ends in order."""

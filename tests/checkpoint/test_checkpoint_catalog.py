@@ -219,6 +219,7 @@ def test_gc_beside_a_run_spares_the_save_in_flight_and_tells_what_it_would_do(ru
     runs(store).save(1, 2, 3)
     run, _ = runs(store).begin()
     run.save(4, runs.state(4)).wait(30)
+    runs.settle(run)
     store.put("data/000000000004-aaaaaaaa-00000009/00001.safetensors", b"of a save in flight")
     store.put("data/000000000000-aaaaaaaa-00000009/00001.safetensors", b"of a writer that is fenced")
     before = dict(store.objects)

@@ -72,10 +72,12 @@ def main(rank):
         store = open_store(root)
         if rank == 1:
             store = FaultStore(store)
-        ck = everstep.Checkpointer(store=store, on_event=hook, peer_timeout=1.0)
-        ck.restore(state)
-        ck.save(1, state).wait(60)
+        with everstep.Checkpointer(store=store, on_event=hook) as ck:
+            ck.restore(state)
+            ck.save(1, state).wait(60)
         dist.barrier()
+        ck = everstep.Checkpointer(store=store, on_event=hook, peer_timeout=1.0)
+        assert ck.restore(state) == 1
         if rank == 1:
             store._faults = {len(store.calls): Die()}
         handle = ck.save(2, state)

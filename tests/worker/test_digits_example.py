@@ -8,11 +8,12 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import pytest
 import xxhash
@@ -21,6 +22,8 @@ from ranks import Ranks
 from warm_python import warm
 
 from everstep.contract import env, exit_codes
+
+T = TypeVar("T")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 PYTHON: list[str] = []
@@ -68,13 +71,18 @@ class Run:
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait_for(self, pattern: str, seconds: float = 60) -> re.Match[str]:
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first match in what it prints."""
+        return self.wait_until(repr(pattern), lambda: re.search(pattern, self.text))
+
+    def wait_until(self, what: str, holds: Callable[[], T], seconds: float = 60) -> T:
+        """The first true value of `holds`."""
         deadline = time.monotonic() + seconds
-        while (found := re.search(pattern, self.text)) is None:
-            assert time.monotonic() < deadline, f"no {pattern!r} in:\n{self.text}"
-            assert self.process.poll() is None, f"the run ended without {pattern!r}:\n{self.text}"
+        while not (value := holds()):
+            assert time.monotonic() < deadline, f"no {what} in:\n{self.text}"
+            assert self.process.poll() is None, f"the run ended without {what}:\n{self.text}"
             time.sleep(0.01)
-        return found
+        return value
 
     def finish(self, code: int = 0, seconds: float = 120) -> str:
         try:
@@ -143,6 +151,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Final:
     return final((folder / "printed.txt").read_text())
 
 
+def records(folder: Path) -> str:
+    """The commit log. What is still being written has a name that begins with a dot."""
+    return "".join(p.read_text() for p in sorted(folder.glob("log/[0-9]*.json"))).replace(" ", "")
+
+
 def lineage(script: ModuleType, steps: int) -> tuple[int, str]:
     """What the count and digest must be when each step was trained exactly once."""
     count, digest = 0, ""
@@ -178,7 +191,7 @@ def test_killed_process_changes_nothing_about_the_result(rank: int, undisturbed:
     args = ("--checkpoint", str(tmp_path), "--every-steps", "25", "--step-seconds", "0.01", "--steps", STEPS)
     with running(torchrun(2, "--max-restarts=2", "--monitor-interval=0.1"), *args) as run:
         victim = run.wait_for(rf"start step=0 rank={rank} world=2 pid=(\d+)")
-        run.wait_for(r"step=100 loss")
+        run.wait_until("a commit", lambda: '"kind":"commit"' in records(tmp_path))
         os.kill(int(victim[1]), signal.SIGKILL)
         text = run.finish()
     resumed = re.findall(r"start step=(\d+) rank=0", text)
@@ -201,8 +214,7 @@ def test_finished_run_started_again_only_reports_its_result(tmp_path: Path) -> N
     first = finished(PYTHON, *args)
     log = sorted((tmp_path / "log").iterdir())
     assert finished(PYTHON, *args) == first
-    commits = [p for p in (tmp_path / "log").iterdir() if '"kind":"commit"' in p.read_text().replace(" ", "")]
-    assert len(commits) == 1
+    assert records(tmp_path).count('"kind":"commit"') == 1
     assert len(list((tmp_path / "log").iterdir())) == len(log) + 1  # the second run opened, and committed nothing
 
 

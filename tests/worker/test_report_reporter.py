@@ -94,6 +94,7 @@ def test_life_of_a_process_is_told_in_order(operator: Operator) -> None:
     reporter.step(41, total_steps=600, epoch=2, metrics={"loss": 0.5})
     reporter.committed(41, at=999.0)
     reporter.done()
+    assert reporter.flush(30)  # a busy machine may need longer than a process waits at its end
     assert operator.phases == ["start", "restore", "train", "save", "done"]
     start, restore, train, save, done = operator.reports
     assert (start.step, start.round, start.world_size, start.at) == (None, 7, 2, 1000.0)
@@ -108,7 +109,7 @@ def test_life_of_a_process_is_told_in_order(operator: Operator) -> None:
 def test_new_start_without_commit_reports_no_restored_step(operator: Operator) -> None:
     reporter = Reporter(operator.url)
     reporter.restored(None, 0.1)
-    assert reporter.flush()
+    assert reporter.flush(30)
     assert (operator.reports[-1].phase, operator.reports[-1].restored_step) == (Phase.RESTORE, None)
 
 
@@ -119,7 +120,7 @@ def test_many_steps_are_coalesced_and_the_last_one_arrives(operator: Operator) -
         reporter.step(step, metrics={"loss": float(step)})
         time.sleep(0.0005)
     took = time.monotonic() - began
-    reporter.flush()
+    assert reporter.flush(30)
     train = [r for r in operator.reports if r.phase is Phase.TRAIN]
     assert train[0].step == 1
     assert (train[-1].step, train[-1].metrics) == (2000, {"loss": 2000.0})
@@ -129,17 +130,17 @@ def test_many_steps_are_coalesced_and_the_last_one_arrives(operator: Operator) -
 
 def test_step_seconds_is_the_mean_since_the_previous_report(operator: Operator) -> None:
     reporter = Reporter(operator.url)
+    began = time.monotonic()
     reporter.step(10)
     eventually(lambda: len(operator.reports) == 2)
-    began = time.monotonic()
     for step in range(11, 16):
         time.sleep(0.02)
         reporter.step(step)
     longest = time.monotonic() - began
-    reporter.flush()
-    seconds = operator.reports[-1].step_seconds
-    assert seconds is not None
-    assert 0.02 <= seconds <= longest / 5 + 0.05
+    assert reporter.flush(30)
+    before, last = operator.reports[-2:]
+    assert last.step_seconds is not None
+    assert 0.02 <= last.step_seconds <= longest / (15 - (before.step or 0))
     assert operator.reports[1].step_seconds is None  # of the very first step nothing is known
 
 
@@ -151,6 +152,7 @@ def test_other_ranks_tell_only_start_restore_first_step_failures_and_end(operato
     reporter.committed(30)
     reporter.save_failed(40, "the store is away")
     reporter.done()
+    assert reporter.flush(30)  # a busy machine may need longer than a process waits at its end
     assert operator.phases == ["start", "restore", "train", "save-failed", "done"]
     assert [r.step for r in operator.reports] == [None, None, 1, 49, 49]
     assert operator.reports[3].checkpoint_error == "step 40: the store is away"
@@ -161,7 +163,7 @@ def test_first_step_after_a_second_restore_is_told_at_once(operator: Operator) -
     reporter.step(5)
     reporter.restored(4)
     reporter.step(5)
-    reporter.flush()
+    assert reporter.flush(30)
     assert operator.phases == ["start", "train", "restore", "train"]
 
 
@@ -172,7 +174,7 @@ def test_process_that_goes_on_in_another_round_speaks_as_its_new_rank(operator: 
     reporter.moved(0, 2, 5)
     reporter.step(7)
     reporter.committed(7)
-    reporter.flush()
+    assert reporter.flush(30)
     told = [(r.phase.value, r.step, r.rank, r.world_size, r.round) for r in operator.reports]
     assert told == [
         ("start", None, 1, 3, 4), ("train", 5, 1, 3, 4), ("train", 7, 0, 2, 5), ("save", 7, 0, 2, 5),
@@ -187,7 +189,7 @@ def test_checkpointer_events_become_reports(operator: Operator) -> None:
     reporter.on_event("save-skipped", step=13, error="the save before is still in flight")
     reporter.on_event("fenced", reason="round 4 owns the state")
     reporter.on_event("committed")  # a field is missing: training must not notice
-    reporter.flush()
+    assert reporter.flush(30)
     assert operator.phases == ["start", "restore", "save", "save-failed", "save-failed"]
     errors = [r.checkpoint_error for r in operator.reports]
     assert errors == [None, None, None, "step 12: disk full", "step 13: the save before is still in flight"]
@@ -199,7 +201,7 @@ def test_damaged_commit_is_told_with_the_restore_that_passed_it_over(operator: O
     reporter.on_event("stepped-over", n=7, error="data/x/00000.safetensors: checksum differs")
     reporter.on_event("restored", step=3, n=5, seconds=0.5)
     reporter.step(4)
-    reporter.flush()
+    assert reporter.flush(30)
     told = "log record 7 is stepped over: data/x/00000.safetensors: checksum differs"
     assert [(r.phase.value, r.checkpoint_error) for r in operator.reports] == [
         ("start", None),
@@ -213,9 +215,10 @@ def test_tensors_are_read_off_thread_and_release_the_graph(operator: Operator) -
     loss = (weight * 2).sum()
     reporter = Reporter(operator.url)
     reporter.step(1, metrics={"loss": loss, "accuracy": torch.tensor(0.5), "lr": 1e-3})
-    held = [m for p in reporter._queue for m in p.metrics.values() if isinstance(m, torch.Tensor)]
+    with reporter._wake:  # its thread takes from the queue
+        held = [m for p in reporter._queue for m in p.metrics.values() if isinstance(m, torch.Tensor)]
     assert all(m.grad_fn is None for m in held)
-    reporter.flush()
+    assert reporter.flush(30)
     assert operator.reports[-1].metrics == {"loss": 6.0, "accuracy": 0.5, "lr": 1e-3}
 
 
@@ -226,7 +229,7 @@ def test_metric_on_an_accelerator_is_left_out_and_never_read(
     on_device = torch.empty((), device="meta")  # reading it raises, as reading from a GPU would wait
     for step in (1, 2, 3):
         reporter.step(step, metrics={"loss": on_device, "lr": 0.1})
-    reporter.flush()
+    assert reporter.flush(30)
     assert operator.reports[-1].metrics == {"lr": 0.1}
     assert [r.getMessage() for r in caplog.records] == [
         "metric 'loss' is on meta and not reported: reading it would wait for the device"
@@ -237,7 +240,7 @@ def test_metrics_that_are_no_numbers_or_too_many_do_not_stop_the_report(operator
     reporter = Reporter(operator.url)
     metrics = {"text": "abc", "vector": torch.zeros(3)} | {f"m{i}": float(i) for i in range(100)}
     reporter.step(1, metrics=metrics)
-    reporter.flush()
+    assert reporter.flush(30)
     assert operator.reports[-1].metrics == {f"m{i}": float(i) for i in range(MAX_METRICS - 2)}
 
 
@@ -249,7 +252,7 @@ def test_token_is_read_afresh_for_every_report(operator: Operator, tmp_path: Pat
     eventually(lambda: operator.tokens == ["Bearer first"])
     token.write_text("second\n")
     reporter.step(1)
-    reporter.flush()
+    assert reporter.flush(30)
     assert operator.tokens == ["Bearer first", "Bearer second"]
 
 
@@ -260,7 +263,7 @@ def test_redirect_leads_to_the_leader_with_body_and_token(operator: Operator, tm
         follower.answer = lambda: (307, {"Location": operator.url})
         reporter = Reporter(follower.url, str(token))
         reporter.step(1)
-        reporter.flush()
+        assert reporter.flush(30)
     assert operator.phases == ["start", "train"]
     assert operator.tokens == ["Bearer secret"] * 2
 
@@ -271,20 +274,21 @@ def test_redirect_loop_ends_and_training_goes_on(operator: Operator) -> None:
     reporter.step(1)
     assert not reporter.flush(0.3)
     operator.answer = lambda: (204, {})
-    assert reporter.flush(10)
+    assert reporter.flush(30)
     assert operator.phases == ["start", "train"]
 
 
 def test_operator_that_is_away_costs_one_log_line_and_no_time(free_url: str, caplog: pytest.LogCaptureFixture) -> None:
     reporter = Reporter(free_url)
-    began = time.monotonic()
+    began, used = time.monotonic(), time.thread_time()
     for step in range(1, 5001):
         reporter.step(step, metrics={"loss": 0.1})
-    assert time.monotonic() - began < 2.0
+    assert time.thread_time() - used < 2.0
+    assert time.monotonic() - began < 30, "a step waits for nobody; a busy machine may let it wait"
     eventually(lambda: caplog.records)
     began = time.monotonic()
     reporter.done()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 15, "two seconds, and not for ever"
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "training goes on" in caplog.text
     assert len(reporter._queue) <= MAX_PENDING
@@ -300,7 +304,7 @@ def test_reports_of_a_recovery_arrive_once_the_operator_is_back(
     reporter.step(9)
     eventually(lambda: caplog.records)
     operator.answer = lambda: (204, {})
-    assert reporter.flush(10)
+    assert reporter.flush(30)
     assert operator.phases == ["start", "restore", "train"]
     assert operator.reports[-1].step == 9
     assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
@@ -314,19 +318,19 @@ def test_report_that_is_refused_is_dropped_and_the_next_one_sent(
     reporter = Reporter(operator.url)
     reporter.restored(1)
     reporter.step(2)
-    assert reporter.flush(10)
+    assert reporter.flush(30)
     assert operator.phases == ["train"]
     assert "answered 400" in caplog.text
 
 
 def test_operator_that_never_answers_does_not_hold_up_the_end(operator: Operator) -> None:
     stuck = threading.Event()
-    operator.answer = lambda: (stuck.wait(20), (204, {}))[1]
+    operator.answer = lambda: (stuck.wait(60), (204, {}))[1]
     reporter = Reporter(operator.url)
     reporter.step(1)
     began = time.monotonic()
     reporter.done()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 15, "two seconds, and not for ever"
     stuck.set()
 
 
@@ -357,7 +361,7 @@ def test_environment_names_the_process() -> None:
 
 def _child(reporter: Reporter) -> None:
     reporter.step(77)
-    reporter.flush(5)
+    assert reporter.flush(30)
 
 
 def test_forked_child_reports_for_itself_and_never_hangs(operator: Operator) -> None:
@@ -366,16 +370,21 @@ def test_forked_child_reports_for_itself_and_never_hangs(operator: Operator) -> 
     with reporter._wake:  # the worst moment to fork: the lock is held
         child = multiprocessing.get_context("fork").Process(target=_child, args=(reporter,))
         child.start()
-        child.join(20)
+        child.join(60)
     assert child.exitcode == 0
-    reporter.flush()
+    assert reporter.flush(30)
     assert {r.step for r in operator.reports if r.phase is Phase.TRAIN} == {1, 77}
 
 
 def test_last_report_is_sent_when_the_script_just_ends(operator: Operator) -> None:
-    script = "import everstep.train.report as r\nfor i in range(1, 101): r.report(step=i, metrics={'loss': 1 / i})"
+    script = """
+import everstep.train.report as r
+r.FLUSH_SECONDS = 30.0  # the machine may be busy
+for i in range(1, 101):
+    r.report(step=i, metrics={'loss': 1 / i})
+"""
     env = {**os.environ, "EVERSTEP_REPORT_URL": operator.url, "RANK": "0", "WORLD_SIZE": "1"}
-    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=60)
     assert operator.reports[-1].step == 100
 
 

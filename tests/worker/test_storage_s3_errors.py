@@ -205,7 +205,7 @@ def test_server_that_stays_away_fails_within_the_bound(server: ScriptedS3) -> No
     started = time.monotonic()
     with pytest.raises(RetryableError, match="gave up after"):
         store.put("a", b"x")
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 30.0, "half a second, and the client's own beginnings on a busy machine"
 
 
 @pytest.mark.parametrize(
