@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from everstep.contract.document import Member, Sizes
@@ -17,7 +18,9 @@ from everstep.rendezvous.store import RoundStore
 
 T = TypeVar("T")
 LIMIT = 30.0  # seconds that any wait may take
-QUICK = Settings(patience=Patience(last_call=0.5, rejoin=5.0), ttl=2.0)
+# No lease lapses because the tests' process had no processor for a while; where one is to lapse, it is short.
+QUICK = Settings(patience=Patience(last_call=0.5, rejoin=5.0), ttl=20.0)
+LAPSING = replace(QUICK, ttl=2.0)
 
 
 class Crew:
@@ -28,10 +31,10 @@ class Crew:
         self.drivers: dict[str, Driver] = {}
         self._pool = ThreadPoolExecutor(16)
 
-    def add(self, name: str, *, linked: bool = False, index: int = -1) -> Driver:
+    def add(self, name: str, *, linked: bool = False, settings: Settings | None = None) -> Driver:
         links = Links(name) if linked else None
-        member = Member(index, name, address="127.0.0.1", link_port=links.port if links else 0)
-        self.drivers[name] = Driver(self._store(), member, self._sizes, self._settings, links=links)
+        member = Member(-1, name, address="127.0.0.1", link_port=links.port if links else 0)
+        self.drivers[name] = Driver(self._store(), member, self._sizes, settings or self._settings, links=links)
         return self.drivers[name]
 
     def joining(self, names: Iterable[str], timeout: float = LIMIT) -> dict[str, Future[Round]]:
@@ -41,8 +44,12 @@ class Crew:
         return {name: future.result(LIMIT) for name, future in self.joining(names).items()}
 
     def start(self, names: str, *, linked: bool = False) -> dict[str, Round]:
+        """All of these are in one round. If no more would fit, none goes on without the last, however late that is."""
+        settings = self._settings
+        if len(names) == self._sizes.maximum:
+            settings = replace(settings, patience=replace(settings.patience, last_call=LIMIT))
         for name in names:
-            self.add(name, linked=linked)
+            self.add(name, linked=linked, settings=settings)
         return self.join(names)
 
     def stop(self) -> None:

@@ -3,7 +3,7 @@
     elastic_script.py FOLDER
 
 Each process writes one line a world that it was in, at its first all-reduce: seconds, agent's pid, restart, rank, world
-size, sum, round. A process that sees `fail` in the folder, with its rank in it, ends with an error.
+size, sum, round. A process that sees `fail-RANK` in the folder ends with an error.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def main() -> None:
         dist.all_reduce(stop, op=dist.ReduceOp.MAX)
         if stop.item():
             break
-        fail = folder / "fail"
-        if fail.exists() and fail.read_text() == str(rank):
+        fail = folder / f"fail-{rank}"
+        if fail.exists():
             fail.unlink()
             sys.exit("told to fail")
         time.sleep(0.02)

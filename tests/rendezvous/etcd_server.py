@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import ssl
+import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ports import Ports
 from testcluster import programs
-from testcluster.daemon import Daemon, free_ports
+from testcluster.daemon import Daemon
 from testcluster.proc import run
 
 
@@ -20,7 +22,8 @@ class EtcdCluster:
     def __init__(self, folder: Path, size: int, *, tls: bool = False, host: str = "127.0.0.1") -> None:
         self.folder, self.tls = folder, tls
         folder.mkdir(parents=True, exist_ok=True)
-        ports = free_ports(2 * size)
+        self._ports = Ports()
+        ports = [self._ports.take() for _ in range(2 * size)]
         scheme = "https" if tls else "http"
         self.urls = tuple(f"{scheme}://{host}:{port}" for port in ports[:size])
         peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
@@ -53,6 +56,7 @@ class EtcdCluster:
     def stop(self) -> None:
         for member in self.members:
             member.kill()
+        self._ports.close()
 
     def context(self) -> ssl.SSLContext | None:
         if not self.tls:
@@ -66,15 +70,18 @@ class EtcdCluster:
     ) -> dict[str, Any]:
         """One call of etcd's own API, as an administrator makes it."""
         request = urllib.request.Request((url or self.urls[0]) + path, json.dumps(body).encode(), dict(headers or {}))
-        with urllib.request.urlopen(request, timeout=5, context=self.context()) as reply:
+        with urllib.request.urlopen(request, timeout=30, context=self.context()) as reply:
             return dict(json.loads(reply.read()))
 
     def leader(self) -> int:
-        """The index of the member that leads."""
-        for index, url in enumerate(self.urls):
-            status = self.post("/v3/maintenance/status", {}, url)
-            if status["leader"] == status["header"]["member_id"]:
-                return index
+        """The index of the member that leads; waits while they elect one."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            for index, url in enumerate(self.urls):
+                status = self.post("/v3/maintenance/status", {}, url)
+                if status["leader"] == status["header"]["member_id"]:
+                    return index
+            time.sleep(0.05)
         raise AssertionError("no member leads")
 
 

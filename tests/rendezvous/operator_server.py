@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ports import Ports
+
 from everstep.contract import labels
 from everstep.rendezvous.http import HttpStore
 from everstep.rendezvous.http_calls import Limits, OperatorCalls
@@ -94,6 +96,7 @@ class OperatorServer:
         self.replicas: list[Replica] = []
         self._stores: list[HttpStore] = []
         self._pods = 0
+        self._ports = Ports()
         self.do(self._set_up())
 
     async def _set_up(self) -> None:
@@ -114,12 +117,14 @@ class OperatorServer:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
         self.loop.close()
+        self._ports.close()
 
     # --- replicas
 
     def start(self, port: int = 0) -> Replica:
-        """One more replica; returns when it serves, whether it leads or not."""
-        return self.do(self._start(port))
+        """One more replica, at a port of one that was killed or at its own; returns when it serves, whether it leads or
+        not."""
+        return self.do(self._start(port or self._ports.take()))
 
     async def _start(self, port: int) -> Replica:
         number = len(self.replicas)

@@ -69,9 +69,9 @@ def test_a_forked_child_uses_connections_of_its_own(request: pytest.FixtureReque
 def child(store: Store, i: int, version: int) -> int:
     """Exit code: 0 if all calls did in the child what they do in the parent."""
     try:
-        signal.alarm(20)
+        signal.alarm(60)
         mine = store.read()
-        store.announce(f"child-{i}", Wish(Member(-1, f"child-{i}"), 0, Sizes(1, 3)).encode(), 5.0)
+        store.announce(f"child-{i}", Wish(Member(-1, f"child-{i}"), 0, Sizes(1, 3)).encode(), 60.0)
         seen = store.watch(View(None, 0), 10.0)
         later = store.compare_and_swap(version, EMPTY) if i == 0 else version
     except BaseException:  # whatever it is: the parent's test must not go on in the child

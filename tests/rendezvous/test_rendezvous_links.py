@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from agents import LIMIT, until
@@ -81,6 +82,28 @@ class Crew:
             one.close()
 
 
+@contextmanager
+def without_a_processor() -> Iterator[Callable[[], float]]:
+    """Seconds by which a thread that asks for a processor twenty times a second got it too late, in all: what the links
+    promise does not hold for these."""
+    late, over = [0.0], threading.Event()
+
+    def look() -> None:
+        before = time.monotonic()
+        while not over.wait(0.05):
+            now = time.monotonic()
+            late[0] += now - before - 0.05
+            before = now
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield lambda: late[0]
+    finally:
+        over.set()
+        thread.join()
+
+
 @pytest.fixture
 def machines() -> Iterator[Machines]:
     with Machines(*"abcdefg") as made:
@@ -105,12 +128,13 @@ def test_packets_that_are_lost_one_way_or_both_are_noticed_in_time_by_both_and_t
     crew = Crew(machines, "abc")
     try:
         crew.meet()
-        at = time.monotonic()
         for sender, receiver in lost:
             machines.drop(sender, receiver)
-        took = [crew.heard[one].when("unreached", other) - at for one, other in ("ab", "ba")]
-        print(f"noticed after {took[0]:.2f} and {took[1]:.2f} s")
-        assert max(took) < DETECTED
+        at = time.monotonic()
+        with without_a_processor() as late:
+            took = [crew.heard[one].when("unreached", other) - at for one, other in ("ab", "ba")]
+            print(f"noticed after {took[0]:.2f} and {took[1]:.2f} s, {late():.2f} of them without a processor")
+            assert max(took) < DETECTED + late()
         assert crew.said() == [("a", "unreached", "b"), ("b", "unreached", "a")], "and nobody else is blamed"
         machines.heal()
         healed = time.monotonic()

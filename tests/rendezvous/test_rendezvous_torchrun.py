@@ -116,7 +116,7 @@ def test_agents_that_fail_for_good_leave_the_job_to_those_that_the_operator_star
     run = operated("--max-restarts=0", nodes="2", owner=owner)
     run.start(2)
     first = run.world(2)
-    (run.folder / "fail").write_text("1")
+    (run.folder / "fail-1").touch()
     failed = next(agent for agent in run.agents if agent.pid == first[1].agent)
     assert failed.wait(60) != 0
 
@@ -137,7 +137,7 @@ def test_a_training_process_that_fails_is_restarted_with_all_others(job: Callabl
     run = job(nodes="2")
     run.start(2)
     first = run.world(2)
-    (run.folder / "fail").write_text("1")
+    (run.folder / "fail-1").touch()
     again = run.world(2, max(line.at for line in first))
     assert [line.agent for line in again] == [line.agent for line in first]
     assert run.finish() == [0, 0]

@@ -87,8 +87,10 @@ class TorchrunJob:
 
         def found() -> list[Line]:
             fresh = [line for line in self.lines() if line.at > since and line.world == size]
-            newest = {line.rank: line for line in fresh}
-            return [newest[rank] for rank in sorted(newest)] if len(newest) == size else []
+            # Not ranks of two rounds, where the first of these ended before all had written.
+            newest = max((line.round for line in fresh), default=0)
+            by_rank = {line.rank: line for line in fresh if line.round == newest}
+            return [by_rank[rank] for rank in sorted(by_rank)] if len(by_rank) == size else []
 
         try:
             return until(found, START)
