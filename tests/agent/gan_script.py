@@ -19,6 +19,8 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
+from everstep.checkpoint import Catalog
+from everstep.storage import open_store
 
 STEPS = 40
 
@@ -31,9 +33,11 @@ def mutate(tensor: torch.Tensor, while_: Path) -> None:
             time.sleep(0.01)
 
 
-def die_if(file: Path, step: int) -> None:
+def die_if(file: Path, step: int, url: str) -> None:
     if dist.get_rank() == 1 and step > 12 and file.exists():
         file.unlink()
+        while url and Catalog(open_store(url)).latest() is None:  # there is something to go back to
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -59,13 +63,13 @@ if __name__ == "__main__":
         threading.Thread(target=mutate, args=(moving, out / "mutate"), daemon=True).start()
         with (out / f"{os.getpid()}.jsonl").open("a", buffering=1) as diary:
             for step in run.steps(until=STEPS):
-                die_if(out / "die", step.number)
+                die_if(out / "die", step.number, url)
                 with step:
                     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step.number + dist.get_rank()))
                     c.zero_grad()
                     (critic(generator(x).detach()) - critic(x)).mean().backward()
                     c.step()
-                    die_if(out / "tear", step.number)
+                    die_if(out / "tear", step.number, url)
                     g.zero_grad()
                     (-critic(generator(x))).mean().backward()
                     g.step()

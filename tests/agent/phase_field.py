@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_job import HERE, Agent, Job
+from agent_job import HERE, LAPSING, Agent, Job
 from children import children
 from phase_script import undisturbed
 from phases import Aim, Fault
@@ -82,7 +82,7 @@ class Field:
 
     def __enter__(self) -> Field:
         began = time.monotonic()
-        self.agents = self.job.start(self._count)
+        self.agents = self.job.start(self._count, LAPSING)
         self.trains(self.agents, began)
         self.whole_again = True
         return self
@@ -134,7 +134,7 @@ class Field:
         others = [a for a in self.agents if a is not hit]
         if cell.fault == "agent":
             hit.process.wait()
-            self.agents = [*others, *self.job.start()]
+            self.agents = [*others, *self.job.start(conf=LAPSING)]
         elif cell.fault == "stop":
             first = self.trains(others, at)
             print(f"{cell}: the others train {max(e['at'] for e in first) - at:.2f} s after it stopped")

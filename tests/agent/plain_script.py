@@ -19,6 +19,7 @@ if __name__ == "__main__":
     parser.add_argument("--pause", type=float, default=0.02)
     parser.add_argument("--fail-at", type=int, default=-1, help="rank 1 raises after this step, each time")
     parser.add_argument("--fail-once-at", type=int, default=-1)
+    parser.add_argument("--wait-at", type=int, default=-1, help="after this step, for the file `go`")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -51,5 +52,7 @@ if __name__ == "__main__":
             if rank == 1 and step == asked.fail_once_at and not once.exists():
                 once.touch()
                 raise ValueError("no such luck, once")
+            while step == asked.wait_at and not (asked.out / "go").exists():
+                time.sleep(0.01)
             time.sleep(asked.pause)
     dist.destroy_process_group()

@@ -214,14 +214,14 @@ class Started:
 
     def trainers(self) -> list[int]:
         (warm,) = children(self.process.pid)
-        return sorted(children(warm))[1:]
+        return children(warm)[1:]
 
     def end(self) -> tuple[int, str]:
         _, said = self.process.communicate(timeout=LIMIT)
         return self.process.returncode, said
 
 
-def gone(pids: list[int], seconds: float = 10) -> bool:
+def gone(pids: list[int], seconds: float = LIMIT) -> bool:
     def ended(pid: int) -> bool:
         try:
             return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from agent_job import HERE, Agent, Job
-from children import stat
+from standstill import go_on, stand_still
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
@@ -87,13 +87,10 @@ def stands_behind_a_commit(run: Job, agents: list[Agent]) -> bool:
     Only of what stands still does what was read hold a moment later: the next commit is tens of milliseconds away.
     """
     pids = [agent.pid for agent in agents] + [pid for agent in agents for pid in agent.trainers()]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    run.until(lambda: all(stat(pid)[0] == "T" for pid in pids), "a process does not stop")
+    stand_still(pids)
     if max(steps(everything(run))) > commits(run.folder)[0]:
         return True
-    for pid in reversed(pids):
-        os.kill(pid, signal.SIGCONT)
+    go_on(reversed(pids))
     return False
 
 

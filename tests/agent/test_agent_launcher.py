@@ -86,7 +86,7 @@ def torchrun(script: Path, error_file: Path) -> Any:
     script.write_text(
         f"from torch.distributed.elastic.multiprocessing.errors import record\n@record\ndef main():\n{body}\nmain()\n"
     )
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     subprocess.run(
         argv,
         capture_output=True,

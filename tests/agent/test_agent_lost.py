@@ -25,9 +25,11 @@ SCRIPT = HERE / "gan_script.py"
 class Run:
     """`everstep-run` of the script in a folder of its own."""
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, asked: tuple[str, ...]) -> None:
         self.folder = folder
         folder.mkdir()
+        for file in asked:
+            (folder / file).touch()
         self.log = folder / "log"
         argv = [warm_agent.__file__, "--nproc-per-node=2", "--max-restarts=0", SCRIPT, folder, url]
         with self.log.open("wb") as out:
@@ -60,11 +62,8 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     made: list[Run] = []
 
     def start(name: str, url: str, *asked: str) -> Run:
-        one = Run(tmp_path / name, url)
-        for file in asked:
-            (one.folder / file).touch()
-        made.append(one)
-        return one
+        made.append(Run(tmp_path / name, url, asked))
+        return made[-1]
 
     yield start
     for one in made:

@@ -19,9 +19,12 @@ def test_a_rank_that_is_five_times_slower_is_named_and_stays(job: Callable[..., 
         logs = (a.log.read_text() for a in agents)
         return [line for log in logs for line in re.findall(r"(?:this is the slow one: )?rank \d is slow: .*", log)]
 
-    run.until(lambda: len(said()) >= 2, "the slow rank is not named by rank 0 and itself")
-    print(*said(), sep="\n")
-    assert all("rank 1 is slow" in line for line in said())
-    assert sum(line.startswith("this is the slow one") for line in said()) == 1
+    def both() -> list[str]:
+        lines = said()
+        return lines if len({line.startswith("this is the slow one") for line in lines}) == 2 else []
+
+    named = run.until(both, "the slow rank is not named by rank 0 and itself")
+    print(*named, sep="\n")
+    assert all("rank 1 is slow" in line for line in named)
     run.trains([pid for a in agents for pid in a.trainers()], 0, 3)
     assert not any("round 2:" in a.log.read_text() for a in agents)

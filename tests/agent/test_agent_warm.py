@@ -94,7 +94,7 @@ def test_an_open_device_is_a_reason_not_to_fork(tmp_path: Path) -> None:
 
 def test_a_process_that_was_spoiled_before_is_seen_until_its_thread_has_ended() -> None:
     program = (
-        "import threading\n"
+        "import threading, time\n"
         "from everstep.agent.warm import unfit_to_fork\n"
         "go = threading.Event()\n"
         "t = threading.Thread(target=go.wait)\n"
@@ -102,6 +102,8 @@ def test_a_process_that_was_spoiled_before_is_seen_until_its_thread_has_ended() 
         "print(unfit_to_fork())\n"
         "go.set()\n"
         "t.join()\n"
+        "until = time.monotonic() + 30\n"  # it is listed for a moment more
+        "while unfit_to_fork() and time.monotonic() < until:\n    time.sleep(0.01)\n"
         "print(unfit_to_fork())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)

@@ -50,6 +50,7 @@ class Wanted:
     bug_at: int = -1  # this step raises an error of the script's own
     hold: str = ""  # the file that holds calls of the store; see held_store
     slow_from: int = -1  # from this step on a step takes half a second more, until the file `go` is in `out`
+    hold_at: int = -1  # this step goes on when that file is there
 
 
 class Points(Dataset[Any]):
@@ -134,6 +135,8 @@ def train(wanted: Wanted) -> None:
                 diary.write(kind="from", step=run.step, digest=digest(model, optimizer))
             leave_time(wanted, step.number)
             with step as batches:
+                while step.number == wanted.hold_at and not os.path.exists(f"{wanted.out}/go"):
+                    time.sleep(0.01)
                 optimizer.zero_grad(set_to_none=True)
                 total, taken = torch.zeros(1), []
                 for batch in batches if wanted.micro_batch else [batches]:
