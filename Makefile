@@ -48,7 +48,7 @@ unit: setup  ## tests that need no server
 # prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/pytest -x tests/unit
-	$(BIN)/pytest -x -n 3 --dist loadfile --no-loadscope-reorder -m "not kind and not long" tests/run tests/train \
+	$(BIN)/pytest -x -n 4 --dist loadfile --no-loadscope-reorder -m "not kind and not long" tests/run tests/train \
 	  tests/adapters tests/agent tests/rendezvous tests/recovery tests/worker tests/checkpoint tests/storage tests/apiserver \
 	  tests/conformance tests/data tests/model tests/local tests/cluster
 	$(BIN)/pytest -n 3 --dist worksteal -m "kind and not alone" tests/cluster tests/e2e

@@ -64,6 +64,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--gib", action="append", type=float, help="default: 1 and 4; quick: 0.125")
     p.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; quick: 1")
     p.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure")
+    p.add_argument("--only-training", action="store_true", help="only what a save takes from the steps beside it")
     p.add_argument("--samples", type=Path, metavar="PATH", help="write every wall time there, as JSON")
     args = p.parse_args()
     args.store = args.store or ["disk", "tmpfs", "s3"]
@@ -160,9 +161,10 @@ def main() -> int:
                     continue
                 with place(name, args.disk) as (where, env):
                     start = partial(World, ranks, size, env)
-                    measured = measure(Cell(where, start, args.rounds, full=not args.quick))
-                    figures += figures_of(cell, measured, name == "s3")
-                    samples[cell] = seconds(measured)
+                    if not args.only_training:
+                        measured = measure(Cell(where, start, args.rounds, full=not args.quick))
+                        figures += figures_of(cell, measured, name == "s3")
+                        samples[cell] = seconds(measured)
                     if ranks == 1 and name != "s3":
                         cost = train(Cell(where, start, args.rounds, full=not args.quick))
                         figures += training_figures(cell, cost, args.rounds)

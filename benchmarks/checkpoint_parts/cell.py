@@ -162,9 +162,11 @@ class TrainingCost:
         return added / mine[0].saved * self.cores / median(self.bare)
 
     def slower(self, subject: str) -> float:
-        """How much longer a step takes while a save is in flight and a core is free, in percent."""
-        plain = median(r.plain for r in self.runs["none.spare"])
-        return (median(r.slow for r in self.runs[f"{subject}.spare"]) / plain - 1) * 100
+        """How much longer a step takes while a save is in flight and a core is free, in percent.
+
+        Than the others of its own series: a virtual machine's cores are faster one second than the next.
+        """
+        return (median(r.slow / r.plain for r in self.runs[f"{subject}.spare"]) - 1) * 100
 
 
 def _drop(place: Place, prefix: str) -> None:
