@@ -158,7 +158,7 @@ def test_api_server_paused_keeps_requests_waiting_until_it_goes_on(control_plane
     control_plane.pause_apiserver()
     try:
         with pytest.raises(OSError, match="timed out"):
-            control_plane.get("/readyz")
+            control_plane.get("/readyz", 2.0)
     finally:
         control_plane.resume_apiserver()
     until(lambda: control_plane.get("/readyz") == b"ok", "the answer after the pause")

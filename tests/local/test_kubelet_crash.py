@@ -84,8 +84,8 @@ def test_nothing_survives_a_kubelet_that_dies(
         assert tokens(tmp_path) == 2
         os.kill(kubelet.pid, number)
         kubelet.wait(10)
-        until("all are dead", lambda: not any(kubelet_world.alive(pid) for pid in pids), 3)
-        until("the tokens are gone", lambda: tokens(tmp_path) == 0, 3)
+        until("all are dead", lambda: not any(kubelet_world.alive(pid) for pid in pids), 20)
+        until("the tokens are gone", lambda: tokens(tmp_path) == 0, 20)
     finally:
         kubelet.kill()
         kubelet.wait(10)
@@ -105,7 +105,7 @@ def test_next_run_removes_what_one_that_was_killed_at_its_start_has_left(tmp_pat
         with Root(tmp_path) as root:  # more than once, if a guard is still writing
             return list(tmp_path.glob("everstep-*")) == [root.path]
 
-    until("the folder is removed", removed, 5)
+    until("the folder is removed", removed, 20)
 
 
 def test_main_processes_die_even_with_guard_and_kubelet_helpless(tmp_path: Path, kubelet_world: ModuleType) -> None:
@@ -121,9 +121,9 @@ def test_main_processes_die_even_with_guard_and_kubelet_helpless(tmp_path: Path,
         os.kill(kubelet.pid, signal.SIGSTOP)
         for guard in guards:
             os.kill(guard, signal.SIGKILL)
-        until("the main processes are dead", lambda: not any(kubelet_world.alive(pid) for pid in mains), 3)
+        until("the main processes are dead", lambda: not any(kubelet_world.alive(pid) for pid in mains), 20)
         os.kill(kubelet.pid, signal.SIGCONT)  # it finds the rest by their mark
-        until("all are dead", lambda: not any(kubelet_world.alive(pid) for pid in pids), 3)
+        until("all are dead", lambda: not any(kubelet_world.alive(pid) for pid in pids), 20)
     finally:
         kubelet.kill()
         kubelet.wait(10)

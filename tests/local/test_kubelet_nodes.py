@@ -83,7 +83,7 @@ async def test_killed_node_takes_its_pods_and_says_nothing(machine: Start, kubel
 
     pids = [int(line) for line in await m.until("two processes", both)]
     m.nodes.kill(name)
-    await asyncio.wait_for(m.nodes.wait_off(name), 3)
+    await asyncio.wait_for(m.nodes.wait_off(name), 20)
     assert [pid for pid in pids if kubelet_world.alive(pid)] == []
     node = await m.until_ready(name, "Unknown")
     ready = next(c for c in node.status["conditions"] if c["type"] == "Ready")

@@ -132,7 +132,7 @@ async def test_forced_deletion_kills_at_once(machine: Start, kubelet_world: Modu
     async def dead() -> bool:
         return not any(kubelet_world.alive(pid) for pid in pids)
 
-    await m.until("all are dead", dead, seconds=3)
+    await m.until("all are dead", dead)
     assert await m.pod("forced") is None
 
 
@@ -166,7 +166,7 @@ async def test_killed_guard_takes_its_pod_along(machine: Start, kubelet_world: M
     async def dead() -> bool:
         return not any(kubelet_world.alive(pid) for pid in pids)
 
-    await m.until("all are dead", dead, seconds=3)
+    await m.until("all are dead", dead)
 
 
 async def test_processes_of_two_runs_are_told_apart_though_their_pods_have_the_same_uid(

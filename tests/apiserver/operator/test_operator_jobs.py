@@ -193,16 +193,22 @@ async def test_name_that_is_taken_is_named_and_left_alone_until_it_is_free(
         await place.running("digits-w0-0", "digits-w1-0")
 
 
-async def test_one_job_whose_pods_are_refused_does_not_stop_others(place: Any, operators_of: Any) -> None:
+async def test_one_job_whose_pods_are_refused_does_not_stop_others(
+    place: Any, operators_of: Any, wait_for: WaitFor
+) -> None:
     """Case 24: the API server takes the job, and none of its pods."""
     template = {"spec": {"containers": [{"name": "worker", "image": "train:1", "imagePullPolicy": "Sometimes"}]}}
     await place.create_job("poisoned", template=template)
     await place.create_job("digits")
     async with operators_of(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
+
+        async def says_why() -> bool:
+            conditions = {c["type"]: c for c in (await place.status("poisoned")).get("conditions", ())}
+            return "imagePullPolicy" in conditions.get("Stalled", {}).get("message", "")
+
+        await wait_for("the other job says why it stands still", says_why)
         assert await place.reason("poisoned") == "Pending"
-        stalled = next(c for c in (await place.status("poisoned"))["conditions"] if c["type"] == "Stalled")
-        assert "imagePullPolicy" in stalled["message"]
 
 
 async def test_namespace_that_is_going_gets_no_pods_and_goes(

@@ -105,12 +105,14 @@ def artifact(name: str, parts: tuple[Part, ...], make: Callable[[Path], None]) -
         work.mkdir(parents=True)
         make(work)
         work.rename(final)
-        _prune(final.parent)
+        _prune(final.parent, final)
         say(time.monotonic() - began, name, f"built {key}")
     return final
 
 
-def _prune(folder: Path) -> None:
-    versions = sorted((p for p in folder.iterdir() if not p.name.startswith(".")), key=lambda p: p.stat().st_mtime)
+def _prune(folder: Path, newest: Path) -> None:
+    """Two that were made within a tick of the clock have one time, but for the one that was just made."""
+    made = (p for p in folder.iterdir() if not p.name.startswith("."))
+    versions = sorted(made, key=lambda p: (p == newest, p.stat().st_mtime))
     for old in versions[:-KEPT_VERSIONS]:
         shutil.rmtree(old, ignore_errors=True)

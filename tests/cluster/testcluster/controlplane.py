@@ -20,6 +20,7 @@ from testcluster.daemon import Daemon, free_ports
 from testcluster.proc import ClusterError, run
 
 KUBECTL_LIMIT = 60.0  # seconds
+READ_LIMIT = 30.0  # seconds for what a test reads
 PROBE_LIMIT = 2.0  # seconds for one readiness request
 ACCOUNT_LIMIT = 20.0  # seconds until the controller manager has made the first service account
 SERVICE_IP = "10.0.0.1"  # the first of --service-cluster-ip-range, which the API server takes for itself
@@ -154,15 +155,16 @@ class ControlPlane:
 
         return Daemon(argv, folder / "kube-controller-manager.log", answers)
 
-    def get(self, path: str) -> bytes:
-        """Body of a GET as the administrator. Raises `OSError` (`HTTPError` for a status of 400 and above)."""
+    def get(self, path: str, seconds: float = READ_LIMIT) -> bytes:
+        """Body of a GET as the administrator, who waits for it for so long. Raises `OSError` (`HTTPError` for a status
+        of 400 and above)."""
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.token}"})
         context = ssl.create_default_context(cafile=str(self.ca_file))
-        with urllib.request.urlopen(request, timeout=PROBE_LIMIT, context=context) as reply:
+        with urllib.request.urlopen(request, timeout=seconds, context=context) as reply:
             return bytes(reply.read())
 
     def _ready(self) -> bool:
-        return self.get("/readyz") == b"ok"
+        return self.get("/readyz", PROBE_LIMIT) == b"ok"
 
     def start(self) -> None:
         """Start all three; returns when pods can be created in the namespace `default`."""

@@ -4,6 +4,7 @@ Invariant: it does not outlive the process that started it, however that one end
 """
 
 import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -15,15 +16,26 @@ from testcluster.proc import ClusterError
 
 START_LIMIT = 30.0  # seconds until a server answers
 STOP_LIMIT = 10.0  # seconds for a polite end
+PORTS = 15_000  # to choose from
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback that nothing listens on now."""
+    """TCP ports of the loopback that nothing listens on now, and that the kernel gives to no connection: a client that
+    asks again and again for a server which is away could be given its very port, and it could not come back."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
-            one.bind(("127.0.0.1", 0))
+            _bind(one, range(max(1024, lowest - PORTS), lowest))
         return [int(one.getsockname()[1]) for one in sockets]
+
+
+def _bind(one: socket.socket, ports: range) -> None:
+    for port in random.SystemRandom().sample(ports, len(ports)):
+        with contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return
+    one.bind(("127.0.0.1", 0))
 
 
 class Daemon:

@@ -16,6 +16,7 @@ from testcluster.proc import ClusterError, run, which
 
 NPM_LIMIT = 600.0  # seconds; azurite takes 60 on two cold cores
 PROBE_LIMIT = 2.0  # seconds
+BUCKET_LIMIT = 30.0  # seconds to make one
 AZURE_ACCOUNT = "devstoreaccount1"
 # The well-known key of the emulator; it guards nothing.
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -127,7 +128,7 @@ class GcsServer(_Server):
             headers={"Content-Type": "application/json"},
         )
         try:
-            urllib.request.urlopen(request, timeout=PROBE_LIMIT).close()
+            urllib.request.urlopen(request, timeout=BUCKET_LIMIT).close()
         except urllib.error.HTTPError as e:
             if e.code != 409:  # it exists
                 raise
