@@ -188,11 +188,13 @@ async def test_error_in_the_operator_gets_500_and_the_server_goes_on() -> None:
 
 
 async def test_more_reports_than_the_bound_get_503() -> None:
-    world = World(gate=asyncio.Event())
+    world = World(gate=asyncio.Event(), tokens={"good": POD, "other": POD})
     async with serving(world, max_in_flight=2) as session:
-        waiting = [asyncio.create_task(post(session)) for _ in range(2)]
+        headers = [{"Authorization": f"Bearer {token}"} for token in world.tokens]
+        waiting = [asyncio.create_task(post(session, headers=one)) for one in headers]
         async with asyncio.timeout(5):
-            await world.checking.wait()  # both wait for the one check of their token
+            while len(world.checks) < 2:  # noqa: ASYNC110  # both wait for the check of their token
+                await asyncio.sleep(0.01)
             statuses = [(await post(session))[0] for _ in range(3)]
         assert statuses == [503, 503, 503]
         assert world.gate is not None

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -148,7 +147,7 @@ def waits() -> Waits:
 
 @pytest.fixture
 async def client(server: Server, waits: Waits) -> AsyncGenerator[HttpKubeClient, None]:
-    limits = Limits(request_seconds=2.0, watch_slack=1.0)
+    limits = Limits(request_seconds=20.0, watch_slack=20.0)
     async with HttpKubeClient(KubeConfig(str(server.kubeconfig)), limits=limits, rng=lambda: 0.5, sleep=waits) as made:
         yield made
 
@@ -285,7 +284,7 @@ async def test_watch_that_goes_wrong_raises_its_kind(
         await events_of(client)
 
 
-async def test_watch_without_end_is_cut_after_its_slack(client: HttpKubeClient, server: Server) -> None:
+async def test_watch_without_end_is_cut_after_its_slack(server: Server) -> None:
     async def hang(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -296,10 +295,10 @@ async def test_watch_without_end_is_cut_after_its_slack(client: HttpKubeClient, 
         return response
 
     server.script = [hang]
-    started = time.monotonic()
-    with pytest.raises(ConnectionFailed, match="within 2 s"):
-        await events_of(client)
-    assert time.monotonic() - started < 10
+    limits = Limits(watch_slack=0.5)
+    async with HttpKubeClient(KubeConfig(str(server.kubeconfig)), limits=limits) as client:
+        with pytest.raises(ConnectionFailed, match=r"within 1\.5 s"):
+            await events_of(client)
 
 
 async def test_line_beyond_the_bound_is_refused_before_it_is_complete() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
+
+import pytest
+from virtual_time import in_virtual_time
 
 from everstep_operator.shell.round_watches import Urgency, Watches
 
@@ -17,21 +19,24 @@ def waiting(watches: Watches) -> list[asyncio.Task[None]]:
 async def seconds_until_told(watches: Watches, urgency: Urgency) -> float:
     calls = waiting(watches)
     await asyncio.sleep(0)
-    began = time.monotonic()
+    now = asyncio.get_running_loop().time
+    began = now()
     watches.wake(urgency)
     async with asyncio.timeout(10):
         await asyncio.gather(*calls)
-    return time.monotonic() - began
+    return now() - began
 
 
+@in_virtual_time
 async def test_many_are_told_the_later_the_less_it_matters() -> None:
     watches = Watches()
     await seconds_until_told(watches, Urgency.SOON)  # the first news are told at once, and this was their moment
-    assert await seconds_until_told(watches, Urgency.NOW) < 0.05
-    assert 0.05 < await seconds_until_told(watches, Urgency.SOON) < 0.3
-    assert await seconds_until_told(watches, Urgency.LATER) > 0.3
+    assert await seconds_until_told(watches, Urgency.NOW) == 0
+    assert await seconds_until_told(watches, Urgency.SOON) == pytest.approx(0.1)
+    assert await seconds_until_told(watches, Urgency.LATER) == pytest.approx(0.4)
 
 
+@in_virtual_time
 async def test_urgent_news_take_along_those_that_could_wait() -> None:
     watches = Watches()
     await seconds_until_told(watches, Urgency.NOW)
@@ -48,6 +53,7 @@ async def test_urgent_news_take_along_those_that_could_wait() -> None:
         call.cancel()
 
 
+@in_virtual_time
 async def test_others_have_their_turn_while_many_are_told() -> None:
     watches = Watches()
     calls = waiting(watches)
@@ -62,12 +68,13 @@ async def test_others_have_their_turn_while_many_are_told() -> None:
     assert turns >= MANY // 32
 
 
+@in_virtual_time
 async def test_few_are_told_at_once_whatever_it_is() -> None:
     watches = Watches()
     for _ in range(3):
         call = asyncio.create_task(watches.wait("pod", 30.0))
         await asyncio.sleep(0)
-        began = time.monotonic()
+        began = asyncio.get_running_loop().time()
         watches.wake(Urgency.LATER)
         await call
-        assert time.monotonic() - began < 0.05
+        assert asyncio.get_running_loop().time() - began <= Urgency.LATER.value

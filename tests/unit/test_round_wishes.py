@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from round_stage import SIZES, A, B, Mortal, Stage
+from virtual_time import in_virtual_time
 
 from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
 from everstep.rendezvous.rounds import CloseJob, Join, apply, join_all
@@ -48,6 +49,7 @@ async def document(stage: Stage, round: int) -> Document:
 # --- how it is done
 
 
+@in_virtual_time
 async def test_agents_that_ask_find_themselves_in_a_round_that_none_of_them_wrote() -> None:
     stage, (rounds,) = await staged()
     for agent, member in zip(stage.agents, (A, B), strict=True):
@@ -55,6 +57,7 @@ async def test_agents_that_ask_find_themselves_in_a_round_that_none_of_them_wrot
     assert (await document(stage, 1)).members == (A, B)
 
 
+@in_virtual_time
 async def test_a_hundred_wishes_cost_a_few_writes() -> None:
     stage, (rounds,) = await staged(client=lambda stage: Mortal(stage.client))
     sizes = Sizes(100, 100)
@@ -68,6 +71,7 @@ async def test_a_hundred_wishes_cost_a_few_writes() -> None:
     assert writes <= 40  # one after the other they would be a hundred, and as many that came too late
 
 
+@in_virtual_time
 async def test_who_announces_without_asking_is_written_by_nobody() -> None:
     stage, (rounds,) = await staged()
     rounds.announce(stage.agents[0], "a", wish(A).encode(), 30.0)
@@ -75,6 +79,7 @@ async def test_who_announces_without_asking_is_written_by_nobody() -> None:
     assert await stage.stored() is None
 
 
+@in_virtual_time
 async def test_members_that_ask_again_meet_in_the_next_round_without_the_one_that_lapsed() -> None:
     stage, (rounds,) = await staged()
     for agent, member in zip(stage.agents, (A, B), strict=True):
@@ -85,6 +90,7 @@ async def test_members_that_ask_again_meet_in_the_next_round_without_the_one_tha
     assert (await document(stage, 2)).members == (A,)
 
 
+@in_virtual_time
 async def test_closed_job_writes_nothing_more_and_says_so_at_once() -> None:
     stage, (rounds,) = await staged()
     announce(rounds, stage.agents[0], A)
@@ -101,6 +107,7 @@ async def test_closed_job_writes_nothing_more_and_says_so_at_once() -> None:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@in_virtual_time
 async def test_operator_that_dies_while_it_writes_wishes_leaves_them_to_the_next(after: bool) -> None:
     for at in range(10):
         stage, (first, second) = await staged(2, lambda stage: Mortal(stage.client))
@@ -121,6 +128,7 @@ async def test_operator_that_dies_while_it_writes_wishes_leaves_them_to_the_next
     raise AssertionError("it has more requests than were tried")
 
 
+@in_virtual_time
 async def test_two_operators_that_both_lead_form_one_round_of_one_wish() -> None:
     stage, operators = await staged(3)
     for rounds in operators:
@@ -132,6 +140,7 @@ async def test_two_operators_that_both_lead_form_one_round_of_one_wish() -> None
     assert list(stage.rounds.values()) == [(A, B)]
 
 
+@in_virtual_time
 async def test_api_server_that_fails_for_a_moment_is_asked_again() -> None:
     stage, (rounds,) = await staged()
     rounds._documents._client = client = Mortal(stage.client, 0)  # type: ignore[assignment]
@@ -144,6 +153,7 @@ async def test_api_server_that_fails_for_a_moment_is_asked_again() -> None:
     assert (await document(stage, 1)).members == (A, B)
 
 
+@in_virtual_time
 async def test_replica_that_leads_no_more_writes_nothing() -> None:
     stage, (rounds,) = await staged()
     announce(rounds, stage.agents[0], A)
