@@ -17,12 +17,13 @@ Figures, by cell:
 - `upload_cpu`: CPU seconds of s3fs's `pipe_file` ÷ those of one of our saves, staging and checksums included.
 - `memory`: peak resident memory of two saves beyond what was there before the Checkpointer ÷ the bytes staged.
 - `training_cost`, `steps_slower`: what a save takes from the steps beside it; see `checkpoint_parts/training.py`. One
-  rank, files only: an S3 server on the same cores would take them from the steps itself.
+  rank, files only: an S3 server on the same cores would take them from the steps itself. The first size only: it takes
+  as many steps as the slowest save lasts, many times.
 
 Goals that are missed on the machine of the table in docs/operations/checkpoint-speed.md (2 cores), and why:
 - `load` on files: five times DCP's rate is more than bare reads reach there without any check.
-- `steps_slower`: four threads write, and the steps leave them one core. Neither a nicer thread nor no checksums changes
-  it; one writing thread does (see there), at a cost to `save` that is to be measured.
+- `steps_slower`: what writes and what multiplies share memory and caches, and on a virtual machine more than those;
+  DCP's async save beside it tells how quiet the machine was.
 - `save`: the copy to staging counts, the bare write needs none; on tmpfs a rank's one file takes one writer at a time.
 - `training_cost` on tmpfs: the bare write is nothing but a copy, ours copies, hashes and looks for NaN besides.
 - `load` on S3: the log's small requests and the checksums.
@@ -165,7 +166,7 @@ def main() -> int:
                         measured = measure(Cell(where, start, args.rounds, full=not args.quick))
                         figures += figures_of(cell, measured, name == "s3")
                         samples[cell] = seconds(measured)
-                    if ranks == 1 and name != "s3":
+                    if ranks == 1 and name != "s3" and gib == args.gib[0]:
                         cost = train(Cell(where, start, args.rounds, full=not args.quick))
                         figures += training_figures(cell, cost, args.rounds)
     if args.samples:
