@@ -6,13 +6,20 @@ Three agents with one process each on this machine, minimum two. A trial kills a
 its process and starts a new one; does the same to the agent that hosts the store of the world (that of rank 0); stops
 an agent (SIGSTOP). After each fault it waits until all ranks of the world that is left have made a step ("survivors"),
 and until there are three again ("all").
-`regrow` is the longest pause between two steps of a survivor while the new agent comes in. What does not happen within
-its limit counts as a failure, and ends the trial; the figure `recovered` says how many did not.
-The store of ours is a real etcd. `recovery_kind.py` measures on Kubernetes.
+`detect`, `rendezvous`, `restore` and `first_step` are the parts of the last member's way there: until it was started
+anew or heard of the next round, until its process group had formed, until it had the state, until its step.
+`regrow` is the longest pause between two steps of a survivor while the new agent comes in. `lost_steps` counts the
+steps that were taken again, `equal` the faults after which all members had the same parameters, bit by bit, in every
+step. What does not happen within its limit counts as a failure, and ends the trial; `recovered` says how many did not.
+The store of ours is a real etcd. Two more columns take the store away: `session_etcd3` the member of three that the
+agents talk to, `session_operator` the operator, alone (`store.pause`: the longest time between two steps meanwhile, and
+`store.pause_before` in as long a time before) and together with a training process (`store_process`: from its death, or
+where there is no other store from the moment that it is back). `recovery_kind.py` measures on Kubernetes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -25,9 +32,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
 sys.path[:0] = [str(HERE), str(HERE / "recovery_parts"), str(TESTS / "rendezvous"), str(TESTS / "cluster"), str(TESTS)]
-from etcd_server import EtcdCluster
 from figures import Better, Figure, FigureError, finish, parser, quantile
-from job import START, Job, NeverError, Way
+from job import START, Job, Line, NeverError, Way
+from stores import STORES, Store
 
 TUNED = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),)
 TUNED_CONF = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
@@ -39,7 +46,10 @@ WAYS = (
     Way("torchrun_etcd", TORCHRUN, "etcd-v3", "last_call=5,ttl=2"),
     Way("everstep_run", AGENT, "etcd-v3", OURS),
     Way("session", AGENT, "etcd-v3", OURS, session=True),
+    Way("session_etcd3", AGENT, "etcd-v3", OURS, session=True, store="etcd3"),
+    Way("session_operator", AGENT, "everstep", OURS, session=True, store="operator"),
 )
+STORE_DOWN = 3.0  # seconds that a store is away while nothing else happens
 LIMITS = {"stock_default": 130.0, "stock_tuned": 75.0}
 LIMIT = 60.0
 GOALS = {
@@ -48,22 +58,27 @@ GOALS = {
     ("session", "host.survivors"): 1.0,
     ("session", "regrow.pause"): 0.3,
     ("session", "stop.survivors"): 5.0,
-}
+    ("session_etcd3", "store_process.survivors"): 3.0,
+    ("session_operator", "store_process.survivors"): 1.0,
+} | {("session", f"{fault}.lost_steps"): 1.0 for fault in ("process", "agent", "host", "stop")}
 Samples = dict[tuple[str, str], list[float]]
 
 
 class Trials:
     """Faults on one job after the other; a job that was lost to a fault is replaced."""
 
-    def __init__(self, way: Way, etcd: str, samples: Samples) -> None:
-        self._way, self._etcd, self._samples = way, etcd, samples
+    def __init__(self, way: Way, store: Store, samples: Samples) -> None:
+        self._way, self._store, self._samples = way, store, samples
         self._limit = LIMITS.get(way.name, LIMIT)
         self._job: Job | None = None
         self.failed = 0
         self.faults = 0
+        self.equal = 0
 
     def run(self, faults: tuple[str, ...]) -> None:
         for fault in faults:
+            if (fault == "store") != (self._way.store != "etcd"):
+                continue
             self.faults += 1
             try:
                 self._one(fault)
@@ -80,78 +95,124 @@ class Trials:
 
     def _one(self, fault: str) -> None:
         job = self._whole()
-        agents = [a for a in job.agents if a.poll() is None]
-        host, first = job.host(), job.first()
-        other = next(a for a in agents if a is not first and a is not host)
-        limit = self._limit
-        if fault == "process":
-            pid = job.trainer(other)
-            at = time.monotonic()
-            os.kill(pid, signal.SIGKILL)
-            if self._way.session:
-                self._note("process.survivors", job.world(2, at, limit))
-            self._note("process.all", job.world(3, at, limit))
-            return
-        victim = host if fault == "host" else other
-        survivors = [a for a in agents if a is not victim]
+        began = time.monotonic()
+        match fault:
+            case "process":
+                self._process(job)
+            case "store":
+                self._store_dies(job)
+            case _:
+                self._agent(job, fault)
+        first = {line.rank: line for line in job.lines() if line.at > began}
+        self.equal += not job.differing(first)
+
+    def _process(self, job: Job) -> None:
+        pid = job.trainer(job.others()[0])
+        at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        if self._way.session:
+            self._came("process", job, job.world(2, at, self._limit), at)
+        everybody = job.world(3, at, self._limit)
+        if self._way.session:
+            self._note("process.all", last(everybody).at - at)
+        else:
+            self._came("process", job, everybody, at, "all")
+
+    def _agent(self, job: Job, fault: str) -> None:
+        victim = job.host() if fault == "host" else job.others()[0]
+        survivors = [a for a in job.alive() if a is not victim]
         at = job.stop(victim) if fault == "stop" else job.kill(victim)
-        self._note(f"{fault}.survivors", job.world(2, at, limit, survivors))
+        self._came(fault, job, job.world(2, at, self._limit, survivors), at)
         if fault == "stop":
             job.kill(victim)
         pids = [job.trainer(a) for a in survivors]
         began = time.monotonic()
         job.start()
-        self._note("regrow.all", job.world(3, began, limit))
+        everybody = job.world(3, began, self._limit)
+        self._note("regrow.all", last(everybody).at - began)
         if self._way.session:
             self._note("regrow.pause", job.longest_pause(pids, began))
+            self._note("regrow.lost_steps", job.lost_steps(everybody))
+
+    def _store_dies(self, job: Job) -> None:
+        pids = [job.trainer(a) for a in job.alive()]
+        before = time.monotonic()
+        time.sleep(STORE_DOWN)
+        self._note("store.pause_before", job.longest_pause(pids, before))
+        at = time.monotonic()
+        self._store.down()
+        time.sleep(STORE_DOWN)
+        self._note("store.pause", job.longest_pause(pids, at))
+        self._store.back()
+        self._whole()
+        self._store.down()
+        at = time.monotonic()
+        os.kill(job.trainer(job.others()[0]), signal.SIGKILL)
+        back = self._store.back() if self._way.store == "operator" else at
+        left = job.world(2, at, self._limit)
+        self._note("store_process.survivors", max(0.0, last(left).at - back))
+        self._note("store_process.lost_steps", job.lost_steps(left))
+        job.world(3, at, self._limit)
+        if self._way.store != "operator":
+            self._store.back()
 
     def _whole(self) -> Job:
         """A job of three that trains."""
         if self._job is None:
-            self._job = Job(Path(tempfile.mkdtemp(prefix="everstep-recovery-")), self._way, self._etcd)
+            self._job = Job(Path(tempfile.mkdtemp(prefix="everstep-recovery-")), self._way, self._store)
             self._job.start(3)
         self._job.world(3, time.monotonic() - 0.001, START)
         return self._job
 
-    def _note(self, name: str, seconds: float) -> None:
-        self._samples[(self._way.name, name)].append(seconds)
+    def _came(self, fault: str, job: Job, firsts: dict[int, Line], at: float, whom: str = "survivors") -> None:
+        """A fault at `at` is over for these: the last of them counts."""
+        line = last(firsts)
+        self._note(f"{fault}.{whom}", line.at - at)
+        self._note(f"{fault}.lost_steps", job.lost_steps(firsts))
+        for part, seconds in dataclasses.asdict(job.parts(line, at)).items():
+            self._note(f"{fault}.{whom}.{part}", seconds)
+
+    def _note(self, name: str, value: float) -> None:
+        self._samples[(self._way.name, name)].append(value)
+
+
+def last(firsts: dict[int, Line]) -> Line:
+    """The line of the member that came last."""
+    return max(firsts.values(), key=lambda line: line.at)
 
 
 def measure(ways: list[Way], trials: dict[str, int], faults: tuple[str, ...], deadline: float) -> list[Figure]:
     samples: Samples = defaultdict(list)
     figures = []
-    folder = Path(tempfile.mkdtemp(prefix="everstep-recovery-etcd-"))
-    etcd = EtcdCluster(folder, 1)
-    etcd.start()
-    try:
-        for way in ways:
-            runs = Trials(way, etcd.urls[0].removeprefix("http://"), samples)
-            try:
-                for _ in range(trials[way.name]):
-                    if time.monotonic() < deadline:
-                        runs.run(faults)
-            finally:
-                runs.close()
-            if runs.faults:
-                done = runs.faults - runs.failed
-                goal = 1.0 if way.module == AGENT else None
-                figures.append(
-                    Figure(f"recovered.{way.name}", done / runs.faults, "", Better.HIGHER, runs.faults, goal)
-                )
-    finally:
-        etcd.stop()
-        shutil.rmtree(folder)
-    for (way, name), seconds in samples.items():
-        n = len(seconds)
-        goal = GOALS.get((way, name))
-        figures.append(Figure(f"{name}.{way}.p50", quantile(seconds, 0.5), "s", Better.LOWER, n))
-        if n >= 100:
-            figures.append(Figure(f"{name}.{way}.p99", quantile(seconds, 0.99), "s", Better.LOWER, n, goal))
-            goal = None
-        figures.append(Figure(f"{name}.{way}.max", max(seconds), "s", Better.LOWER, n, goal))
+    for way in ways:
+        store = STORES[way.store]()
+        runs = Trials(way, store, samples)
+        try:
+            for _ in range(trials[way.name]):
+                if time.monotonic() < deadline:
+                    runs.run(faults)
+        finally:
+            runs.close()
+            store.stop()
+        if runs.faults:
+            goal = 1.0 if way.module == AGENT else None
+            for name, good in (("recovered", runs.faults - runs.failed), ("equal", runs.equal)):
+                figures.append(Figure(f"{name}.{way.name}", good / runs.faults, "", Better.HIGHER, runs.faults, goal))
+    for (way_name, name), values in samples.items():
+        figures += distribution(way_name, name, values)
     if not figures:
         raise FigureError("nothing was measured")
     return figures
+
+
+def distribution(way: str, name: str, values: list[float]) -> list[Figure]:
+    """The middle and the end: p99 where there are enough for one, else the worst."""
+    n, goal, unit = len(values), GOALS.get((way, name)), "steps" if name.endswith("lost_steps") else "s"
+    found = [Figure(f"{name}.{way}.p50", quantile(values, 0.5), unit, Better.LOWER, n)]
+    if n >= 100 and unit == "s":
+        found.append(Figure(f"{name}.{way}.p99", quantile(values, 0.99), unit, Better.LOWER, n, goal))
+        goal = None
+    return [*found, Figure(f"{name}.{way}.max", max(values), unit, Better.LOWER, n, goal)]
 
 
 def main() -> int:
@@ -161,19 +222,20 @@ def main() -> int:
     )
     p.add_argument("--trials", type=int, default=100, help="of each way of ours; the tuned stock one has a tenth")
     p.add_argument("--default-trials", type=int, default=5, help="of stock torchrun with its defaults")
-    p.add_argument("--faults", default="process,agent,host,stop")
+    p.add_argument("--faults", default="process,agent,host,stop,store")
     args = p.parse_args()
     names = args.ways.split(",")
     ways = [w for w in WAYS if w.name in names]
     trials = {w.name: args.trials for w in ways} | {
         "stock_default": args.default_trials, "stock_tuned": max(1, args.trials // 10),
         "torchrun_etcd": max(1, args.trials // 5), "everstep_run": max(1, args.trials // 2),
+        "session_etcd3": max(1, args.trials // 5), "session_operator": max(1, args.trials // 5),
     }  # fmt: skip
     faults, deadline = tuple(args.faults.split(",")), float("inf")
     if args.quick:  # what needs 45 s for one fault is left to the full run
-        ways = [w for w in ways if w.name in ("stock_tuned", "session")]
-        trials = {"stock_tuned": 1, "session": 2}
-        faults, deadline = ("process",), time.monotonic() + 45
+        ways = [w for w in ways if w.name in ("stock_tuned", "session", "session_operator")]
+        trials = {"stock_tuned": 1, "session": 2, "session_operator": 1}
+        faults, deadline = ("process", "store"), time.monotonic() + 40
     return finish(measure(ways, trials, faults, deadline), args)
 
 

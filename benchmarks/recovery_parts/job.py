@@ -9,11 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
+
+from stores import Store
+
+T = TypeVar("T")
 
 SCRIPT = Path(__file__).with_name("train.py")
 START = 120.0
@@ -29,6 +33,7 @@ class Way:
     conf: str = ""
     session: bool = False
     environ: tuple[tuple[str, str], ...] = ()
+    store: str = "etcd"  # of `stores.STORES`
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,18 @@ class Line:
     rank: int
     world: int
     step: int
+    checksum: int  # of the parameters after it
     at: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of one member's way from a fault to its next step, in seconds."""
+
+    detect: float  # until it is started, or hears of the next round
+    rendezvous: float  # until its process group has formed
+    restore: float  # until it has the state
+    first_step: float
 
 
 class NeverError(RuntimeError):
@@ -48,11 +64,13 @@ class NeverError(RuntimeError):
 class Job:
     folder: Path
     way: Way
-    etcd: str
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    store: Store
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _read: dict[Path, tuple[int, list[Line]]] = field(default_factory=dict)
     _port: int = 0
+
+    def __post_init__(self) -> None:
+        self.id = self.store.new_job()
 
     def start(self, count: int = 1) -> list[subprocess.Popen[bytes]]:
         way = self.way
@@ -60,7 +78,7 @@ class Job:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 self._port = probe.getsockname()[1]
-        endpoint = f"127.0.0.1:{self._port}" if way.backend == "c10d" else self.etcd
+        endpoint = f"127.0.0.1:{self._port}" if way.backend == "c10d" else self.store.endpoint
         made = []
         for _ in range(count):
             conf = [way.conf] if way.conf else []
@@ -68,12 +86,14 @@ class Job:
                 conf.append(f"is_host={int(not self.agents)}")
             argv = [
                 sys.executable, "-m", way.module, "--nnodes=2:3", "--max-restarts=1000",
-                f"--rdzv-backend={way.backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self.id}",
+                f"--rdzv-backend={way.backend}", f"--rdzv-id={self.id}",
+                *([f"--rdzv-endpoint={endpoint}"] if endpoint else []),
                 *([f"--rdzv-conf={','.join(conf)}"] if conf else []), str(SCRIPT), str(self.folder),
                 *(["--session"] if way.session else []),
             ]  # fmt: skip
             log = self.folder / f"agent-{len(self.agents)}.log"
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **dict(way.environ)}
+            environ |= self.store.variables(self.id, len(self.agents))
             with log.open("wb") as out:
                 agent = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True, env=environ)
             self.agents.append(agent)
@@ -97,15 +117,21 @@ class Job:
             raise NeverError("this agent has no training process")
         return max(mine, key=lambda line: line.at).pid
 
+    def alive(self) -> list[subprocess.Popen[bytes]]:
+        return [a for a in self.agents if a.poll() is None]
+
+    def others(self) -> list[subprocess.Popen[bytes]]:
+        """Those that host nothing."""
+        return [a for a in self.alive() if a is not self.host() and a is not self.first()]
+
     def host(self) -> subprocess.Popen[bytes]:
         """The agent that hosts the store of the world: with c10d the first that was started, else that of rank 0."""
         return self.agents[0] if self.way.backend == "c10d" else self.first()
 
     def first(self) -> subprocess.Popen[bytes]:
         """The agent of rank 0."""
-        alive = [a for a in self.agents if a.poll() is None]
         newest = max((line for line in self.lines() if line.rank == 0), key=lambda line: line.at)
-        return next(a for a in alive if newest.pid in self.below(a))
+        return next(a for a in self.alive() if newest.pid in self.below(a))
 
     def kill(self, agent: subprocess.Popen[bytes]) -> float:
         """As a power cut would; when. Stopped first, so that it starts nothing meanwhile."""
@@ -138,28 +164,49 @@ class Job:
                 whole, _, _ = file.read().rpartition(b"\n")
             if whole:
                 for row in whole.decode().splitlines():
-                    pid, rank, world, step, when = row.split()
-                    told.append(Line(int(pid), int(rank), int(world), int(step), float(when)))
+                    *numbers, when = row.split()
+                    told.append(Line(*map(int, numbers), at=float(when)))
                 self._read[path] = (at + len(whole) + 1, told)
         return [line for _, told in self._read.values() for line in told]
 
-    def world(self, size: int, since: float, limit: float, of: Iterable[subprocess.Popen[bytes]] = ()) -> float:
-        """Seconds from `since` until every rank of a world of `size` has made a step; the processes are those of the
-        agents `of`, if they are given. Raises NeverError."""
+    def world(
+        self, size: int, since: float, limit: float, of: Iterable[subprocess.Popen[bytes]] = ()
+    ) -> dict[int, Line]:
+        """Wait until every rank of a world of `size` has made a step after `since`; the first of each. The processes
+        are those of the agents `of`, if they are given. Raises NeverError."""
         agents = list(of)
 
-        def found() -> float | None:
+        def found() -> dict[int, Line] | None:
             below = {pid for a in agents for pid in self.below(a)} if agents else None
-            fresh = [
-                line for line in self.lines()
-                if line.at > since and line.world == size and (below is None or line.pid in below)
-            ]  # fmt: skip
-            firsts: dict[int, float] = {}
-            for line in fresh:
-                firsts[line.rank] = min(line.at, firsts.get(line.rank, line.at))
-            return max(firsts.values()) - since if len(firsts) == size else None
+            firsts: dict[int, Line] = {}
+            for line in sorted(self.lines(), key=lambda line: line.at):
+                if line.at > since and line.world == size and (below is None or line.pid in below):
+                    firsts.setdefault(line.rank, line)
+            return firsts if len(firsts) == size else None
 
         return self._until(found, limit, f"a world of {size}")
+
+    def parts(self, line: Line, since: float) -> Parts:
+        """How the process of `line` came from a fault at `since` to that step."""
+        rows = (self.folder / f"{line.pid}.rounds").read_text().splitlines()
+        came = [tuple(map(float, row.split())) for row in rows]
+        began, formed, restored = max(row for row in came if row[2] <= line.at)
+        return Parts(began - since, formed - began, restored - formed, line.at - restored)
+
+    def lost_steps(self, firsts: dict[int, Line]) -> int:
+        """How many of the steps that somebody had completed before these were taken again."""
+        began = min(line.at for line in firsts.values())
+        before = max(line.step for line in self.lines() if line.at < began)
+        return max(0, before + 1 - min(line.step for line in firsts.values()))
+
+    def differing(self, firsts: dict[int, Line]) -> int:
+        """After how many steps since then members of one world had different parameters."""
+        began = min(line.at for line in firsts.values())
+        found: dict[tuple[int, int], set[int]] = {}
+        for line in self.lines():
+            if line.at >= began:
+                found.setdefault((line.world, line.step), set()).add(line.checksum)
+        return sum(len(checksums) > 1 for checksums in found.values())
 
     def longest_pause(self, pids: Iterable[int], since: float) -> float:
         """The longest time between two steps of one of these processes."""
@@ -169,7 +216,7 @@ class Job:
             longest = max([longest, *(b - a for a, b in pairwise(at))])
         return longest
 
-    def _until(self, found: Callable[[], float | None], limit: float, what: str) -> float:
+    def _until(self, found: Callable[[], T | None], limit: float, what: str) -> T:
         deadline = time.monotonic() + limit
         while (value := found()) is None:
             if time.monotonic() > deadline:

@@ -2,14 +2,21 @@
 
     train.py OUT [--session]
 
-A line: pid, rank, world size, completed steps, seconds of the monotonic clock. Without the session it keeps its own
-checkpoint in OUT every ten steps, as torchrun's users do.
+PID.steps has a line a step: pid, rank, world size, completed steps, a checksum of the parameters, seconds of the
+monotonic clock. PID.rounds has one for each world that the process came to train in: when it began to come to it (it
+was started, or heard of the round), when its process group had formed, when it had the state. Without the session the
+script keeps its own checkpoint in OUT every ten steps, as torchrun's users do.
 """
 
+import logging
 import os
+import re
 import sys
 import time
+import zlib
 from pathlib import Path
+
+BEGAN = time.monotonic()
 
 import torch
 import torch.distributed as dist
@@ -35,12 +42,35 @@ def learn(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, step
     optimizer.step()
 
 
-def say(diary: object, step: int) -> None:
-    print(os.getpid(), dist.get_rank(), dist.get_world_size(), step, time.monotonic(), file=diary)  # type: ignore[call-overload]
+def say(diary: object, step: int, model: torch.nn.Module) -> None:
+    at = time.monotonic()
+    checksum = zlib.crc32(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy())
+    print(os.getpid(), dist.get_rank(), dist.get_world_size(), step, checksum, at, file=diary)  # type: ignore[call-overload]
+
+
+def came(out: Path, began: float, formed: float, restored: float) -> None:
+    with (out / f"{os.getpid()}.rounds").open("a") as file:
+        print(began, formed, restored, file=file)
+
+
+class Rounds(logging.Handler):
+    """The session says of each round how long it took."""
+
+    TOLD = re.compile(r"round \d+: .* formed in (\d+) ms, settled in (\d+) ms")
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(logging.INFO)
+        self._out = out
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (found := self.TOLD.match(record.getMessage())) is not None:
+            now, formed, settled = time.monotonic(), int(found[1]) / 1e3, int(found[2]) / 1e3
+            came(self._out, now - settled - formed, now - settled, now)
 
 
 def plain(out: Path) -> None:
     dist.init_process_group("gloo")
+    formed = time.monotonic()
     model, optimizer = build()
     saved = out / "checkpoint.pt"
     step = 0
@@ -49,11 +79,12 @@ def plain(out: Path) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
+    came(out, BEGAN, formed, time.monotonic())
     with (out / f"{os.getpid()}.steps").open("a", buffering=1) as diary:
         while True:
             learn(model, optimizer, step, dist.get_rank())
             step += 1
-            say(diary, step)
+            say(diary, step, model)
             if step % 10 == 0 and dist.get_rank() == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state, saved.with_suffix(".new"))
@@ -63,6 +94,9 @@ def plain(out: Path) -> None:
 def with_session(out: Path) -> None:
     import everstep  # noqa: PLC0415 - the other columns need nothing of ours
 
+    told = logging.getLogger("everstep.train")
+    told.setLevel(logging.INFO)
+    told.addHandler(Rounds(out))
     with everstep.start() as run:
         model, optimizer = build()
         run.track(model=model, optimizer=optimizer)
@@ -71,7 +105,7 @@ def with_session(out: Path) -> None:
                 with step:
                     learn(model, optimizer, step.number, dist.get_rank())
                 if step.completed:
-                    say(diary, run.step)
+                    say(diary, run.step, model)
 
 
 if __name__ == "__main__":
