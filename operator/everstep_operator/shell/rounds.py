@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from everstep.contract.document import Document, DocumentInvalid, Sizes, decode, decode_wish, encode
 from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
@@ -22,6 +22,7 @@ from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.shell.presence import Presences, Worker
 from everstep_operator.shell.round_documents import JobRef, Kept, RoundDocuments, RoundsRefused, RoundsUnavailable
+from everstep_operator.shell.round_memory import RememberedJob
 from everstep_operator.shell.round_rules import (
     corrected,
     decoded,
@@ -43,7 +44,6 @@ TURN = 0.25  # seconds for that, or until it has written
 GATHER, GATHER_PER_AGENT = 0.02, 2.5e-4  # seconds in which wishes are gathered before they are written
 ATTEMPTS = 5  # to write wishes
 GRACE, GRACE_PER_AGENT = 1.0, 2e-3  # seconds after which an agent whose wish is not written writes it itself
-BURST, RATE = 200.0, 20.0  # documents written for one job: at once, and a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +63,6 @@ class Sight:
     lapses: int
 
 
-@dataclass(slots=True)
-class _Job:
-    ref: JobRef
-    epoch: int  # of the leadership that remembers this
-    presences: Presences
-    watches: Watches
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    kept: Kept | None = None  # None: not known
-    document: Document | None = None
-    read: bool = False  # once
-    read_at: float = 0.0
-    tokens: float = BURST
-    refilled_at: float = 0.0
-    timer: asyncio.TimerHandle | None = None
-    writing: asyncio.TimerHandle | None = None  # of wishes, soon
-    written_at: float = float("-inf")
-    writer: tuple[int, str, float] = (-1, "", 0.0)  # at this version, this pod was told who is present, then
-    answer: tuple[int, bytes] = (-1, b"")  # of `present`, at a number of changes
-
-
 class Rounds:
     """For one replica, in one event loop. `epoch` is that of its leadership and raises when it does not lead."""
 
@@ -96,7 +76,7 @@ class Rounds:
     ) -> None:
         """`changed` is told when a job's view may be another."""
         self._documents, self._clock, self._epoch, self._changed = documents, clock, epoch, changed
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, RememberedJob] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what agents call
@@ -141,9 +121,9 @@ class Rounds:
             version = await self._put(job, expected, text, document)
             return version if document is asked else None
 
-    async def _put(self, job: _Job, expected: int, text: str, document: Document) -> int | None:
+    async def _put(self, job: RememberedJob, expected: int, text: str, document: Document) -> int | None:
         """What `swap` gives. The lock is held."""
-        self._spend(job)
+        job.spend(self._clock.monotonic())
         try:
             async with asyncio.timeout(API_SECONDS):
                 kept, written = await self._write(job, expected, text, document)
@@ -158,7 +138,9 @@ class Rounds:
         self._take(job, kept, written)
         return kept.version if written is document else None
 
-    async def _write(self, job: _Job, expected: int, text: str, document: Document) -> tuple[Kept | None, Document]:
+    async def _write(
+        self, job: RememberedJob, expected: int, text: str, document: Document
+    ) -> tuple[Kept | None, Document]:
         """What is kept now, and as which document: another than was asked for if its round has another number."""
         last = job.document.round if job.document is not None else 0
         if document.round > last:
@@ -279,7 +261,7 @@ class Rounds:
 
     # --- inside
 
-    def _job(self, ref: JobRef) -> _Job:
+    def _job(self, ref: JobRef) -> RememberedJob:
         epoch = self._epoch()
         job = self._jobs.get(ref.uid)
         if job is not None and job.epoch != epoch:
@@ -288,18 +270,18 @@ class Rounds:
         if job is None:
             now = self._clock.monotonic()
             # Another leader's count of lapses is not known here: every epoch counts in a range of its own.
-            job = _Job(ref, epoch, Presences(epoch << 32, now), Watches(), refilled_at=now)
+            job = RememberedJob(ref, epoch, Presences(epoch << 32, now), Watches(), refilled_at=now)
             self._jobs[ref.uid] = job
         return job
 
-    def _write_soon(self, job: _Job, attempt: int = 0) -> None:
+    def _write_soon(self, job: RememberedJob, attempt: int = 0) -> None:
         if job.writing is None:
             loop = asyncio.get_running_loop()
             pause = max(GATHER, len(job.presences) * GATHER_PER_AGENT)
             due = max(loop.time() + GATHER * 2**attempt, job.written_at + pause)
             job.writing = loop.call_at(due, lambda: self._start(self._write_wishes(job, attempt)))
 
-    async def _write_wishes(self, job: _Job, attempt: int) -> None:
+    async def _write_wishes(self, job: RememberedJob, attempt: int) -> None:
         """Who is not written is tried again, or writes by itself after its grace."""
         job.writing, job.written_at = None, asyncio.get_running_loop().time()
         try:
@@ -333,14 +315,14 @@ class Rounds:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a task of the round store failed", exc_info=error)
 
-    async def _look(self, job: _Job) -> None:
+    async def _look(self, job: RememberedJob) -> None:
         try:
             await self._loaded(job, 0)
             self._changed(job.ref)
         except RoundsUnavailable as e:
             log.warning("a round is not known", extra={"job": _name(job.ref), "reason": str(e)})
 
-    async def _loaded(self, job: _Job, known: int, fresh: float = float("inf")) -> None:
+    async def _loaded(self, job: RememberedJob, known: int, fresh: float = float("inf")) -> None:
         """See to it that something is known, not older than `known` nor than `fresh` seconds."""
 
         def is_old() -> bool:
@@ -351,7 +333,7 @@ class Rounds:
                 if is_old():
                     await self._load(job)
 
-    async def _load(self, job: _Job) -> None:
+    async def _load(self, job: RememberedJob) -> None:
         """What the API server holds. The lock is held."""
         try:
             async with asyncio.timeout(API_SECONDS):
@@ -359,7 +341,7 @@ class Rounds:
         except TimeoutError as e:
             raise RoundsUnavailable(f"the API server did not answer in {API_SECONDS:g} s") from e
 
-    def _take(self, job: _Job, kept: Kept, document: Document | None = None) -> None:
+    def _take(self, job: RememberedJob, kept: Kept, document: Document | None = None) -> None:
         """`kept` is what is known now; `document` is it decoded, if that was done."""
         if document is None and kept.document is not None:
             try:
@@ -380,22 +362,14 @@ class Rounds:
                 log.info("round", extra=extra)
             self._changed(job.ref)
 
-    def _sight(self, job: _Job) -> Sight:
+    def _sight(self, job: RememberedJob) -> Sight:
         if job.kept is None:
             raise RoundsUnavailable("a write is under way")
         if job.presences.expire(self._clock.monotonic()):
             self._after_presence(job)
         return Sight(job.kept.document, job.kept.version, job.presences.lapses)
 
-    def _spend(self, job: _Job) -> None:
-        now = self._clock.monotonic()
-        job.tokens = min(BURST, job.tokens + (now - job.refilled_at) * RATE)
-        job.refilled_at = now
-        if job.tokens < 1:
-            raise RoundsUnavailable(f"the job's document is written more than {RATE:g} times a second")
-        job.tokens -= 1
-
-    def _after_presence(self, job: _Job) -> None:
+    def _after_presence(self, job: RememberedJob) -> None:
         """Wake who waits if a presence ended, and see to it that the next end is noticed."""
         job.watches.wake_if_new(job.presences.lapses)
         now, earliest = self._clock.monotonic(), job.presences.earliest
@@ -408,7 +382,7 @@ class Rounds:
             # Not much more often than that: with a clock that stands still this would spin.
             job.timer = asyncio.get_running_loop().call_later(max(0.01, earliest - now), self._expire, job)
 
-    def _expire(self, job: _Job) -> None:
+    def _expire(self, job: RememberedJob) -> None:
         job.timer = None
         if self._jobs.get(job.ref.uid) is job:
             job.presences.expire(self._clock.monotonic())
