@@ -14,6 +14,7 @@ endif
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
 DEMO ?= .everstep/demo
+DEMO_STEPS ?= 700
 EXTRAS := operator,worker,s3,gcs,azure,obstore,dev
 
 .PHONY: help demo setup test unit lint e2e soak bench cluster-up cluster-down clean
@@ -24,7 +25,7 @@ help:  ## this list
 demo: setup  ## train here with three workers, kill one, scale to four; no cluster, no GPU, no Docker
 	@rm -rf $(DEMO)
 	@$(BIN)/everstep run examples/digits/elastic.py --workers 3 --elastic 2:4 --out $(DEMO) \
-	  --at 100:kill=1 --at 250:scale=4 -- --steps 700 --every-steps 200 --step-seconds 0.03
+	  --at 100:kill=1 --at 250:scale=4 -- --steps $(DEMO_STEPS) --every-steps 200 --step-seconds 0.03
 
 setup: $(VENV)/.stamp  ## the virtual environment with everything the tests need
 
@@ -48,7 +49,7 @@ unit: setup  ## tests that need no server
 # prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/pytest -x tests/unit
-	$(BIN)/pytest -x -n 4 --dist loadfile --no-loadscope-reorder -m "not kind and not long" tests/run tests/train \
+	$(BIN)/pytest -x -n 3 --dist loadfile --no-loadscope-reorder -m "not kind and not long" tests/run tests/train \
 	  tests/adapters tests/agent tests/rendezvous tests/recovery tests/worker tests/checkpoint tests/storage tests/apiserver \
 	  tests/conformance tests/data tests/model tests/local tests/cluster
 	$(BIN)/pytest -n 3 --dist worksteal -m "kind and not alone" tests/cluster tests/e2e

@@ -52,7 +52,8 @@ async def test_two_pods_of_the_operator_all_reduce(machine: Callable[..., Any], 
     assert [pod.status["phase"] for pod in found] == ["Succeeded", "Succeeded"], logs
     assert {pod.spec["nodeName"] for pod in found} == {"node-1", "node-2"}
     master = found[0].status["podIP"]
-    assert [line for log in logs for line in log if line.startswith("sum")] == [f"sum 3.0 master {master}"] * 2
+    # Once or, if one left gloo's barrier and ended before the other had left it, again in the next attempt of torchrun.
+    assert [{line for line in log if line.startswith("sum")} for log in logs] == [{f"sum 3.0 master {master}"}] * 2
 
 
 async def _ended(m: Any, names: list[str]) -> bool:

@@ -33,7 +33,7 @@ def test_demo_in_a_fresh_clone_installs_itself_and_the_second_run_installs_nothi
         )
         seconds.append(time.monotonic() - began)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        (accuracy,) = re.findall(r"final step=700 test_accuracy=([\d.]+) world=4$", done.stdout, re.M)
+        (accuracy,) = re.findall(r"final step=700 test_accuracy=([\d.]+) world=\d$", done.stdout, re.M)
         assert float(accuracy) >= 0.95
         assert (tmp_path / "clone" / ".everstep" / "demo" / "timeline.svg").stat().st_size > 1000
     print(f"first run {seconds[0]:.0f} s with the installation, second {seconds[1]:.0f} s")
