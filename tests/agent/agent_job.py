@@ -97,13 +97,13 @@ class Job:
         return warm().popen(warm_agent.__file__, *argv, **options)
 
     def kill(self, agent: Agent) -> float:
-        """End an agent as a power cut would, with all that it started; when."""
+        """End an agent as a power cut would, with all that it started; when that was done."""
         os.kill(agent.pid, signal.SIGSTOP)  # so that it starts no other meanwhile
         pids = [agent.pid, *agent.warm(), *(pid for warm in agent.warm() for pid in children(warm))]
-        at = time.monotonic()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        at = time.monotonic()
         agent.process.wait()
         return at
 

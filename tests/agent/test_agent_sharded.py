@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,11 +44,7 @@ def test_replica_that_lost_a_process_or_its_agent_comes_back_and_the_other_goes_
         victim = chance.choice(agents)
         (other,) = [a for a in agents if a is not victim]
         pids = other.trainers()
-        if whole_agent:
-            at = run.kill(victim)
-        else:
-            at = time.monotonic()
-            os.kill(chance.choice(victim.trainers()), signal.SIGKILL)
+        at = run.kill(victim) if whole_agent else run.strike(chance.choice(victim.trainers()))
         # With the lost one back already or not: its agent may be faster than two steps.
         first = run.until(
             lambda p=pids, t=at: run.trains(p, t, 2) or run.trains(p, t, 4), "the other replica does not go on"

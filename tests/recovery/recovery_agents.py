@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -80,6 +81,9 @@ class Agents:
             if p.process.is_alive():
                 p.process.kill()
             p.process.join()
+        # The thread that accepts ends here; of a socket that is only closed it would wait for the next of that number.
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
     def spawn(self, rank: int = 0) -> Process:
@@ -204,16 +208,21 @@ class Agents:
                 return
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
+    def _started(self, pid: int) -> Process:
+        """Who says hello may be known here a moment later: when the fork server has told its pid."""
+        until = time.monotonic() + LIMIT
+        while (found := next((p for p in self.all if p.pid == pid), None)) is None:
+            assert time.monotonic() < until, f"process {pid} says hello, and nobody started it"
+            time.sleep(0.002)
+        return found
+
     def _read(self, connection: socket.socket) -> None:
         mine: Process | None = None
         try:
             for line in connection.makefile("rb"):
                 message = json.loads(line) | {"at": time.monotonic()}
                 if message["kind"] == "hello":
-                    until = time.monotonic() + 5
-                    while mine is None and time.monotonic() < until:
-                        mine = next((p for p in self.all if p.pid == message["pid"]), None)
-                    assert mine is not None
+                    mine = self._started(message["pid"])
                     mine.connection = connection
                 if mine is not None:
                     mine.heard.append(message)
