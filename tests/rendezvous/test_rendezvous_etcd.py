@@ -95,7 +95,7 @@ def test_presence_lasts_while_it_is_renewed_and_ends_with_its_lease(store: EtcdS
     store.announce("a", b"new", 3.0)
 
     def renewed() -> bool:
-        with contextlib.suppress(StoreUnavailable):  # it took longer than a third of the lease: a driver asks again, too
+        with contextlib.suppress(StoreUnavailable):  # a third of the lease was too short: a driver asks again, too
             return store.renew("a")
         return False
 
