@@ -17,7 +17,7 @@ def test_two_jobs_of_one_name_disturbed_apart_do_not_meet(new_job: Callable[...,
     first, second = new_job(), new_job()
     assert first.name == second.name
     for job in (first, second):
-        job.apply(workers=2, steps=300, pause=0.05, every=20)
+        job.apply(workers=2, steps=450, pause=0.05, every=20)
     for job in (first, second):
         job.until_step(20, "checkpoint.lastCommittedStep")
     first.delete_pod(0)
