@@ -62,6 +62,7 @@ soak: setup  ## what takes long: a hundred local runs with kills at random momen
 	EVERSTEP_RUNS=100 $(BIN)/pytest -n 3 tests/run/test_run_robust.py -k random_moment
 	EVERSTEP_KILLS=200 $(BIN)/pytest tests/recovery/test_recovery_kills.py -k random_moments
 	EVERSTEP_KILLS=50 $(BIN)/pytest tests/agent/test_agent_jobs.py -k random_moments
+	EVERSTEP_FORKS=20000 $(BIN)/pytest tests/agent/test_agent_processes.py
 	$(BIN)/pytest -m long
 	$(BIN)/pytest -s tests/soak
 

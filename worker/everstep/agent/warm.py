@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -62,12 +63,28 @@ class Parent:
     def __init__(self, commands: socket.socket) -> None:
         self._commands = commands
         self._pid = os.getpid()
+        # A handler in Python runs between two of its instructions: one whose signal comes just before a system call
+        # that waits would run when that call is over. What the kernel's own handler writes here ends the wait.
+        self._woken, self._wake = os.pipe()
 
     def serve(self) -> Mapping[str, Any] | None:
-        signal.signal(signal.SIGCHLD, lambda *_: self._reap())
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        waiting = select.poll()
+        waiting.register(self._commands, select.POLLIN)
+        waiting.register(self._woken, select.POLLIN)
         self._tell(warm=True)
         read = b""
         while True:
+            ready = {descriptor for descriptor, _ in waiting.poll()}
+            if self._woken in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._woken, 65536)
+                self._reap()
+            if self._commands.fileno() not in ready:
+                continue
             data = self._commands.recv(65536)
             if not data:
                 return None
@@ -80,11 +97,13 @@ class Parent:
                 raise ValueError(f"a command of more than {MAX_LINE} bytes")
 
     def _fork(self, command: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        # Told before its end is, however soon that comes.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        """Told before its end is, however soon that comes: ends are looked for between two commands."""
         try:
             pid = os.fork()
             if pid == 0:
+                signal.set_wakeup_fd(-1)
+                os.close(self._woken)
+                os.close(self._wake)
                 self._commands.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for number in FOR_THE_AGENT:
@@ -99,8 +118,6 @@ class Parent:
             self._tell(forked=command["id"], pid=pid)
         except OSError as e:
             self._tell(forked=command["id"], error=str(e))
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         return None
 
     def _reap(self) -> None:
