@@ -13,8 +13,8 @@ steps that were taken again, `equal` the faults after which all members had the 
 step. What does not happen within its limit counts as a failure, and ends the trial; `recovered` says how many did not.
 The store of ours is a real etcd. Two more columns take the store away: `session_etcd3` the member of three that the
 agents talk to, `session_operator` the operator, alone (`store.pause`: the longest time between two steps meanwhile, and
-`store.pause_before` in as long a time before) and together with a training process (`store_process`: from its death, or
-where there is no other store from the moment that it is back). `recovery_kind.py` measures on Kubernetes.
+`store.pause_before` in as long a time before) and together with an agent (`store_agent`: from its death, or where there
+is no other store from the moment that it is back). `recovery_kind.py` measures on Kubernetes.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ GOALS = {
     ("session", "host.survivors"): 1.0,
     ("session", "regrow.pause"): 0.3,
     ("session", "stop.survivors"): 5.0,
-    ("session_etcd3", "store_process.survivors"): 3.0,
-    ("session_operator", "store_process.survivors"): 1.0,
+    ("session_etcd3", "store_agent.survivors"): 3.0,
+    ("session_operator", "store_agent.survivors"): 1.0,
 } | {("session", f"{fault}.lost_steps"): 1.0 for fault in ("process", "agent", "host", "stop")}
 Samples = dict[tuple[str, str], list[float]]
 
@@ -145,16 +145,19 @@ class Trials:
         self._note("store.pause", job.longest_pause(pids, at))
         self._store.back()
         self._whole()
+        victim = job.others()[0]
+        survivors = [a for a in job.alive() if a is not victim]
         self._store.down()
-        at = time.monotonic()
-        os.kill(job.trainer(job.others()[0]), signal.SIGKILL)
+        at = job.kill(victim)
         back = self._store.back() if self._way.store == "operator" else at
-        left = job.world(2, at, self._limit)
-        self._note("store_process.survivors", max(0.0, last(left).at - back))
-        self._note("store_process.lost_steps", job.lost_steps(left))
-        job.world(3, at, self._limit)
+        left = job.world(2, at, self._limit, survivors)
+        self._note("store_agent.survivors", max(0.0, last(left).at - back))
+        self._note("store_agent.lost_steps", job.lost_steps(left))
         if self._way.store != "operator":
             self._store.back()
+        began = time.monotonic()
+        job.start()
+        job.world(3, began, self._limit)
 
     def _whole(self) -> Job:
         """A job of three that trains."""
