@@ -103,7 +103,7 @@ class Acts:
         self._trained.spoil()
         return self._checked(self._dcp.load(url), "DCP")
 
-    def train(self, subject: str, url: str, seconds: float, threads: int, saves: int) -> Run:
+    def train(self, subject: str, url: str, seconds: float, threads: int, saves: int) -> Run | None:
         """A series of steps with saves by `subject`, or with none. `everstep_open` and a save come before."""
         starts = {"none": None, "everstep": self._everstep.start, "dcp": lambda: self._dcp.start(url)}
         return self._training.run(starts[subject], seconds, threads, saves)

@@ -20,6 +20,7 @@ from checkpoint_parts.meter import Joint
 from checkpoint_parts.world import World, warm
 
 SAVES = 4  # in one series of steps
+ATTEMPTS = 6  # to give a save enough steps, each time twice as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,6 @@ def train(cell: Cell) -> TrainingCost:
     """The training figures of one rank on one store."""
     prefix, cores, place = uuid.uuid4().hex, os.cpu_count() or 1, cell.place
     url = place.url(prefix)
-    runs: dict[str, list[Any]] = defaultdict(list)
     bare: list[float] = []
     with cell.start() as world:
         world.time("everstep_open", url=url)
@@ -137,14 +137,26 @@ def train(cell: Cell) -> TrainingCost:
         for _ in range(cell.rounds):
             bare.append(world.time("raw_write", url=str(place.files(prefix) / "raw"), direct=False).cpu)
             _drop(place, f"{prefix}/raw")
-            for subject in ("none", "everstep", "dcp"):
-                for name, threads in (("all", cores), ("spare", max(1, cores - 1))):
-                    arguments = {"subject": subject, "url": f"{url}/dcp", "seconds": 2 * slow, "threads": threads}
-                    arguments["saves"] = SAVES if cell.full else 1
-                    runs[f"{subject}.{name}"] += world.ask("train", **arguments)
+        arguments = {"url": f"{url}/dcp", "saves": SAVES if cell.full else 1}
+        for attempt in range(1, ATTEMPTS + 1):
+            runs = _runs(world, cell.rounds, cores, {**arguments, "seconds": 2**attempt * slow})
+            if all(run is not None for series in runs.values() for run in series):
+                break
+        else:
+            raise RuntimeError(f"a save took longer than {2**ATTEMPTS * slow:.1f} s: the machine does something else")
         world.time("everstep_close")
     _drop(place, prefix)
     return TrainingCost(bare, runs, cores)
+
+
+def _runs(world: World, rounds: int, cores: int, arguments: dict[str, Any]) -> dict[str, list[Any]]:
+    """The series of steps by subject and cores. With a None among them a save took longer than its steps."""
+    runs: dict[str, list[Any]] = defaultdict(list)
+    for _ in range(rounds):
+        for subject in ("none", "everstep", "dcp"):
+            for name, threads in (("all", cores), ("spare", max(1, cores - 1))):
+                runs[f"{subject}.{name}"] += world.ask("train", subject=subject, threads=threads, **arguments)
+    return runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ a step takes while a save is in flight.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ WIDTH = 1024
 @dataclass(frozen=True, slots=True)
 class Run:
     """One series of steps. `wall` in seconds; `saved` is how many saves were made durable; `slow` and `plain` are the
-    medians of a step's seconds while a save was in flight and while none was."""
+    medians of a step's seconds while a save was in flight and while none was; the same if no step was beside one."""
 
     wall: float
     saved: int
@@ -36,12 +35,15 @@ class Training:
     def __init__(self) -> None:
         self._a, self._b = torch.rand(WIDTH, WIDTH), torch.rand(WIDTH, WIDTH)
         self._c = torch.empty(WIDTH, WIDTH)
+        self._seconds: dict[int, float] = {}  # of a step, by its threads
 
-    def run(self, save: Callable[[], Callable[[], bool]] | None, seconds: float, threads: int, saves: int) -> Run:
+    def run(
+        self, save: Callable[[], Callable[[], bool]] | None, seconds: float, threads: int, saves: int
+    ) -> Run | None:
         """`saves` times: as many steps as take `seconds` when nothing else runs, after a save if there is one.
 
         `save` starts one and returns what says that it is done. The steps are counted, not timed: the work is the same
-        with saves and without.
+        with saves and without. None if a save took longer than its steps.
         """
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -57,22 +59,23 @@ class Training:
                     torch.mm(self._a, self._b, out=self._c)
                     (plain if free else slow).append(time.perf_counter() - start)
                 if not done():
-                    raise RuntimeError(f"a save took longer than {seconds:.1f} s of steps; give it more")
+                    while not done():
+                        time.sleep(0.01)
+                    return None
                 saved += save is not None
             wall = time.perf_counter() - began
         finally:
             torch.set_num_threads(before)
-        return Run(wall, saved, median(slow) if slow else math.nan, median(plain))
+        return Run(wall, saved, median(slow or plain), median(plain)) if plain else None
 
     def _count(self, seconds: float) -> int:
-        if not hasattr(self, "_steps"):
-            self._steps: dict[int, int] = {}
+        """How many steps take so long; the same in all series."""
         threads = torch.get_num_threads()
-        if threads not in self._steps:
+        if threads not in self._seconds:
             took = []
             for _ in range(20):
                 start = time.perf_counter()
                 torch.mm(self._a, self._b, out=self._c)
                 took.append(time.perf_counter() - start)
-            self._steps[threads] = max(1, int(seconds / median(took)))
-        return self._steps[threads]
+            self._seconds[threads] = median(took)
+        return max(1, int(seconds / self._seconds[threads]))
