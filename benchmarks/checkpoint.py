@@ -60,7 +60,7 @@ SHM = Path("/dev/shm")
 
 def arguments() -> argparse.Namespace:
     p = parser(__doc__)
-    p.add_argument("--store", action="append", choices=["disk", "tmpfs", "s3"], help="default: all three")
+    p.add_argument("--store", action="append", choices=["disk", "tmpfs", "s3"], help="default: all; quick: disk, s3")
     p.add_argument("--ranks", action="append", type=int, help="default: 1, 2 and 4; quick: 1")
     p.add_argument("--gib", action="append", type=float, help="default: 1 and 4; quick: 0.125")
     p.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; quick: 1")
@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--only-training", action="store_true", help="only what a save takes from the steps beside it")
     p.add_argument("--samples", type=Path, metavar="PATH", help="write every wall time there, as JSON")
     args = p.parse_args()
-    args.store = args.store or ["disk", "tmpfs", "s3"]
+    args.store = args.store or (["disk", "s3"] if args.quick else ["disk", "tmpfs", "s3"])
     args.ranks = args.ranks or ([1] if args.quick else [1, 2, 4])
     args.gib = args.gib or ([QUICK_SIZE / GIB] if args.quick else [1, 4])
     args.rounds = args.rounds or (1 if args.quick else ROUNDS)
