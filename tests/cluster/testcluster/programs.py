@@ -55,14 +55,17 @@ def _go(name: str, *arguments: str, cwd: Path | None = None, env: dict[str, str]
 def _from_source(name: str, folder: str, flags: str, packages: tuple[str, ...], own: tuple[str, ...] = (".",)) -> Path:
     """Programs built inside one of our own modules, whose go.mod and go.sum pin every dependency.
 
-    `own` are the files of that module that the programs are made of.
+    One alone is called `name`: Go would call it as its folder is, which for etcd is `server`. `own` are the files of
+    that module that the programs are made of.
     """
     source = SOURCES / folder
+    alone = (name,) if len(packages) == 1 else ()
 
     def make(out: Path) -> None:
-        _go(name, "build", "-trimpath", "-ldflags", flags, "-o", f"{out}/", *packages, cwd=source)
+        target = f"{out}/{''.join(alone)}"
+        _go(name, "build", "-trimpath", "-ldflags", flags, "-o", target, *packages, cwd=source)
 
-    return cache.artifact(name, (flags, " ".join(packages), *(source / file for file in own)), make)
+    return cache.artifact(name, (flags, *alone, " ".join(packages), *(source / file for file in own)), make)
 
 
 def _installed(name: str, package: str, version: str) -> Path:
@@ -124,11 +127,12 @@ def link_all() -> Path:
     kube = kubernetes()
     wanted = {program: kube / program for program in ("kubectl", "kube-apiserver", "kube-controller-manager")}
     wanted |= {"etcd": etcd(), "kind": kind(), "helm": helm(), "versitygw": versitygw()}
-    for name, program in wanted.items():
-        link = folder / name
-        if not link.is_symlink() or link.readlink() != program:
-            fresh = folder / f".{name}.new"
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(program)
-            fresh.replace(link)
+    with cache.lock("bin"):
+        for name, program in wanted.items():
+            link = folder / name
+            if not link.is_symlink() or link.readlink() != program:
+                fresh = folder / f".{name}.new"
+                fresh.unlink(missing_ok=True)
+                fresh.symlink_to(program)
+                fresh.replace(link)
     return folder
