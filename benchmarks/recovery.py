@@ -95,34 +95,36 @@ class Trials:
 
     def _one(self, fault: str) -> None:
         job = self._whole()
-        began = time.monotonic()
         match fault:
             case "process":
-                self._process(job)
+                after = self._process(job)
             case "store":
-                self._store_dies(job)
+                after = self._store_dies(job)
             case _:
-                self._agent(job, fault)
-        first = {line.rank: line for line in job.lines() if line.at > began}
-        self.equal += not job.differing(first)
+                after = self._agent(job, fault)
+        self.equal += not job.differing(after)
 
-    def _process(self, job: Job) -> None:
+    # Each gives the first steps after its fault.
+
+    def _process(self, job: Job) -> dict[int, Line]:
         pid = job.trainer(job.others()[0])
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        if self._way.session:
-            self._came("process", job, job.world(2, at, self._limit), at)
-        everybody = job.world(3, at, self._limit)
-        if self._way.session:
-            self._note("process.all", last(everybody).at - at)
-        else:
+        if not self._way.session:
+            everybody = job.world(3, at, self._limit)
             self._came("process", job, everybody, at, "all")
+            return everybody
+        left = job.world(2, at, self._limit)
+        self._came("process", job, left, at)
+        self._note("process.all", last(job.world(3, at, self._limit)).at - at)
+        return left
 
-    def _agent(self, job: Job, fault: str) -> None:
+    def _agent(self, job: Job, fault: str) -> dict[int, Line]:
         victim = job.host() if fault == "host" else job.others()[0]
         survivors = [a for a in job.alive() if a is not victim]
         at = job.stop(victim) if fault == "stop" else job.kill(victim)
-        self._came(fault, job, job.world(2, at, self._limit, survivors), at)
+        left = job.world(2, at, self._limit, survivors)
+        self._came(fault, job, left, at)
         if fault == "stop":
             job.kill(victim)
         pids = [job.trainer(a) for a in survivors]
@@ -133,8 +135,9 @@ class Trials:
         if self._way.session:
             self._note("regrow.pause", job.longest_pause(pids, began))
             self._note("regrow.lost_steps", job.lost_steps(everybody))
+        return left
 
-    def _store_dies(self, job: Job) -> None:
+    def _store_dies(self, job: Job) -> dict[int, Line]:
         pids = [job.trainer(a) for a in job.alive()]
         before = time.monotonic()
         time.sleep(STORE_DOWN)
@@ -158,6 +161,7 @@ class Trials:
         began = time.monotonic()
         job.start()
         job.world(3, began, self._limit)
+        return left
 
     def _whole(self) -> Job:
         """A job of three that trains."""
