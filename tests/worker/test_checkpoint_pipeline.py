@@ -88,6 +88,22 @@ def test_no_part_is_read_after_the_failure_was_reported(tmp_path: Path) -> None:
     assert store.writing == 0, "a part was still being sent from the buffer that the next save fills"
 
 
+class PassedOn:
+    """An upload that another one does."""
+
+    def __init__(self, inner: Upload) -> None:
+        self.inner, self.part_size = inner, inner.part_size
+
+    def write_part(self, number: int, data: Data) -> None:
+        self.inner.write_part(number, data)
+
+    def commit(self) -> None:
+        self.inner.commit()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+
 class Slow(ObjectStore):
     """A store whose first part fails while others are still on their way."""
 
@@ -103,9 +119,10 @@ class Slow(ObjectStore):
         return SlowUpload(self, self.inner.start_upload(name, size_hint))
 
 
-class SlowUpload:
+class SlowUpload(PassedOn):
     def __init__(self, store: Slow, inner: Upload) -> None:
-        self.store, self.inner, self.part_size = store, inner, inner.part_size
+        super().__init__(inner)
+        self.store = store
 
     def write_part(self, number: int, data: Data) -> None:
         if number == 0:
@@ -115,15 +132,9 @@ class SlowUpload:
         self.store.others.set()
         try:
             threading.Event().wait(0.2)
-            self.inner.write_part(number, data)
+            super().write_part(number, data)
         finally:
             self.store.writing -= 1
-
-    def commit(self) -> None:
-        self.inner.commit()
-
-    def abort(self) -> None:
-        self.inner.abort()
 
 
 @pytest.fixture
@@ -158,17 +169,12 @@ class Counted(ObjectStore):
         return CountedUpload(self, self.inner.start_upload(name, size_hint))
 
 
-class CountedUpload:
+class CountedUpload(PassedOn):
     def __init__(self, store: Counted, inner: Upload) -> None:
-        self.store, self.inner, self.part_size = store, inner, inner.part_size
+        super().__init__(inner)
+        self.store = store
 
     def write_part(self, number: int, data: Data) -> None:
         self.store.together.wait()
         self.store.threads.add(threading.get_ident())
-        self.inner.write_part(number, data)
-
-    def commit(self) -> None:
-        self.inner.commit()
-
-    def abort(self) -> None:
-        self.inner.abort()
+        super().write_part(number, data)
