@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery_agents import Agents, Process
+from recovery_agents import Agents, Process, newest_commit
 from recovery_script import Points, Wanted
 
 from everstep.data import ElasticLoader
@@ -195,16 +195,16 @@ def test_commits_go_on_after_a_kill_and_a_new_world_restores_the_newest(play: Pl
     wanted = Wanted(url=str(tmp_path / "c"), every_steps=10, workers=0, pause=0.002)
     agents = play(wanted, seed=9)
     agents.begin(3)
-    agents.wait(lambda: _newest(tmp_path) > 0, "no commit")
+    agents.wait(lambda: newest_commit(tmp_path / "c") > 0, "no commit")
     agents.kill(agents.members[0])
     settled(agents)
     before = agents.steps(agents.members[0])[-1]["step"]
-    agents.wait(lambda: _newest(tmp_path) > before, "no commit after the kill")
+    agents.wait(lambda: newest_commit(tmp_path / "c") > before, "no commit after the kill")
     # One that restored nothing, because a peer gave it the state, takes part in commits as well.
     agents.announce([newcomer(agents), *agents.members], whole=True)
     settled(agents)
     before = agents.steps(agents.members[0])[-1]["step"]
-    agents.wait(lambda: _newest(tmp_path) > before, "no commit with the newcomer")
+    agents.wait(lambda: newest_commit(tmp_path / "c") > before, "no commit with the newcomer")
     assert agents.differing() == {}
     agents.__exit__()
     # All are gone: case 45.
@@ -213,12 +213,3 @@ def test_commits_go_on_after_a_kill_and_a_new_world_restores_the_newest(play: Pl
     settled(again)
     assert min(e["step"] for e in again.steps(again.members[0])) > 10
     assert again.differing() == {}
-
-
-def _newest(folder: Path) -> int:
-    """The step of the newest commit. (Their number says nothing: old ones are deleted.)"""
-    from everstep.checkpoint import Catalog  # noqa: PLC0415
-    from everstep.storage import open_store  # noqa: PLC0415
-
-    found = Catalog(open_store(str(folder / "c"))).latest() if (folder / "c" / "log").exists() else None
-    return found.step if found is not None else 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery_agents import Agents, Process
+from recovery_agents import Agents, Process, newest_commit
 from sharded_script import Wanted, main
 from standstill import go_on
 
@@ -205,13 +205,13 @@ def test_no_replica_whole_restores_the_newest_commit_in_the_same_processes(
 ) -> None:
     agents = job(url=str(tmp_path / "c"), every_steps=20, exact=True, pause=0.005)
     a, b, c, d = agents.members
-    agents.wait(lambda: _newest(tmp_path) >= 40, "no commits")
+    agents.wait(lambda: newest_commit(tmp_path / "c") >= 40, "no commits")
 
     def between() -> bool:
         return agents.steps(a)[-1]["step"] % 20 in range(5, 15)
 
     agents.wait(lambda: between() and agents.stand_when(between), "no step between two commits")
-    newest = _newest(tmp_path)
+    newest = newest_commit(tmp_path / "c")
     for p in (b, d):  # both that hold shard 1
         os.kill(p.pid, signal.SIGKILL)
     go_on([a.pid, c.pid])
@@ -223,24 +223,15 @@ def test_no_replica_whole_restores_the_newest_commit_in_the_same_processes(
         assert numbers[back + 1] % 20 == 1, "training goes on after a commit"
         assert numbers[back + 1] > newest
     before = agents.steps(a)[-1]["step"]
-    agents.wait(lambda: _newest(tmp_path) > before, "no commit of one replica")
+    agents.wait(lambda: newest_commit(tmp_path / "c") > before, "no commit of one replica")
     # Rank 1 has another shard than before.
     assert {e["shard"] for e in agents.steps(c)} == {0, 1}
     agents.announce([a, c, newcomer(agents), newcomer(agents)], whole=True)
     settled(agents)
     before = agents.steps(a)[-1]["step"]
-    agents.wait(lambda: _newest(tmp_path) > before, "no commit of two replicas")
+    agents.wait(lambda: newest_commit(tmp_path / "c") > before, "no commit of two replicas")
     # Steps that were made twice have the same bits, too.
     assert agents.differing() == {}
-
-
-def _newest(folder: Path) -> int:
-    """The step of the newest commit. (Their number says nothing: old ones are deleted.)"""
-    from everstep.checkpoint import Catalog  # noqa: PLC0415
-    from everstep.storage import open_store  # noqa: PLC0415
-
-    found = Catalog(open_store(str(folder / "c"))).latest() if (folder / "c" / "log").exists() else None
-    return found.step if found is not None else 0
 
 
 def test_no_replica_whole_and_no_commit_ends_the_processes_and_says_why(job: Callable[..., Agents]) -> None:

@@ -20,6 +20,8 @@ import yaml
 from player import EXAMPLE, Player, ScenarioError, wait_for
 from testcluster.s3 import S3Server
 
+from everstep.checkpoint import Catalog
+from everstep.storage import open_store
 from everstep_operator.local.run.control import ControlError, RunAddress, ask
 
 NODES = 2
@@ -113,7 +115,8 @@ class LocalJob(Player):
                 return max((row["step"] or 0 for row in self.view().get("workers", ())), default=-1)
             case "checkpoint.lastCommittedStep" if self.store is None:
                 self.view()  # raises if the run has ended badly
-                return newest_commit(self.folder / "commits")
+                newest = Catalog(open_store(self.url)).latest()
+                return -1 if newest is None else newest.step
         return super().reached(field_)
 
     def worker(self, index: int) -> dict[str, Any]:
@@ -241,17 +244,6 @@ class LocalJob(Player):
         except ScenarioError:
             raise ScenarioError(f"left of the run: {self.left()}\n{self.describe()}") from None
         shutil.rmtree(self.temporary)
-
-
-def newest_commit(folder: Path) -> int:
-    """Its step, read from the commit log; -1 without one."""
-    # A record that is still being written has a name that begins with a dot; an old one may be removed meanwhile.
-    for path in sorted((folder / "log").glob("[0-9]*.json"), reverse=True):
-        with contextlib.suppress(FileNotFoundError):
-            record = json.loads(path.read_text().splitlines()[0])
-            if record["kind"] == "commit":
-                return int(record["step"])
-    return -1
 
 
 def command_of(pid: int) -> bytes:
