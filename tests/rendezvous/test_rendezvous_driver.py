@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -229,6 +230,7 @@ class Away:
     def __init__(self, inner: MemoryStore) -> None:
         self._inner = inner
         self.away = threading.Event()
+        self.refused = Counter[str]()
         self.lose = 0
 
     def __getattr__(self, name: str) -> object:
@@ -237,6 +239,7 @@ class Away:
         def call(*arguments: object) -> object:
             if self.away.is_set() and name != "close":
                 self.away.wait(0.01)
+                self.refused[name] += 1
                 raise StoreUnavailable("away, by a test")
             result = method(*arguments)
             if name == "compare_and_swap" and self.lose > 0:
@@ -257,6 +260,24 @@ def test_a_store_that_is_away_changes_nothing_for_a_formed_round() -> None:
         futures = job.joining("ab")
         away.away.clear()
         assert {f.result(LIMIT).number for f in futures.values()} == {2}
+
+
+def test_a_death_that_could_not_be_told_is_told_when_the_store_is_back() -> None:
+    away = Away(MemoryStore())
+    with crew(lambda: away, Sizes(2, 3)) as job:  # type: ignore[arg-type, return-value]
+        before = ranks(job.start("abc", linked=True))
+        gone, *left = (job.drivers[name] for name in before)
+        away.away.set()
+        tries = away.refused["read"]
+        gone.stop()
+        until(lambda: away.refused["read"] >= tries + 2)  # by one of both survivors
+        assert all(driver.standing() == Whole() for driver in left)
+        away.away.clear()
+        for driver in left:
+            standing = driver.wait(QUICK.ttl / 2)  # not by its lease
+            assert isinstance(standing, Broken)
+            assert f"{gone.agent} is gone" in standing.why
+        assert ranks(job.join(before[1:])) == before[1:]
 
 
 def test_lost_answers_form_the_round_once() -> None:

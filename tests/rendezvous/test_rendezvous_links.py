@@ -29,8 +29,9 @@ class Heard:
         self.answers = True  # whether others can be told
         self._lock = threading.Lock()
 
-    def lost(self, agent: str, why: str) -> None:
+    def lost(self, agent: str, why: str) -> bool:
         self._say("lost", agent)
+        return self.answers
 
     def unreached(self, agent: str) -> int:
         self._say("unreached", agent)

@@ -220,6 +220,7 @@ class Driver:
     def _change(self, make: Callable[[Document], Event]) -> Document | Refused:
         for attempt in range(1, TRIES + 1):
             view = self._store.read()
+            self._see(view)  # also where nothing is left to change, because another did it
             document = decoded(view)
             if document is None:
                 return Refused("there is no round")
@@ -234,9 +235,9 @@ class Driver:
             self._sleep(self._settings.backoff.seconds(attempt, self._random), float("inf"))
         return CROWDED
 
-    def lost(self, agent: str, why: str) -> None:
-        """From the links: the agent's process is gone."""
-        self._quietly(lambda: self.evict(agent, why))
+    def lost(self, agent: str, why: str) -> bool:
+        """From the links: the agent's process is gone. See `links.Listener`."""
+        return self._quietly(lambda: self.evict(agent, why)) not in (None, CROWDED)
 
     def unreached(self, agent: str) -> int:
         """From the links: this agent and another do not reach each other. See `links.Listener`."""
@@ -263,7 +264,8 @@ class Driver:
         try:
             return change()
         except RendezvousFailed as e:
-            log.warning("could not tell the others: %s", e)
+            # Said once while it is away, however often this is tried.
+            log.log(logging.DEBUG if self._away else logging.WARNING, "could not tell the others: %s", e)
             return None
 
     # --- the thread
@@ -285,7 +287,10 @@ class Driver:
                 if not self._away and not self._stopping.is_set():
                     log.warning("the round store cannot be used; the present round goes on: %s", e)
                 self._away, attempt, renew_at = True, attempt + 1, self._clock()
-                self._sleep(self._settings.away.seconds(attempt, self._random), float("inf"))
+                # Not longer than between two renewals: a store that comes back without its memory of who is present
+                # waits one lease for all.
+                pause = min(self._settings.ttl / 3, self._settings.away.seconds(attempt, self._random))
+                self._sleep(pause, float("inf"))
 
     def _renew(self) -> None:
         wish = self._wish

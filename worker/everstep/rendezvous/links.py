@@ -8,8 +8,8 @@ In a larger world, pairs that are further apart are tried in turn, one at a time
 grow with the world. Who was never reached is not called gone, because a firewall refuses too. Knows neither store nor
 document. A stopped process keeps its connections: it is the lease's.
 
-Invariant: who said that two do not reach each other looks again until they do, whatever round it is in, and says so
-when they did for as long as `probation` asks.
+Invariants: who said that two do not reach each other looks again until they do, whatever round it is in, and says so
+when they did for as long as `probation` asks. Who found another gone says so until that was told to all.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ BEAT = 0.5  # seconds between two bytes over a connection
 DETECTED = 5.0  # seconds at most: two beats, QUIET, ATTEMPTS and their rest
 REFUSALS = 3  # by a port that was never open to this agent
 PAUSE = 0.3  # seconds after an attempt that showed nothing
+TELL_AGAIN = 0.2  # seconds until a death that could not be told is told again: all wait for that
 LOOK_AGAIN = 1.0  # seconds between attempts, where none came through
 PATIENCE = 5.0  # seconds for each of these
 FIRST_LAP = 0.25  # seconds between two far members, the first time
@@ -50,8 +51,9 @@ Key = tuple[str, str, int]
 class Listener(Protocol):
     """Is told what the connections show. Called from their threads."""
 
-    def lost(self, agent: str, why: str) -> None:
-        """The agent's process is gone."""
+    def lost(self, agent: str, why: str) -> bool:
+        """The agent's process is gone. Whether all know it, or never will; else it is said again."""
+        ...
 
     def unreached(self, agent: str) -> int:
         """The agent is not reached. How often these two have lost each other; 0 if that could not be told to all."""
@@ -172,7 +174,8 @@ class _Follower:
                 if self._stopped.is_set():
                     return False
                 if self._met:
-                    self._listener.lost(self._member.agent, why)
+                    while not self._listener.lost(self._member.agent, why) and not self._stopped.wait(TELL_AGAIN):
+                        pass
                     return False
                 self._refusals += 1
                 if self._refusals >= REFUSALS:
