@@ -7,6 +7,7 @@ import json
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +19,14 @@ from agents import LAPSING, LIMIT, QUICK, Crew, until
 from operator_server import OperatorServer, Pod
 
 from everstep.contract.document import MAX_BYTES, Document, Member, Sizes, Wish, encode
-from everstep.contract.rounds import DOCUMENT_PATH, MAX_WISH_BYTES, PRESENCE_PATH, TTL_HEADER, VERSION_HEADER
+from everstep.contract.rounds import (
+    DOCUMENT_PATH,
+    LAPSES_HEADER,
+    MAX_WISH_BYTES,
+    PRESENCE_PATH,
+    TTL_HEADER,
+    VERSION_HEADER,
+)
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
 from everstep.rendezvous.http import HttpStore
@@ -103,6 +111,30 @@ def test_agent_that_died_with_the_operator_is_missed_one_lease_after_the_next_on
         assert agents.join("a")["a"].world_size == 1
     finally:
         agents.stop()
+
+
+def test_leader_that_counts_lapses_anew_is_followed_as_quietly_as_the_one_before(operators: OperatorServer) -> None:
+    """As after the Lease was deleted: the leader's terms, and what it counts, begin again."""
+    first = leading(operators)
+    pod = operators.create_pod(operators.create_job(), 0)
+    store = operators.store(pod, first.url)
+    before = store.read()
+    for name in "ab":
+        store.announce(name, wish(name), 60.0)
+        store.withdraw(name)
+    seen = store.read()
+    assert seen != before
+    operators.kill(first)
+    leading(operators, first.port)
+    seen = until(lambda: (view := store.watch(seen, 1.0)) != seen and view)  # who is present may be news
+    calls = Counter[str]()
+    call = store._calls.call
+    store._calls.call = lambda *args, **more: calls.update([args[1]]) or call(*args, **more)  # type: ignore[method-assign]
+    assert store.watch(seen, 1.0) == seen
+    assert sum(calls.values()) <= 1
+    store.announce("c", wish("c"), 60.0)
+    store.withdraw("c")
+    assert store.watch(seen, LIMIT).lapses == seen.lapses + 1
 
 
 def test_follower_sends_agents_to_the_leader_and_they_follow_the_next_one(operators: OperatorServer) -> None:
@@ -251,8 +283,8 @@ def test_request_that_makes_no_sense_gets_a_4xx_and_nothing_changes(
 
 def test_watches_of_one_pod_are_few_and_the_newest(operator: OperatorServer) -> None:
     pod = operator.create_pod(operator.create_job(f"job-{uuid.uuid4().hex}"), 0)
-    seen = operator.store(pod).read()
-    path = f"{DOCUMENT_PATH}?version={seen.version}&lapses={seen.lapses}&wait=30"
+    found = operator.calls(pod).call("GET", DOCUMENT_PATH, limit=MAX_BYTES)
+    path = f"{DOCUMENT_PATH}?version=0&lapses={found.headers[LAPSES_HEADER]}&wait=30"
     ended: list[int] = []
 
     def watch() -> None:
@@ -382,9 +414,10 @@ def test_answer_that_is_too_large_or_too_slow_is_given_up(operator: OperatorServ
     with pytest.raises(StoreUnavailable, match="more than 10 bytes"):
         store._calls.call("GET", DOCUMENT_PATH, limit=10)
     hasty = operator.calls(pod, limits=Limits(reply=0.2, tries=1))
-    seen = store.read()
+    seen = store._calls.call("GET", DOCUMENT_PATH, limit=MAX_BYTES).headers
+    watch = f"{DOCUMENT_PATH}?version={seen[VERSION_HEADER]}&lapses={seen[LAPSES_HEADER]}&wait=9"
     with pytest.raises(StoreUnavailable, match="does not answer"):
-        hasty.call("GET", f"{DOCUMENT_PATH}?version={seen.version}&lapses={seen.lapses}&wait=9", limit=MAX_BYTES)
+        hasty.call("GET", watch, limit=MAX_BYTES)
 
 
 def test_server_that_is_no_operator_is_named_as_such(redirector: Callable[[], Redirector]) -> None:

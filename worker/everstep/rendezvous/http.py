@@ -1,13 +1,15 @@
 """A round store in the operator, over HTTP; `everstep.contract.rounds` says how.
 
 The job is the one of the pod's token. One watch, in a thread, waits at the operator for what changes; whoever calls
-`watch` waits here. Invariant: a view never goes back, whichever of two answers comes last.
+`watch` waits here. Invariant: a view never goes back, whichever of two answers comes last, and however far a new leader
+of the operator has counted.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from random import Random
 
 from everstep.contract.document import MAX_BYTES
@@ -28,6 +30,15 @@ from everstep.rendezvous.watching import Watching
 
 WAIT = 20.0  # seconds of one watch at the operator
 MAX_GRACE = 30.0  # seconds for which an operator is trusted to write a wish
+NOTHING_COUNTED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known at one moment, and how far the operator had counted lapses."""
+
+    view: View | None
+    counted: int
 
 
 class HttpStore(Watching):
@@ -36,10 +47,11 @@ class HttpStore(Watching):
     def __init__(self, calls: OperatorCalls, *, random: Random | None = None) -> None:
         super().__init__(random)
         self._calls = calls
+        self._counted = NOTHING_COUNTED  # lapses, by the operator: with another leader they may begin anew
 
     def read(self) -> View:
-        before = self._view
-        return self._merge(self._look(_path(before)), before)
+        known = self._known()
+        return self._merge(self._look(_path(known)), known)
 
     def compare_and_swap(self, expected: int, document: bytes) -> int | None:
         reply = self._calls.call(
@@ -48,19 +60,19 @@ class HttpStore(Watching):
         if reply.status != 204:
             return None
         version = _number(reply, VERSION_HEADER)
-        before = self._view
-        self._merge(View(document, version, before.lapses if before is not None else -1), before)
+        with self._changed:
+            self._merge(View(document, version, self._counted), self._known())
         return version
 
     def announce(self, agent: str, value: bytes, ttl: float) -> None:
         self._announce(agent, value, {TTL_HEADER: f"{ttl:g}"}, 0)
 
     def ask(self, agent: str, value: bytes, ttl: float) -> float:
-        before = self._view
+        known = self._known()
         reply = self._announce(agent, value, {TTL_HEADER: f"{ttl:g}", JOIN_HEADER: "1"}, MAX_BYTES)
         grace = _grace(reply)
         if grace:
-            self._merge(_seen(reply), before)
+            self._merge(_seen(reply), known)
         return grace
 
     def renew(self, agent: str) -> bool:
@@ -86,35 +98,45 @@ class HttpStore(Watching):
         answer = self._calls.call("GET", path, limit=MAX_BYTES, reply=reply)
         return None if answer.status == 304 else _seen(answer)
 
-    def _merge(self, found: View | None, before: View | None) -> View:
-        """What is known after `found` came, asked for when `before` was known. An older sight changes nothing."""
+    def _known(self) -> Known:
+        with self._changed:
+            return Known(self._view, self._counted)
+
+    def _merge(self, found: View | None, asked: Known) -> View:
+        """What is known after `found` came, asked for when `asked` was known. An older sight changes nothing.
+
+        The lapses in `found` are the operator's count, those of the view are counted here.
+        """
         with self._changed:
             view = self._view
-            if found is None or view == found:
+            if found is None:
                 return view or View(None, 0, 0)
             # There is no document any more: believed unless one came while that answer was on its way.
-            newer = view is None or found.version >= view.version or (found.version == 0 and view is before)
-            lapses = found.lapses if view is None else max(found.lapses, view.lapses)
-            self._view = View(found.document, found.version, lapses) if newer or view is None else (
-                View(view.document, view.version, lapses)
-            )  # fmt: skip
+            newer = view is None or found.version >= view.version or (found.version == 0 and view is asked.view)
+            newest = found if newer or view is None else view
+            lapses = 0 if view is None else view.lapses
+            # A smaller count, likewise: the next leader may have begun anew.
+            if found.lapses > self._counted or (found.lapses < self._counted and asked.counted == self._counted):
+                lapses += self._counted != NOTHING_COUNTED
+                self._counted = found.lapses
+            self._view = View(newest.document, newest.version, lapses)
             if self._view != view:
                 self._changed.notify_all()
             return self._view
 
     def _follow(self) -> bool:
-        before = self._view
-        found = self._look(f"{_path(before)}&wait={WAIT:g}", WAIT + 5.0)
+        known = self._known()
+        found = self._look(f"{_path(known)}&wait={WAIT:g}", WAIT + 5.0)
         # News that change nothing: the operator holds less than is known, and would say so again at once.
-        return self._merge(found, before) != before or found is None
+        return self._merge(found, known) != known.view or found is None
 
     def _disconnect(self) -> None:
         self._calls.close()
 
 
-def _path(known: View | None) -> str:
-    version, lapses = (0, -1) if known is None else (known.version, known.lapses)
-    return f"{DOCUMENT_PATH}?version={version}&lapses={lapses}"
+def _path(known: Known) -> str:
+    version = known.view.version if known.view is not None else 0
+    return f"{DOCUMENT_PATH}?version={version}&lapses={known.counted}"
 
 
 def _presence(agent: str) -> str:
