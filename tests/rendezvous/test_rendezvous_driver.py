@@ -19,7 +19,7 @@ from agents import LAPSING, LIMIT, QUICK, crew, until
 from etcd_server import EtcdCluster
 from operator_server import OperatorServer
 
-from everstep.contract.document import Member, Sizes, decode
+from everstep.contract.document import Member, Sizes, decode, decode_wish
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.errors import JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.rendezvous.etcd import EtcdStore
@@ -278,6 +278,41 @@ def test_a_death_that_could_not_be_told_is_told_when_the_store_is_back() -> None
             assert isinstance(standing, Broken)
             assert f"{gone.agent} is gone" in standing.why
         assert ranks(job.join(before[1:])) == before[1:]
+
+
+class Overtaking(MemoryStore):
+    """A store that an old wish, announced again, reaches after a newer one, if its agent lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.newer = threading.Event(), threading.Event()
+        self.asked = Counter[bool]()
+
+    def ask(self, agent: str, value: bytes, ttl: float) -> float:
+        is_newer, is_again = decode_wish(value).after > 0, self.again.is_set()
+        if is_again and not is_newer:
+            self.newer.wait(1.0)
+        grace = super().ask(agent, value, ttl)
+        if is_newer:
+            self.newer.set()
+        self.asked[is_again] += 1
+        return grace
+
+    def renew(self, agent: str) -> bool:
+        if self.again.is_set():
+            return super().renew(agent)
+        self.again.set()
+        return False
+
+
+def test_wish_that_is_announced_again_does_not_replace_a_newer_one() -> None:
+    store = Overtaking()
+    with crew(lambda: store, Sizes(1, 1), LAPSING) as job:
+        job.start("a")
+        assert store.again.wait(LIMIT)
+        assert job.join("a")["a"].number == 2
+        until(lambda: store.asked[True] == 2)  # by the join, and to be present again
+        assert decode_wish(store.present()["a"]).after == 1
 
 
 def test_lost_answers_form_the_round_once() -> None:

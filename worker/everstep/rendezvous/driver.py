@@ -70,6 +70,7 @@ class Driver:
         self._links = links
         self._changed = threading.Condition()
         self._wish: Wish | None = None  # announced
+        self._announcing = threading.Lock()  # an old wish must not come to the store after a newer one
         self._round: Round | None = None
         self._after = 0
         self._view = View(None, 0)
@@ -116,9 +117,10 @@ class Driver:
         return formed
 
     def _ask(self, wish: Wish) -> float:
-        grace = self._store.ask(wish.member.agent, wish.encode(), self._settings.ttl)
-        with self._changed:
+        with self._announcing:
+            grace = self._store.ask(wish.member.agent, wish.encode(), self._settings.ttl)
             self._wish = wish
+        with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._keep, name="everstep-rendezvous", daemon=True)
                 self._thread.start()
@@ -293,12 +295,12 @@ class Driver:
                 self._sleep(pause, float("inf"))
 
     def _renew(self) -> None:
-        wish = self._wish
-        if wish is not None and not self._store.renew(wish.member.agent):
-            if self._stopping.is_set():
-                return
-            log.warning("this agent's lease had lapsed: the others may have gone on without it")
-            self._store.ask(wish.member.agent, wish.encode(), self._settings.ttl)
+        if self._store.renew(self.agent) or self._stopping.is_set():
+            return
+        log.warning("this agent's lease had lapsed: the others may have gone on without it")
+        with self._announcing:
+            if self._wish is not None:
+                self._store.ask(self.agent, self._wish.encode(), self._settings.ttl)
 
     def _watch_until(self, when: float) -> None:
         with self._changed:
