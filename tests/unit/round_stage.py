@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from everstep_operator.kube.wire import Unstructured
 from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.main import JOBS
 from everstep_operator.runtime.clock import ManualClock
+from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.shell.presence import Worker
 from everstep_operator.shell.round_documents import JobRef, RoundDocuments
 from everstep_operator.shell.rounds import Agent, Rounds
@@ -52,6 +54,18 @@ class Mortal:
         return call
 
 
+class Term:
+    """Of a replica's leadership."""
+
+    def __init__(self) -> None:
+        self.leads, self.epoch = True, 1
+
+    def __call__(self) -> int:
+        if not self.leads:
+            raise NotLeading("by a test")
+        return self.epoch
+
+
 class Stage:
     """One job, and everything that was ever kept of it."""
 
@@ -68,11 +82,13 @@ class Stage:
         self.job = JobRef(NS, "digits", job.metadata.uid)
         self.agents = [Agent(self.job, Worker(f"uid-{i}", i, 0)) for i in range(2)]
 
-    def operator(self, client: Any | None = None, **kwargs: Any) -> Rounds:
-        self.epochs += 1
-        epoch = self.epochs
-        documents = RoundDocuments(client or self.client, JOBS, require_leading=lambda: epoch)
-        return Rounds(documents, clock=self.clock, epoch=lambda: epoch, **kwargs)
+    def operator(self, client: Any | None = None, term: Callable[[], int] | None = None, **kwargs: Any) -> Rounds:
+        """One that leads, in a term of its own if it is not told in which."""
+        if term is None:
+            self.epochs += 1
+            term = functools.partial(int, self.epochs)
+        documents = RoundDocuments(client or self.client, JOBS, require_leading=term)
+        return Rounds(documents, clock=self.clock, epoch=term, **kwargs)
 
     async def stored(self) -> Document | None:
         found = (await self.client.list(CONFIGMAPS, NS)).items

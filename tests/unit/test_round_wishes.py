@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from round_stage import SIZES, A, B, Mortal, Stage
+from round_stage import SIZES, A, B, Mortal, Stage, Term
 from virtual_time import in_virtual_time
 
 from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
@@ -16,7 +16,7 @@ from everstep.rendezvous.rounds import CloseJob, Join, apply, join_all
 from everstep_operator.shell.presence import Worker
 from everstep_operator.shell.round_rules import urgency, with_wishes
 from everstep_operator.shell.round_watches import Urgency
-from everstep_operator.shell.rounds import Agent, Rounds
+from everstep_operator.shell.rounds import Agent, Rounds, Sight
 
 LIMIT = 10.0
 
@@ -103,6 +103,43 @@ async def test_closed_job_writes_nothing_more_and_says_so_at_once() -> None:
     assert announce(rounds, stage.agents[0], A, after=1) == 0
 
 
+@pytest.mark.parametrize("urgent", [False, True], ids=["one more waits", "one is gone"])
+@in_virtual_time
+async def test_who_watches_with_an_old_version_is_told_of_more_that_wait_when_all_are(urgent: bool) -> None:
+    """In a crowd the document changes faster than an agent can ask again."""
+    stage, (rounds,) = await staged()
+    sizes, count = Sizes(3, 300), 250
+    agents = [Agent(stage.job, Worker(f"uid-{i}", i, 0)) for i in range(count)]
+
+    async def joins(i: int) -> Sight:
+        before = await rounds.read(agents[i], 0)
+        old = Document(sizes) if before.document is None else decode(before.document.encode())
+        after, _ = join_all(old, [Join(Member(i, f"a{i}"), sizes)])
+        if i == 3:  # the round of three, that the others would be added to
+            after = replace(after, round=1, members=after.joining, joining=())
+        assert await rounds.swap(agents[i], before.version, encode(after)) is not None
+        return await rounds.read(agents[i], 0)
+
+    for i in range(4):
+        seen = await joins(i)
+    watches = [asyncio.ensure_future(rounds.watch(a, seen.version, seen.lapses, 30.0)) for a in agents]
+    await asyncio.sleep(0.1)
+    first = await joins(5)
+    assert {told.version for told in await asyncio.gather(*watches) if told} == {first.version}
+    newest = await joins(6)
+    began = asyncio.get_running_loop().time()
+    again = asyncio.ensure_future(rounds.watch(agents[0], first.version, first.lapses, 30.0))
+    if urgent:
+        document = decode(str(newest.document).encode())
+        assert await rounds.swap(agents[1], newest.version, encode(replace(document, broken="a test says so")))
+    told = await again
+    assert told is not None
+    assert told.version == (await rounds.read(agents[1], 0)).version
+    took = asyncio.get_running_loop().time() - began
+    soon, later = (count * urgency.value for urgency in (Urgency.SOON, Urgency.LATER))
+    assert took <= soon if urgent else soon < took <= later, "after the last time that all were told"
+
+
 # --- what goes wrong
 
 
@@ -155,8 +192,10 @@ async def test_api_server_that_fails_for_a_moment_is_asked_again() -> None:
 
 @in_virtual_time
 async def test_replica_that_leads_no_more_writes_nothing() -> None:
-    stage, (rounds,) = await staged()
+    stage, _ = await staged()
+    rounds = stage.operator(term=(term := Term()))
     announce(rounds, stage.agents[0], A)
+    term.leads = False
     rounds.forget_all()
     await asyncio.sleep(0.1)
     assert await stage.stored() is None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from round_stage import NS, SIZES, A, B, Mortal, Stage
+from round_stage import NS, SIZES, A, B, Mortal, Stage, Term
 
 from everstep.contract.document import Document, DocumentInvalid, Member, Sizes, Wish, decode, encode
 from everstep.rendezvous.closing import Waited
@@ -387,6 +387,73 @@ async def test_new_leader_counts_nobody_as_lapsed_who_had_no_time_to_come_back()
     assert set(json.loads(await new.present(stage.agents[0]))) == {"a"}
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["", "called before all know that it leads"])
+@pytest.mark.parametrize("others", [0, 1], ids=["nobody else", "another"])
+async def test_leader_that_leads_again_remembers_who_is_present_if_nobody_led_in_between(
+    others: int, early: bool
+) -> None:
+    """Case 40, seen from a round: the Lease is lost for a moment, to a slow API server or in a crowd."""
+    stage = Stage()
+    await stage.start()
+    term = Term()
+    rounds = stage.operator(term=term)
+    for who, event, _ in STORY[:3]:
+        await change(rounds, stage.agents[who], event)
+    for who, member in enumerate((A, B)):
+        rounds.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
+    before = await rounds.read(stage.agents[0], 0)
+    term.leads = False
+    rounds.forget_all()
+    await stage.clock.advance(30)  # nobody could renew
+    term.leads, term.epoch = True, 2 + others
+    if early:
+        await rounds.read(stage.agents[1], 0)
+    rounds.forget_all()
+    after = await rounds.read(stage.agents[0], 0)
+    assert after.lapses != before.lapses  # so that each looks
+    assert set(json.loads(await rounds.present(stage.agents[0]))) == {"a", "b"}
+    assert rounds.renew(stage.agents[0], "a") is not bool(others)
+    await stage.clock.advance(20.5)  # one more lease: b is gone, and a if it was told to announce itself and did not
+    present = set(json.loads(await rounds.present(stage.agents[0])))
+    assert present == set(), "nobody renewed in this time"
+    assert (await rounds.read(stage.agents[0], 0)).lapses == after.lapses + 2
+
+
+async def test_wish_of_who_was_present_is_written_by_the_leader_that_leads_again() -> None:
+    stage = Stage()
+    await stage.start()
+    term = Term()
+    rounds = stage.operator(term=term)
+    for who, member in enumerate((A, B)):
+        rounds.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
+        rounds.ask(stage.agents[who])
+    term.leads = False
+    rounds.forget_all()
+    term.leads, term.epoch = True, 2
+    await rounds.read(stage.agents[0], 0)  # whoever comes first
+    await stage.clock.advance(1)
+    async with asyncio.timeout(5):
+        while (document := await stage.stored()) is None or len(document.members) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_pod_that_dies_between_two_leaderships_of_a_replica_is_not_remembered() -> None:
+    stage = Stage()
+    await stage.start()
+    term = Term()
+    rounds = stage.operator(term=term)
+    for who, event, _ in STORY[:3]:
+        await change(rounds, stage.agents[who], event)
+    for who, member in enumerate((A, B)):
+        rounds.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
+    term.leads = False
+    rounds.forget_all()
+    rounds.withdraw_pod(stage.job.uid, stage.agents[1].worker)
+    term.leads, term.epoch = True, 2
+    await rounds.read(stage.agents[0], 0)
+    assert set(json.loads(await rounds.present(stage.agents[0]))) == {"a"}
+
+
 async def test_pod_that_dies_while_its_agent_is_awaited_is_not_awaited_any_more() -> None:
     stage = Stage()
     await stage.start()
@@ -419,11 +486,16 @@ async def test_view_of_a_job_that_is_not_known_yet_is_read_and_announced() -> No
 async def test_watch_ends_when_the_leadership_does() -> None:
     stage = Stage()
     await stage.start()
-    rounds = stage.operator()
+    epoch = 1
+    rounds = stage.operator(term=lambda: epoch)
     sight = await rounds.read(stage.agents[0], 0)
     waiting = asyncio.ensure_future(rounds.watch(stage.agents[0], sight.version, sight.lapses, 30.0))
     await asyncio.sleep(0)
     assert rounds.watching == 1
+    rounds.forget_all()  # it is told that it leads, which it knew
+    await asyncio.sleep(0)
+    assert rounds.watching == 1
+    epoch += 1
     rounds.forget_all()
     async with asyncio.timeout(5):
         await waiting

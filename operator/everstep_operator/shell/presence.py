@@ -1,8 +1,9 @@
 """Which agents of one job are present, and whose pod each is. Pure: `now` is an argument, in monotonic seconds.
 
 It lives in the leader's memory alone. So a new leader awaits the agents that the document names: none of them counts as
-lapsed before it had one lease's time to announce itself again. Invariants: a presence is renewed and withdrawn only by
-the pod that announced it; numbers and bytes are bounded, for a pod and for the job.
+lapsed before it had one lease's time to announce itself again. One that leads again, with nobody in between, goes on
+with what it knew. Invariants: a presence is renewed and withdrawn only by the pod that announced it; numbers and bytes
+are bounded, for a pod and for the job.
 """
 
 from __future__ import annotations
@@ -78,6 +79,16 @@ class Presences:
             self._awaited = {m.agent: m for m in everyone if m.agent not in self._present}
             self._earliest = min(self._earliest, self._began + self.lease)
 
+    def resume(self, lapses: int, now: float) -> None:
+        """The same replica leads again, and nobody did in between. Nobody could renew: each has one more lease.
+
+        Without this a leader that lost its Lease in a crowd, or to a slow API server, would have forgotten the crowd.
+        """
+        self.lapses, self.changes, self._began = lapses, self.changes + 1, now
+        for presence in self._present.values():
+            presence.until = now + presence.ttl
+        self._earliest = self._first_end()
+
     @property
     def earliest(self) -> float:
         """When something may end; infinite if nothing is there."""
@@ -141,10 +152,7 @@ class Presences:
         if self._began + self.lease <= now:
             ended += self._awaited
         self._end(ended)
-        ends = [presence.until for presence in self._present.values()]
-        if self._awaited:
-            ends.append(self._began + self.lease)
-        self._earliest = min(ends, default=float("inf"))
+        self._earliest = self._first_end()
         return bool(ended)
 
     def present(self, now: float) -> dict[str, str]:
@@ -157,6 +165,12 @@ class Presences:
         """What each agent wishes: `present`, decoded."""
         self.expire(now)
         return {**{agent: presence.wish for agent, presence in self._present.items()}, **self._settled()}
+
+    def _first_end(self) -> float:
+        ends = [presence.until for presence in self._present.values()]
+        if self._awaited:
+            ends.append(self._began + self.lease)
+        return min(ends, default=float("inf"))
 
     def _settled(self) -> dict[str, Wish]:
         """Of who is awaited."""

@@ -24,6 +24,7 @@ class RememberedJob:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     kept: Kept | None = None  # None: not known
     document: Document | None = None
+    urgent: int = 0  # the version that brought news which are told at once or soon
     read: bool = False  # once
     read_at: float = 0.0
     tokens: float = BURST

@@ -77,6 +77,7 @@ class Rounds:
         """`changed` is told when a job's view may be another."""
         self._documents, self._clock, self._epoch, self._changed = documents, clock, epoch, changed
         self._jobs: dict[str, RememberedJob] = {}
+        self._left: dict[str, RememberedJob] = {}  # those of the last leadership
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what agents call
@@ -88,12 +89,18 @@ class Rounds:
         return self._sight(job)
 
     async def watch(self, agent: Agent, known: int, lapses: int, wait: float) -> Sight | None:
-        """As soon as version or lapses differ from these; None if they do not within `wait` seconds."""
+        """As soon as version or lapses differ from these; None if they do not within `wait` seconds.
+
+        Where only more agents wait for a round, it is told when all are told: an agent that was told while others came
+        has an old version when it asks again, and would be told of each of them.
+        """
         job = self._job(agent.job)
         await self._loaded(job, known)
         sight = self._sight(job)
-        if (sight.version, sight.lapses) != (known, lapses):
+        if sight.lapses != lapses or not job.urgent <= known <= sight.version:
             return sight
+        if known != sight.version:
+            asyncio.get_running_loop().call_soon(job.watches.wake, Urgency.LATER)  # once this one waits
         await job.watches.wait(agent.worker.pod_uid, min(wait, MAX_WAIT))
         self._epoch()  # it may have been long: another may lead
         await self._loaded(job, known)
@@ -211,6 +218,8 @@ class Rounds:
 
     def withdraw_pod(self, job_uid: str, worker: Worker) -> None:
         """The pod is dead, or its node is lost: its agents are told of now, and not when their leases lapse."""
+        if (left := self._left.get(job_uid)) is not None:
+            left.presences.withdraw_pod(worker)
         job = self._jobs.get(job_uid)
         if job is not None and job.presences.withdraw_pod(worker):
             log.info(
@@ -243,16 +252,23 @@ class Rounds:
 
     def forget(self, job_uid: str) -> None:
         """The job is gone."""
+        self._left.pop(job_uid, None)
         job = self._jobs.pop(job_uid, None)
         if job is not None:
-            for timer in filter(None, (job.timer, job.writing)):
-                timer.cancel()
-            job.watches.wake(Urgency.NOW)
+            _stop(job)
 
     def forget_all(self) -> None:
         """The leadership changed: what this replica remembers may be old, and whoever waits here must look again."""
-        for uid in list(self._jobs):
-            self.forget(uid)
+        try:
+            epoch = self._epoch()
+        except NotLeading:
+            epoch = -1
+        old = {uid: job for uid, job in self._jobs.items() if job.epoch != epoch}
+        if old:
+            self._left = old
+        for uid, job in old.items():
+            del self._jobs[uid]
+            _stop(job)
 
     @property
     def watching(self) -> int:
@@ -265,13 +281,21 @@ class Rounds:
         epoch = self._epoch()
         job = self._jobs.get(ref.uid)
         if job is not None and job.epoch != epoch:
-            self.forget(ref.uid)
+            self.forget_all()
             job = None
-        if job is None:
-            now = self._clock.monotonic()
-            # Another leader's count of lapses is not known here: every epoch counts in a range of its own.
-            job = RememberedJob(ref, epoch, Presences(epoch << 32, now), Watches(), refilled_at=now)
-            self._jobs[ref.uid] = job
+        return job or self._begin(ref, epoch)
+
+    def _begin(self, ref: JobRef, epoch: int) -> RememberedJob:
+        now = self._clock.monotonic()
+        # Another leader's count of lapses is not known here: every epoch counts in a range of its own.
+        job = RememberedJob(ref, epoch, Presences(epoch << 32, now), Watches(), refilled_at=now)
+        self._jobs[ref.uid] = job
+        left = self._left.pop(ref.uid, None)
+        if left is not None and left.epoch + 1 == epoch:
+            left.presences.resume(epoch << 32, now)
+            job.presences, job.read = left.presences, left.read
+            self._after_presence(job)
+            self._write_soon(job)
         return job
 
     def _write_soon(self, job: RememberedJob, attempt: int = 0) -> None:
@@ -355,7 +379,9 @@ class Rounds:
             job.presences.await_members(document, kept.lease)
             self._after_presence(job)
         if changed:
-            job.watches.wake(urgency(before, document))
+            if (how := urgency(before, document)) is not Urgency.LATER:
+                job.urgent = kept.version
+            job.watches.wake(how)
         if _news(before) != _news(document):
             if document is not None and document.round and (before is None or before.round != document.round):
                 extra = {"job": _name(job.ref), "round": document.round, "agents": len(document.members)}
@@ -387,6 +413,13 @@ class Rounds:
         if self._jobs.get(job.ref.uid) is job:
             job.presences.expire(self._clock.monotonic())
             self._after_presence(job)
+
+
+def _stop(job: RememberedJob) -> None:
+    """Nothing more is done for it, and whoever waits is told to look elsewhere."""
+    for timer in filter(None, (job.timer, job.writing)):
+        timer.cancel()
+    job.watches.wake(Urgency.NOW)
 
 
 def _news(document: Document | None) -> object:
