@@ -20,9 +20,9 @@ from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.errors import NotLeading
-from everstep_operator.shell.presence import Presences, Worker
+from everstep_operator.shell.presence import Worker
 from everstep_operator.shell.round_documents import JobRef, Kept, RoundDocuments, RoundsRefused, RoundsUnavailable
-from everstep_operator.shell.round_memory import RememberedJob
+from everstep_operator.shell.round_memory import Memory, RememberedJob
 from everstep_operator.shell.round_rules import (
     corrected,
     decoded,
@@ -33,7 +33,7 @@ from everstep_operator.shell.round_rules import (
     with_sizes,
     with_wishes,
 )
-from everstep_operator.shell.round_watches import Urgency, Watches
+from everstep_operator.shell.round_watches import Urgency
 
 log = logging.getLogger("everstep.rounds")
 
@@ -76,15 +76,14 @@ class Rounds:
     ) -> None:
         """`changed` is told when a job's view may be another."""
         self._documents, self._clock, self._epoch, self._changed = documents, clock, epoch, changed
-        self._jobs: dict[str, RememberedJob] = {}
-        self._left: dict[str, RememberedJob] = {}  # those of the last leadership
+        self._memory = Memory(clock, epoch, self._resumed)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what agents call
 
     async def read(self, agent: Agent, known: int) -> Sight:
         """The newest document. `known` is the newest version that the agent has seen, here or at another leader."""
-        job = self._job(agent.job)
+        job = self._memory.of(agent.job)
         await self._loaded(job, known, FRESH)
         return self._sight(job)
 
@@ -94,7 +93,7 @@ class Rounds:
         Where only more agents wait for a round, it is told when all are told: an agent that was told while others came
         has an old version when it asks again, and would be told of each of them.
         """
-        job = self._job(agent.job)
+        job = self._memory.of(agent.job)
         await self._loaded(job, known)
         sight = self._sight(job)
         if sight.lapses != lapses or not job.urgent <= known <= sight.version:
@@ -114,7 +113,7 @@ class Rounds:
         with, the agent is told to read again, and finds itself in that round. Raises DocumentInvalid, RoundsRefused,
         RoundsUnavailable (it may have been written).
         """
-        job = self._job(agent.job)
+        job = self._memory.of(agent.job)
         if job.kept is not None and expected < job.kept.version:
             return None  # in a crowd most come too late: they cost no decoding
         text, document = decoded(data)
@@ -165,7 +164,7 @@ class Rounds:
         if not MIN_TTL <= ttl <= MAX_TTL:
             raise DocumentInvalid(f"a lease of {ttl:g} s: {MIN_TTL:g} to {MAX_TTL:g} are expected")
         value.decode()  # JSON may be UTF-16, what is handed on is text
-        job = self._job(agent.job)
+        job = self._memory.of(agent.job)
         job.presences.announce(wish, value, ttl, agent.worker, self._clock.monotonic())
         self._after_presence(job)
 
@@ -174,7 +173,7 @@ class Rounds:
 
         Seconds after which the agent should do it by itself; 0: at once.
         """
-        job = self._job(agent.job)
+        job = self._memory.of(agent.job)
         if job.document is not None and job.document.closed is not None:
             return 0.0  # it will find out why it cannot join
         self._write_soon(job)
@@ -182,20 +181,20 @@ class Rounds:
 
     def renew(self, agent: Agent, name: str) -> bool:
         """False: it has lapsed. Raises PresenceRefused."""
-        job = self._job(agent.job)
+        job = self._memory.of(agent.job)
         renewed = job.presences.renew(name, agent.worker, self._clock.monotonic())
         self._after_presence(job)
         return renewed
 
     def withdraw(self, agent: Agent, name: str) -> None:
         """Raises PresenceRefused."""
-        job = self._job(agent.job)
+        job = self._memory.of(agent.job)
         job.presences.withdraw(name, agent.worker)
         self._after_presence(job)
 
     async def present(self, agent: Agent) -> bytes:
         """JSON: what each present agent says, by its name."""
-        job = self._job(agent.job)
+        job = self._memory.of(agent.job)
         await self._loaded(job, 0)  # else nobody would be awaited
         now = self._clock.monotonic()
         job.presences.expire(now)
@@ -218,10 +217,7 @@ class Rounds:
 
     def withdraw_pod(self, job_uid: str, worker: Worker) -> None:
         """The pod is dead, or its node is lost: its agents are told of now, and not when their leases lapse."""
-        if (left := self._left.get(job_uid)) is not None:
-            left.presences.withdraw_pod(worker)
-        job = self._jobs.get(job_uid)
-        if job is not None and job.presences.withdraw_pod(worker):
+        if (job := self._memory.withdraw_pod(job_uid, worker)) is not None:
             log.info(
                 "agents of a dead pod are withdrawn",
                 extra={"job": _name(job.ref), "worker": worker.index, "incarnation": worker.incarnation},
@@ -231,7 +227,7 @@ class Rounds:
     def view(self, ref: JobRef) -> RoundView | None:
         """The job's round, for a plan. None: not known yet; it is read, and `changed` told."""
         try:
-            job = self._job(ref)
+            job = self._memory.of(ref)
         except NotLeading:
             return None
         if job.kept is None:
@@ -242,7 +238,7 @@ class Rounds:
 
     async def rule(self, ref: JobRef, sizes: Sizes) -> None:
         """Agents keep to these sizes from now on. Raises RoundsUnavailable, after which it may be so."""
-        job = self._job(ref)
+        job = self._memory.of(ref)
         async with job.lock:
             await self._load(job)  # a plan may be old, and this is rare
             assert job.kept is not None
@@ -252,51 +248,22 @@ class Rounds:
 
     def forget(self, job_uid: str) -> None:
         """The job is gone."""
-        self._left.pop(job_uid, None)
-        job = self._jobs.pop(job_uid, None)
-        if job is not None:
-            _stop(job)
+        self._memory.forget(job_uid)
 
     def forget_all(self) -> None:
-        """The leadership changed: what this replica remembers may be old, and whoever waits here must look again."""
-        try:
-            epoch = self._epoch()
-        except NotLeading:
-            epoch = -1
-        old = {uid: job for uid, job in self._jobs.items() if job.epoch != epoch}
-        if old:
-            self._left = old
-        for uid, job in old.items():
-            del self._jobs[uid]
-            _stop(job)
+        """The leadership changed: whoever waits here must look again."""
+        self._memory.forget_all()
 
     @property
     def watching(self) -> int:
         """How many calls of `watch` wait."""
-        return sum(len(job.watches) for job in self._jobs.values())
+        return self._memory.watching
 
     # --- inside
 
-    def _job(self, ref: JobRef) -> RememberedJob:
-        epoch = self._epoch()
-        job = self._jobs.get(ref.uid)
-        if job is not None and job.epoch != epoch:
-            self.forget_all()
-            job = None
-        return job or self._begin(ref, epoch)
-
-    def _begin(self, ref: JobRef, epoch: int) -> RememberedJob:
-        now = self._clock.monotonic()
-        # Another leader's count of lapses is not known here: every epoch counts in a range of its own.
-        job = RememberedJob(ref, epoch, Presences(epoch << 32, now), Watches(), refilled_at=now)
-        self._jobs[ref.uid] = job
-        left = self._left.pop(ref.uid, None)
-        if left is not None and left.epoch + 1 == epoch:
-            left.presences.resume(epoch << 32, now)
-            job.presences, job.read = left.presences, left.read
-            self._after_presence(job)
-            self._write_soon(job)
-        return job
+    def _resumed(self, job: RememberedJob) -> None:
+        self._after_presence(job)
+        self._write_soon(job)
 
     def _write_soon(self, job: RememberedJob, attempt: int = 0) -> None:
         if job.writing is None:
@@ -314,7 +281,7 @@ class Rounds:
                 self._epoch()
                 if job.kept is None:
                     await self._load(job)
-                if job.kept is None or self._jobs.get(job.ref.uid) is not job:
+                if job.kept is None or not self._memory.remembers(job):
                     return
                 wishes = job.presences.wishes(self._clock.monotonic())
                 document = with_wishes(job.kept.document, job.document, wishes)
@@ -326,7 +293,7 @@ class Rounds:
             return
         except (RoundsUnavailable, RoundsRefused, DocumentInvalid) as e:
             log.info("wishes are not written", extra={"job": _name(job.ref), "reason": str(e)})
-        if attempt < ATTEMPTS and self._jobs.get(job.ref.uid) is job:
+        if attempt < ATTEMPTS and self._memory.remembers(job):
             self._write_soon(job, attempt + 1)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
@@ -410,16 +377,9 @@ class Rounds:
 
     def _expire(self, job: RememberedJob) -> None:
         job.timer = None
-        if self._jobs.get(job.ref.uid) is job:
+        if self._memory.remembers(job):
             job.presences.expire(self._clock.monotonic())
             self._after_presence(job)
-
-
-def _stop(job: RememberedJob) -> None:
-    """Nothing more is done for it, and whoever waits is told to look elsewhere."""
-    for timer in filter(None, (job.timer, job.writing)):
-        timer.cancel()
-    job.watches.wake(Urgency.NOW)
 
 
 def _news(document: Document | None) -> object:
