@@ -84,14 +84,19 @@ class Trials:
                 self._one(fault)
             except NeverError as e:
                 self.failed += 1
-                print(f"{self._way.name} {fault}: {e}", file=sys.stderr)
-                self.close()
+                kept = f"; its logs are in {self._job.folder}" if self._job is not None else ""
+                print(f"{self._way.name} {fault}: {e}{kept}", file=sys.stderr)
+                self._give_up()
 
     def close(self) -> None:
-        if self._job is not None:
-            self._job.close()
-            shutil.rmtree(self._job.folder)
-            self._job = None
+        if (job := self._give_up()) is not None:
+            shutil.rmtree(job.folder)
+
+    def _give_up(self) -> Job | None:
+        job, self._job = self._job, None
+        if job is not None:
+            job.close()
+        return job
 
     def _one(self, fault: str) -> None:
         job = self._whole()
@@ -114,7 +119,8 @@ class Trials:
             everybody = job.world(3, at, self._limit)
             self._came("process", job, everybody, at, "all")
             return everybody
-        left = job.world(2, at, self._limit)
+        # If the store stood still for that long, the new process may be back before the others have gone on.
+        left = job.world(2, at, self._limit, job.alive(), or_more=True)
         self._came("process", job, left, at)
         self._note("process.all", last(job.world(3, at, self._limit)).at - at)
         return left

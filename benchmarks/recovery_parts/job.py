@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 SCRIPT = Path(__file__).with_name("train.py")
 START = 120.0
+REMEMBERED = 300.0  # seconds: whoever measures looks no further back, and reading all again and again would disturb it
 
 
 @dataclass(frozen=True)
@@ -157,20 +158,31 @@ class Job:
                 self.kill(agent)
 
     def lines(self) -> list[Line]:
+        """What the training processes wrote in the last minutes."""
+        oldest = time.monotonic() - REMEMBERED
         for path in self.folder.glob("*.steps"):
             at, told = self._read.get(path, (0, []))
-            with path.open("rb") as file:
-                file.seek(at)
-                whole, _, _ = file.read().rpartition(b"\n")
-            if whole:
+            if path.stat().st_size > at:
+                with path.open("rb") as file:
+                    file.seek(at)
+                    whole, end, _ = file.read().rpartition(b"\n")
                 for row in whole.decode().splitlines():
                     *numbers, when = row.split()
                     told.append(Line(*map(int, numbers), at=float(when)))
-                self._read[path] = (at + len(whole) + 1, told)
+                at += len(whole) + len(end)
+            if told and told[0].at < oldest - REMEMBERED:
+                told = [line for line in told if line.at >= oldest]
+            self._read[path] = (at, told)
         return [line for _, told in self._read.values() for line in told]
 
     def world(
-        self, size: int, since: float, limit: float, of: Iterable[subprocess.Popen[bytes]] = ()
+        self,
+        size: int,
+        since: float,
+        limit: float,
+        of: Iterable[subprocess.Popen[bytes]] = (),
+        *,
+        or_more: bool = False,
     ) -> dict[int, Line]:
         """Wait until every rank of a world of `size` has made a step after `since`; the first of each. The processes
         are those of the agents `of`, if they are given. Raises NeverError."""
@@ -178,11 +190,14 @@ class Job:
 
         def found() -> dict[int, Line] | None:
             below = {pid for a in agents for pid in self.below(a)} if agents else None
-            firsts: dict[int, Line] = {}
-            for line in sorted(self.lines(), key=lambda line: line.at):
-                if line.at > since and line.world == size and (below is None or line.pid in below):
+            worlds: dict[int, dict[int, Line]] = {}
+            for line in sorted((line for line in self.lines() if line.at > since), key=lambda line: line.at):
+                if below is None or line.pid in below:
+                    firsts = worlds.setdefault(line.world, {})
                     firsts.setdefault(line.rank, line)
-            return firsts if len(firsts) == size else None
+                    if len(firsts) == line.world and (line.world == size or (or_more and line.world > size)):
+                        return firsts
+            return None
 
         return self._until(found, limit, f"a world of {size}")
 
