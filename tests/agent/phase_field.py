@@ -13,11 +13,9 @@ from typing import Any
 
 from agent_job import HERE, LAPSING, Agent, Job
 from children import children
+from commits import newest_commit
 from phase_script import undisturbed
 from phases import Aim, Fault
-
-from everstep.checkpoint import Catalog
-from everstep.storage import open_store
 
 SCRIPT = HERE / "phase_script.py"
 EVERY = 20  # steps between two commits
@@ -177,8 +175,7 @@ class Field:
 
     def committed(self) -> int:
         """The step of the newest commit."""
-        found = Catalog(open_store(str(self.folder / "c"))).latest()
-        return found.step if found is not None else 0
+        return newest_commit(self.folder / "c")
 
     def right(self, step: int) -> str:
         """The digest after this step of an undisturbed run."""

@@ -228,13 +228,3 @@ class Agents:
                     mine.heard.append(message)
         except OSError:
             pass
-
-
-def newest_commit(folder: Path) -> int:
-    """The step of the newest commit. (Their number says nothing: old ones are deleted.)"""
-    # Not at the top: the fork server preloads nothing of ours, as an agent's warm parent does not.
-    from everstep.checkpoint import Catalog  # noqa: PLC0415
-    from everstep.storage import open_store  # noqa: PLC0415
-
-    found = Catalog(open_store(str(folder))).latest() if (folder / "log").exists() else None
-    return found.step if found is not None else 0

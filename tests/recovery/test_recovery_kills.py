@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery_agents import Agents, Process, newest_commit
+from commits import newest_commit
+from recovery_agents import Agents, Process
 from recovery_script import Points, Wanted
 
 from everstep.data import ElasticLoader

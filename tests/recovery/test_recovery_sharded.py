@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery_agents import Agents, Process, newest_commit
+from commits import newest_commit
+from recovery_agents import Agents, Process
 from sharded_script import Wanted, main
 from standstill import go_on
 

@@ -387,6 +387,14 @@ async def test_new_leader_counts_nobody_as_lapsed_who_had_no_time_to_come_back()
     assert set(json.loads(await new.present(stage.agents[0]))) == {"a"}
 
 
+async def form(stage: Stage, rounds: Rounds) -> None:
+    """A round of both agents, which are present for 20 s."""
+    for who, event, _ in STORY[:3]:
+        await change(rounds, stage.agents[who], event)
+    for who, member in enumerate((A, B)):
+        rounds.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["", "called before all know that it leads"])
 @pytest.mark.parametrize("others", [0, 1], ids=["nobody else", "another"])
 async def test_leader_that_leads_again_remembers_who_is_present_if_nobody_led_in_between(
@@ -397,10 +405,7 @@ async def test_leader_that_leads_again_remembers_who_is_present_if_nobody_led_in
     await stage.start()
     term = Term()
     rounds = stage.operator(term=term)
-    for who, event, _ in STORY[:3]:
-        await change(rounds, stage.agents[who], event)
-    for who, member in enumerate((A, B)):
-        rounds.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
+    await form(stage, rounds)
     before = await rounds.read(stage.agents[0], 0)
     term.leads = False
     rounds.forget_all()
@@ -442,10 +447,7 @@ async def test_pod_that_dies_between_two_leaderships_of_a_replica_is_not_remembe
     await stage.start()
     term = Term()
     rounds = stage.operator(term=term)
-    for who, event, _ in STORY[:3]:
-        await change(rounds, stage.agents[who], event)
-    for who, member in enumerate((A, B)):
-        rounds.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
+    await form(stage, rounds)
     term.leads = False
     rounds.forget_all()
     rounds.withdraw_pod(stage.job.uid, stage.agents[1].worker)

@@ -59,13 +59,13 @@ def _from_source(name: str, folder: str, flags: str, packages: tuple[str, ...], 
     that module that the programs are made of.
     """
     source = SOURCES / folder
-    alone = (name,) if len(packages) == 1 else ()
+    called = name if len(packages) == 1 else ""
+    parts = (flags, *filter(None, [called]), " ".join(packages), *(source / file for file in own))
 
     def make(out: Path) -> None:
-        target = f"{out}/{''.join(alone)}"
-        _go(name, "build", "-trimpath", "-ldflags", flags, "-o", target, *packages, cwd=source)
+        _go(name, "build", "-trimpath", "-ldflags", flags, "-o", f"{out}/{called}", *packages, cwd=source)
 
-    return cache.artifact(name, (flags, *alone, " ".join(packages), *(source / file for file in own)), make)
+    return cache.artifact(name, parts, make)
 
 
 def _installed(name: str, package: str, version: str) -> Path:
