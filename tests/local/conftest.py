@@ -28,7 +28,7 @@ def kubelet_world() -> ModuleType:
 @pytest.fixture
 async def machine(kubelet_world: ModuleType, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     """`await machine(**options of LocalNodes)` starts one; it is stopped and searched for remains after the test."""
-    before = kubelet_world.Remains.now(tmp_path)
+    before = kubelet_world.remains(tmp_path)
     async with AsyncExitStack() as stack:
 
         async def start(**options: Any) -> Any:
@@ -36,4 +36,5 @@ async def machine(kubelet_world: ModuleType, tmp_path: Path) -> AsyncIterator[Ca
 
         yield start
     await asyncio.sleep(0)
-    assert kubelet_world.Remains.now(tmp_path) == before
+    # What an earlier test of this process dropped may be collected meanwhile, so less than before is no fault.
+    assert kubelet_world.remains(tmp_path) - before == set()

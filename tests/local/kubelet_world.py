@@ -8,7 +8,6 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,18 @@ NAMESPACE = "default"
 QUICK = NodeTiming(heartbeat=0.1, grace=0.6)
 
 
-@dataclass(frozen=True)
-class Remains:
-    """What a run could leave behind."""
+def remains(folder: Path) -> set[str]:
+    """What a run could leave behind: child processes, open files and folders."""
+    children = {f"process {child}" for child in children_of(os.getpid())}
+    return children | open_files() | {f"folder {path.name}" for path in folder.glob("*everstep-*")}
 
-    children: frozenset[int]
-    files: int
-    folders: tuple[str, ...]
 
-    @classmethod
-    def now(cls, folder: Path) -> Remains:
-        below = tuple(sorted(p.name for p in folder.glob("*everstep-*")))
-        return cls(frozenset(children_of(os.getpid())), len(os.listdir("/proc/self/fd")), below)
+def open_files() -> set[str]:
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed since it was listed
+            found.add(f"{descriptor.name} -> {os.readlink(descriptor)}")
+    return found
 
 
 def parent_of(pid: int) -> int:
