@@ -96,13 +96,14 @@ def place(name: str, disk: Path) -> Iterator[tuple[Place, dict[str, str]]]:
 
 
 def fits(name: str, ranks: int, size: int) -> bool:
-    """Whether memory is there: each rank's state, the staging, and two checkpoints where files are memory."""
+    """Whether memory is there: each rank's process and state; what we stage and the memcpy beside it, or DCP's copies
+    of every rank's state; and two checkpoints where files are memory."""
     pages, page = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     free = next(
         (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvail" in line),
         pages * page,
     )
-    return size * (ranks + 1.3 + (0 if name == "disk" else 2)) + ranks * 2**29 < free
+    return size * (ranks + max(2.3, ranks) + (0 if name == "disk" else 2)) + ranks * 2**29 < free
 
 
 def figures_of(cell: str, m: Measured, s3: bool) -> list[Figure]:

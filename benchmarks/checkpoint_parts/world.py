@@ -9,10 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 import warnings
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,15 +58,26 @@ class World:
         """What every rank answers, in rank order."""
         for connection in self._connections:
             connection.send((act, arguments))
-        answers = []
-        for rank, connection in enumerate(self._connections):
-            if not connection.poll(LIMIT):
-                raise RuntimeError(f"{act}: rank {rank} did not answer within {LIMIT:.0f} s")
+        answers: dict[Any, Any] = {}
+        until = time.monotonic() + LIMIT
+        while missing := [c for c in self._connections if c not in answers]:
+            ready = wait(missing, max(0.0, until - time.monotonic()))
+            if not ready:
+                raise RuntimeError(f"{act}: {len(missing)} ranks did not answer within {LIMIT:.0f} s")
+            answers |= {connection: self._answer(act, connection) for connection in ready}
+        return [answers[connection] for connection in self._connections]
+
+    def _answer(self, act: str, connection: Any) -> Any:
+        rank = self._connections.index(connection)
+        try:
             error, answer = connection.recv()
-            if error:
-                raise RuntimeError(f"{act}: rank {rank}: {error}")
-            answers.append(answer)
-        return answers
+        except EOFError:
+            self._processes[rank].join(1)
+            code = self._processes[rank].exitcode
+            raise RuntimeError(f"{act}: rank {rank} ended with {code} (-9: perhaps the kernel needed memory)") from None
+        if error:
+            raise RuntimeError(f"{act}: rank {rank}: {error}")
+        return answer
 
     def time(self, act: str, **arguments: Any) -> Joint:
         """One measured act of all ranks."""
