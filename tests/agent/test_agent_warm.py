@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from children import children
+from descriptors import opened
 
 from everstep.agent.warm import unfit_to_fork
 
@@ -52,8 +53,7 @@ def threads(pid: int) -> int:
 
 
 def devices(pid: int) -> list[str]:
-    found = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
-    return [name for name in found if name.startswith("/dev/nvidia")]
+    return [name for name in opened(pid).values() if name.startswith("/dev/nvidia")]
 
 
 def test_after_it_has_imported_torch_the_parent_has_one_thread_and_no_context_of_a_gpu(started: object) -> None:

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from descriptors import opened
+
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.local.machine.kubelet_sources import CONFIG_MAPS, PODS, SECRETS
@@ -26,15 +28,8 @@ QUICK = NodeTiming(heartbeat=0.1, grace=0.6)
 def remains(folder: Path) -> set[str]:
     """What a run could leave behind: child processes, open files and folders."""
     children = {f"process {child}" for child in children_of(os.getpid())}
-    return children | open_files() | {f"folder {path.name}" for path in folder.glob("*everstep-*")}
-
-
-def open_files() -> set[str]:
-    found = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed since it was listed
-            found.add(f"{descriptor.name} -> {os.readlink(descriptor)}")
-    return found
+    files = {f"{descriptor} -> {path}" for descriptor, path in opened().items()}
+    return children | files | {f"folder {path.name}" for path in folder.glob("*everstep-*")}
 
 
 def parent_of(pid: int) -> int:

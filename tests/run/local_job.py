@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from descriptors import opened
 from player import EXAMPLE, Player, ScenarioError, wait_for
 from testcluster.s3 import S3Server
 
@@ -254,14 +255,9 @@ def command_of(pid: int) -> bytes:
 
 def sockets_of(pid: int) -> set[str]:
     """Inodes of the sockets that a process has open."""
-    found = set()
     with contextlib.suppress(OSError):
-        for handle in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                name = os.readlink(handle)
-                if name.startswith("socket:["):
-                    found.add(name[len("socket:[") : -1])
-    return found
+        return {name[len("socket:[") : -1] for name in opened(pid).values() if name.startswith("socket:[")}
+    return set()
 
 
 def listening() -> set[str]:

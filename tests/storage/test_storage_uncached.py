@@ -1,14 +1,13 @@
 """Writes around the page cache: whatever the memory, sizes and file system, the file holds the bytes."""
 
-import contextlib
 import mmap
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from descriptors import opened
 
 from everstep.storage.local import LocalStore
 from everstep.storage.uncached import BLOCK, LEAST, UncachedWriter
@@ -72,11 +71,7 @@ def test_small_and_unaligned_writes_are_left_to_the_caller(tmp_path: Path) -> No
 
 def open_below(folder: Path) -> list[str]:
     """What this process has open below `folder`; other tests of the process may close theirs at any moment."""
-    found = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed since it was listed
-            found.append(os.readlink(descriptor))
-    return [path for path in found if path.startswith(f"{folder}/")]
+    return [path for path in opened().values() if path.startswith(f"{folder}/")]
 
 
 @pytest.mark.parametrize("act", ["commit", "abort"])
