@@ -29,10 +29,13 @@ class Crew:
     def __init__(self, store: Callable[[], RoundStore], sizes: Sizes, settings: Settings = QUICK) -> None:
         self._store, self._sizes, self._settings = store, sizes, settings
         self.drivers: dict[str, Driver] = {}
+        self.links: dict[str, Links] = {}
         self._pool = ThreadPoolExecutor(16)
 
     def add(self, name: str, *, linked: bool = False, settings: Settings | None = None) -> Driver:
-        links = Links(name) if linked else None
+        if linked:
+            self.links[name] = Links(name)
+        links = self.links.get(name)
         member = Member(-1, name, address="127.0.0.1", link_port=links.port if links else 0)
         self.drivers[name] = Driver(self._store(), member, self._sizes, settings or self._settings, links=links)
         return self.drivers[name]
@@ -44,13 +47,17 @@ class Crew:
         return {name: future.result(LIMIT) for name, future in self.joining(names).items()}
 
     def start(self, names: str, *, linked: bool = False) -> dict[str, Round]:
-        """All of these are in one round. If no more would fit, none goes on without the last, however late that is."""
+        """All of these are in one round; if no more would fit, none goes on without the last, however late that is.
+        Those that are linked have met their neighbours: of one that dies unmet nobody can say that it is gone."""
         settings = self._settings
         if len(names) == self._sizes.maximum:
             settings = replace(settings, patience=replace(settings.patience, last_call=LIMIT))
         for name in names:
             self.add(name, linked=linked, settings=settings)
-        return self.join(names)
+        rounds = self.join(names)
+        followers = [f for links in self.links.values() for f in links._followed.values()]
+        until(lambda: all(f._met for f in followers))
+        return rounds
 
     def stop(self) -> None:
         for driver in self.drivers.values():

@@ -25,7 +25,6 @@ from everstep.rendezvous.errors import JoinRefused, JoinTimedOut, RendezvousClos
 from everstep.rendezvous.etcd import EtcdStore
 from everstep.rendezvous.etcd_http import Gateway
 from everstep.rendezvous.joining import LONGEST_WAIT
-from everstep.rendezvous.links import Links
 from everstep.rendezvous.memory import MemoryStore
 from everstep.rendezvous.participant import Broken, Closed, Growing, Round, Whole
 from everstep.rendezvous.rounds import Refused
@@ -212,9 +211,7 @@ def test_a_connection_that_breaks_between_living_agents_breaks_no_round() -> Non
     shared = MemoryStore()
     with crew(lambda: shared, Sizes(2, 2)) as job:
         job.start("ab", linked=True)
-        for driver in job.drivers.values():
-            links = driver._links
-            assert isinstance(links, Links)
+        for links in job.links.values():
             for follower in links._followed.values():
                 sock = until(lambda follower=follower: follower._sock)  # type: ignore[misc]
                 sock.shutdown(2)
