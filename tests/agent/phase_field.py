@@ -92,13 +92,12 @@ class Field:
     def trains(self, agents: Iterable[Agent], since: float) -> list[dict[str, Any]]:
         """Wait until all processes of these agents, and no others, train together; their first steps."""
         agents = list(agents)
+        return self.job.until(lambda: self._whole(agents, since), f"no world of agents {[a.number for a in agents]}")
 
-        def found() -> list[dict[str, Any]]:
-            pids = [pid for agent in agents for pid in agent.trainers()]
-            whole = len(pids) == len(agents) * self._processes
-            return self.job.trains(pids, since, len(pids)) if whole else []
-
-        return self.job.until(found, f"no world of agents {[a.number for a in agents]}")
+    def _whole(self, agents: list[Agent], since: float) -> list[dict[str, Any]]:
+        """The first steps that all processes of these agents, and no others, made together; none if they did not."""
+        pids = [pid for agent in agents for pid in agent.trainers()]
+        return self.job.trains(pids, since, len(pids)) if len(pids) == len(agents) * self._processes else []
 
     def places(self) -> dict[int, Place]:
         """The training processes by the rank that they had last."""
@@ -110,8 +109,12 @@ class Field:
         assert len(found) == self._count * self._processes
         return found
 
-    def hit(self, cell: Cell) -> None:
-        """Let it happen, wait until all train again, and look at what they have. Raises AssertionError."""
+    def hit(self, cell: Cell, tries: int = 3) -> None:
+        """Let it happen, wait until all train again, and look at what they have. Raises AssertionError.
+
+        A survivor that has no processor for a while hears of the death when the dead one's successor is there already:
+        then there is no smaller round to strike in, and it is begun again.
+        """
         self.whole_again = False
         self._since = time.monotonic()
         before = self.places()
@@ -126,7 +129,17 @@ class Field:
         aim = Aim(self._struck, cell.point, names.get(cell.who, cell.who), cell.fault, cell.nth, after, size)
         aim.put(self.folder)
         self._begin(cell.stage, before)
-        struck = self.job.until(lambda: aim.struck(self.folder), f"{cell}: nobody came to {cell.point!r}")
+        begun = time.monotonic()
+        self.job.until(
+            lambda: aim.taken(self.folder) or (cell.stage == "shrink" and self._whole(self.agents, begun)),
+            f"{cell}: nobody came to {cell.point!r}",
+        )
+        if aim.withdrawn(self.folder):
+            assert tries > 1, f"{cell}: nobody came to {cell.point!r}"
+            print(f"{cell}: who was killed was there again before the others went on without it")
+            self.hit(cell, tries - 1)
+            return
+        struck = self.job.until(lambda: aim.struck(self.folder), f"{cell}: it does not say so")
         at = struck["at"]
         hit = next(a for a in self.agents if a.pid == struck["agent"])
         others = [a for a in self.agents if a is not hit]

@@ -52,6 +52,18 @@ class Aim:
         written.write_text(json.dumps(asdict(self)))
         written.replace(folder / "aim")
 
+    def taken(self, folder: Path) -> bool:
+        """Whether somebody has come there."""
+        return not (folder / "aim").exists()
+
+    def withdrawn(self, folder: Path) -> bool:
+        """Aim no longer, if nobody has come there yet; whether nobody had."""
+        try:
+            (folder / "aim").unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
     def struck(self, folder: Path) -> dict[str, Any] | None:
         """Who it was, and when; None if nobody has come there yet."""
         path = folder / f"struck-{self.number}"

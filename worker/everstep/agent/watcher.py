@@ -10,6 +10,7 @@ Invariant: a process is blamed only after its stacks were kept, and after the ot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Callable, Coroutine, Mapping
@@ -30,7 +31,7 @@ from everstep.rendezvous.participant import Round
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 3.0  # between what a process was found to do and its end: the others look as often as we do
-CLASH_SECONDS = 0.7  # in which others tell what they were in when a process was aborted: before the round breaks
+CLASH_SECONDS = 2.0  # in which others tell what they were in when a process was aborted; mostly they do at once
 CLASH_POLL = 0.05
 # What the interpreter's fault handler writes stacks for.
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -105,17 +106,20 @@ class Watcher:
         round_ = self._round()
         verdict = None
         if -code == signal.SIGABRT and recent and round_ is not None:
-            verdict = await self._clash(round_, process.rank, Seen(recent[-1], recent, at))
+            ended = Seen(recent[-1], recent, at, waits=False)
+            verdict = await self._clash(round_, process.rank, ended)
         return at + (f"; its newest collective was {recent[-1].what}" if recent else ""), verdict
 
     async def _clash(self, round_: Round, rank: int, ended: Seen) -> Verdict | None:
+        """What `rank` was ended in, beside what the others say, who may have been aborted too."""
         others = [other for other in range(round_.processes) if other != rank]
-        clock = asyncio.get_running_loop().time
-        until = clock() + CLASH_SECONDS
         found: dict[int, Seen] = {}
-        while len(found) < len(others) and clock() < until:
-            found = await self._board.read(round_, others, some=True)
-            await asyncio.sleep(CLASH_POLL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLASH_SECONDS):
+                await self._board.post(round_, rank, ended)
+                while len(found) < len(others):
+                    await asyncio.sleep(CLASH_POLL)
+                    found = await self._board.read(round_, others, some=True)
         return clash(rank, ended, found)
 
     # --- what is found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -66,7 +66,8 @@ class Intent:
         agreed = Wish()
         if self._boundary == self._next:
             agreed = self._read()
-            self._begin(wish)
+            # A save that all begin now is what this rank still wishes for: told again, it would come twice.
+            self._begin(replace(wish, save=wish.save and not agreed.save))
             self._next = self._boundary + self._stride
             self._cost = _smooth(self._cost, self._clock() - began)
         self._boundary += 1

@@ -1,0 +1,61 @@
+"""Which save a run waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.checkpoint import Checkpointer
+from everstep.storage.memory import MemoryStore
+from everstep.train.keeper import Keeper
+
+
+class Held(MemoryStore):
+    """Takes no object while it is held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+        self.free.set()
+
+    def put(self, *arguments: Any, **options: Any) -> Any:
+        assert self.free.wait(60)
+        return super().put(*arguments, **options)
+
+
+def nothing() -> None:
+    """Every peer is there."""
+
+
+@pytest.fixture
+def keeper() -> Callable[[Held], Keeper]:
+    def make(store: Held) -> Keeper:
+        made = Keeper(Checkpointer(store=store, every_steps=1000), every_seconds=0.01)
+        made.restore({"w": torch.zeros(3)})
+        return made
+
+    return make
+
+
+def test_the_last_save_waits_for_the_one_in_flight_though_one_was_skipped_since(
+    keeper: Callable[[Held], Keeper],
+) -> None:
+    store = Held()
+    kept = keeper(store)
+    state = {"w": torch.ones(3)}
+    store.free.clear()
+    kept.save(1, state)
+    kept.save(2, state)  # nothing: the first is in flight
+    assert not kept.durable(2, 0.1, nothing)
+    assert not kept.due(), "while a save is in flight"
+    store.free.set()
+    assert kept.durable(1, 30, nothing)
+    assert not kept.durable(2, 30, nothing)
+    kept.save(2, state)
+    assert kept.durable(2, 30, nothing)
+    assert kept.newest() == 2
+    kept.checkpointer.close()
