@@ -15,16 +15,16 @@ from everstep.train.keeper import Keeper
 
 
 class Held(MemoryStore):
-    """Takes no object while it is held."""
+    """Takes no new object while it is held."""
 
     def __init__(self) -> None:
         super().__init__()
         self.free = threading.Event()
         self.free.set()
 
-    def put(self, *arguments: Any, **options: Any) -> Any:
+    def create(self, *arguments: Any, **options: Any) -> Any:
         assert self.free.wait(60)
-        return super().put(*arguments, **options)
+        return super().create(*arguments, **options)
 
 
 def nothing() -> None:
