@@ -70,6 +70,44 @@ def test_step_whose_optimizer_has_stepped_counts_and_its_schedule_moves_once() -
         assert state["scheduler0"].last_epoch == 1
 
 
+@pytest.mark.parametrize("kind", ["one", "chained"])
+def test_schedule_that_moves_in_each_step_moves_though_a_peer_was_lost_before_it_did(kind: str) -> None:
+    state = parts()
+    if kind == "chained":
+        state["scheduler0"] = torch.optim.lr_scheduler.ChainedScheduler([state["scheduler0"]])
+    replay = Replay(state, lambda: None)
+    for _ in range(3):
+        replay.begin()
+        state["optimizer0"].step()
+        state["scheduler0"].step()
+    rate = state["optimizer0"].param_groups[0]["lr"]
+    replay.begin()
+    state["optimizer0"].step()
+    assert replay.back() is Quality.TAIL_LOST
+    assert state["optimizer0"].param_groups[0]["lr"] == pytest.approx(rate / 10)
+    # What the lost step has moved is not what the script does.
+    replay.begin()
+    state["optimizer0"].step()
+    assert replay.back() is Quality.TAIL_LOST
+    assert state["optimizer0"].param_groups[0]["lr"] == pytest.approx(rate / 100)
+
+
+def test_schedule_of_epochs_does_not_move_with_a_step_whose_tail_was_lost() -> None:
+    state = parts()
+    state["plateau"] = torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer0"])
+    replay = Replay(state, lambda: None)
+    for epoch in range(3):
+        for _ in range(3):
+            replay.begin()
+            state["optimizer0"].step()
+        replay.begin()
+        state["optimizer0"].step()
+        assert replay.back() is Quality.TAIL_LOST
+        assert state["scheduler0"].last_epoch == epoch
+        state["scheduler0"].step()
+        state["plateau"].step(1.0)
+
+
 def test_step_that_one_of_two_optimizers_made_is_torn() -> None:
     state = parts(optimizers=2)
     replay = Replay(state, lambda: None)

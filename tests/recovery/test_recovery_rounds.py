@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
 
 from everstep.contract.calls import Call
+from everstep.train.recovery import forming
 from everstep.train.recovery.agreement import Quality
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.rounds import AgentRounds, Dismissed, Round, RoundsOver
@@ -126,3 +129,52 @@ def test_process_waits_in_its_memory_for_as_long_as_a_replacement_may_take(quali
 
     with pytest.raises(Dismissed):
         Recovery(Later()).enter(7, quality, lambda: None, lambda: None)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_heard_late_of_the_round_at_hand_changes_nothing(
+    agent: Agent, rounds: AgentRounds, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that hears of rounds may have no processor between waking the training thread and telling of one."""
+    goes_on, heard = threading.Event(), threading.Semaphore(0)
+    listen = rounds.on_round
+
+    def late(call: Any) -> None:
+        def told(round_: Round, whole: bool) -> None:
+            assert goes_on.wait(30)
+            call(round_, whole)
+            heard.release()
+
+        listen(told)
+
+    monkeypatch.setattr(rounds, "on_round", late)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def announce_one(number: int) -> None:
+        place = ["127.0.0.1", store.port]
+        agent.say(kind="round", round=number, rank=0, world_size=1, store=place, whole=whole and number > 0)
+
+    def enter(step: int, quality: Quality) -> None:
+        recovery.enter(step, quality, lambda: None, lambda: None)
+
+    recovery = Recovery(rounds)
+    recovery.main.attach(forming.alone(), 0, 1)
+    recovery.track({"w": torch.zeros(2)})
+    goes_on.set()
+    announce_one(0)
+    enter(0, Quality.NONE)
+    assert heard.acquire(timeout=30)
+    goes_on.clear()
+    announce_one(1)
+    enter(3, Quality.WHOLE)
+    goes_on.set()
+    assert heard.acquire(timeout=30)
+    assert recovery.round is not None
+    assert recovery.round.number == 1
+    assert recovery.lost is None
+    assert not recovery.boundary_wanted
+    announce_one(2)
+    assert heard.acquire(timeout=30)
+    assert (recovery.lost is None) is whole, "the next one is waited for in the middle of a step, or ends it"
+    assert recovery.boundary_wanted is whole
+    recovery.part()

@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import everstep
 from everstep.checkpoint import CheckpointError, SaveFailed, UnsupportedVersion, layout
+from everstep.checkpoint.ranks import Alone
 from everstep.checkpoint.rounds import known_round
 from everstep.checkpoint.writer import Committed, Skipped
 from everstep.contract import env
@@ -36,6 +37,17 @@ class Stuck(FaultStore):
 
     def call(self, *arguments: Any) -> Any:
         assert not self.stuck.is_set() or self.goes_on.wait(30)
+        return super().call(*arguments)
+
+
+class Away(FaultStore):
+    """A store that can be away."""
+
+    away = False
+
+    def call(self, *arguments: Any) -> Any:
+        if self.away:
+            raise RetryableError("away, by a test")
         return super().call(*arguments)
 
 
@@ -256,6 +268,40 @@ def test_commits_beyond_keep_are_deleted_and_the_kept_ones_are_whole(url: str) -
     newest = next(i.name for i in reversed(store.list("data/")))
     store.delete(newest)
     assert value_in(store) == (5, {5.0})
+
+
+def test_store_that_is_away_at_the_first_saves_in_another_world_costs_these_and_not_the_training(events: Any) -> None:
+    store = Away(MemoryStore())
+    checkpointer = begun(store, events, every_steps=1)
+    checkpointer.save(1, state(1.0)).wait(30)
+    checkpointer.wait()
+    checkpointer.move(Alone())
+    store.away = True
+    assert not checkpointer.should_save(2)
+    with pytest.raises(SaveFailed, match="step 3 was not saved: away"):
+        checkpointer.save(3, state(3.0)).wait(30)
+    assert [fields["step"] for fields in events.of("save-failed")] == [2, 3]
+    store.away = False
+    assert checkpointer.should_save(4)
+    checkpointer.save(4, state(4.0)).wait(30)
+    checkpointer.close()
+    assert value_in(store) == (4, {4.0})
+
+
+def test_save_is_made_though_notes_wait_for_a_slow_store() -> None:
+    checkpointer, waits, goes_on = begun(MemoryStore()), threading.Event(), threading.Event()
+    writer = checkpointer._writer
+    assert writer is not None
+    notes = [threading.Event() for _ in range(50)]
+    writer.later(lambda: (waits.set(), goes_on.wait(30)))
+    assert waits.wait(30)
+    for note in notes:
+        writer.later(note.set)
+    handle = checkpointer.save(1, state(1.0))
+    goes_on.set()
+    assert isinstance(handle.wait(30), Committed)
+    checkpointer.close()
+    assert 0 < sum(note.is_set() for note in notes) < len(notes), "of the notes there is a bound"
 
 
 def test_shards_of_a_commit_whose_outcome_was_never_learnt_are_kept(events: Any) -> None:

@@ -23,7 +23,7 @@ from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.errors import CheckpointError, Fenced
+from everstep.checkpoint.errors import CheckpointError, Fenced, SaveFailed
 from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
@@ -37,8 +37,8 @@ from everstep.checkpoint.rounds import known_round, remember_round
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state import Captured, apply, capture
 from everstep.checkpoint.targets import targets
-from everstep.checkpoint.writer import Events, Identity, SaveHandle, Skipped, Writer
-from everstep.storage import ObjectStore, StorageError, StoreUnusable
+from everstep.checkpoint.writer import Events, Failed, Identity, SaveHandle, Skipped, Writer
+from everstep.storage import ObjectStore, RetryableError, StorageError, StoreUnusable
 
 logger = logging.getLogger("everstep.checkpoint")
 
@@ -172,7 +172,10 @@ class Checkpointer:
         self._alive(step)
         if not self._policy.candidate(step):
             return False
-        writer, ranks = self._ready()
+        ready = self._ready_again(step)
+        if isinstance(ready, SaveFailed):
+            return False
+        writer, ranks = ready
         verdict = Verdict.FENCED if writer.fenced else self._policy.decide(step, now, busy=writer.busy)
         verdict = Verdict(ranks.from_first(bytes([verdict]))[0])
         if verdict is Verdict.FENCED:
@@ -187,7 +190,10 @@ class Checkpointer:
         Every rank calls it at the same step; the state may change as soon as it returns. If a save is still in flight
         nothing is saved (`Skipped`): two saves never overlap.
         """
-        writer, ranks = self._ready()
+        ready = self._ready_again(step)
+        if isinstance(ready, SaveFailed):
+            return SaveHandle(step, Failed(step, ready))
+        writer, ranks = ready
         if writer.fenced:
             raise writer.fenced
         assert self._own is not None
@@ -311,6 +317,19 @@ class Checkpointer:
         assert self._writer is not None
         assert self._ranks is not None
         return self._writer, self._ranks
+
+    def _ready_again(self, step: int) -> tuple[Writer, Ranks] | SaveFailed:
+        """The same on every rank. After a change of the world the log is still to be taken: a store that is away costs
+        this save then, as it does before, and not the training."""
+        try:
+            return self._ready()
+        except RetryableError as e:
+            if not self._moved:
+                raise
+            self._policy.saved(time.monotonic())  # the next one is not due at once
+            logger.warning("the save of step %d failed, training goes on: %s", step, e)
+            self._events("save-failed", step=step, error=str(e))
+            return SaveFailed(f"step {step} was not saved: {e}")
 
     def _open(self) -> tuple[OpenRecord, Ranks]:
         """Take the log once, by rank 0; its open record is every rank's."""

@@ -25,7 +25,7 @@ from everstep.storage import ObjectStore, StorageError
 
 logger = logging.getLogger("everstep.checkpoint")
 
-_QUEUE: Final = 4
+_NOTES: Final = 4
 
 
 class Events(Protocol):
@@ -142,7 +142,7 @@ class Writer:
         own = identity.own
         self._head = Head(own.n, own, own.commit)
         self._stop = threading.Event()
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(_QUEUE)
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._current: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self.fenced: Fenced | None = None
@@ -173,7 +173,7 @@ class Writer:
             except StorageError as e:
                 logger.warning("cannot tell the coordinator that rank %d gave up %s: %s", rank, save_id, e)
 
-        self._put(note)
+        self._note(note)
 
     def later(self, task: Callable[[], object]) -> None:
         """Do something small on the writer's thread, after what is in flight; what it raises is logged."""
@@ -184,7 +184,7 @@ class Writer:
             except (StorageError, CheckpointError) as e:
                 logger.warning("the store did not take a note: %s", e)
 
-        self._put(run)
+        self._note(run)
 
     def close(self, timeout: float) -> None:
         """Finish what is in flight, for at most `timeout` seconds, then stop."""
@@ -207,9 +207,13 @@ class Writer:
         if self._thread is None and task is not None:
             self._thread = threading.Thread(target=self._run, name="everstep-save", daemon=True)
             self._thread.start()
-        try:
-            self._queue.put_nowait(task)
-        except queue.Full:
+        self._queue.put(task)
+
+    def _note(self, task: Callable[[], None]) -> None:
+        """What may be dropped, as neither a save nor the end may."""
+        if self._queue.qsize() < _NOTES:
+            self._put(task)
+        else:
             logger.warning("the store is too slow even for notes to the coordinator; one is dropped")
 
     def _run(self) -> None:

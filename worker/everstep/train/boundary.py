@@ -2,7 +2,8 @@
 
 Knows neither the loop nor a framework: the session and the adapters say what the state is and when a step is complete.
 Invariants: every rank saves and stops after the same step; a process that was asked to stop leaves at a boundary and
-never runs what comes after training; once `leave` was called SIGTERM does what it did before.
+runs nothing of what comes after training, unless that was complete by then; once `leave` was called SIGTERM does what
+it did before.
 """
 
 from __future__ import annotations

@@ -335,10 +335,13 @@ class Recovery:
 
     def _heard(self, round_: Round, whole: bool) -> None:
         """In the thread that hears of rounds."""
-        if whole and self.lost is None and self._formed is not None:
-            self.boundary_wanted = True
-        else:
-            self._abandon(f"round {round_.number} began")
+        with self._leaving:
+            if self._formed is None or self._formed.round.number >= round_.number:
+                return  # the training thread has heard of it sooner, and leaves, or has left, by itself
+            if whole and self.lost is None:
+                self.boundary_wanted = True
+            else:
+                self._give_up(f"round {round_.number} began")
 
     def _failed(self, reason: str) -> None:
         """In one of gloo's threads: a collective failed before we heard of anything."""
@@ -351,10 +354,13 @@ class Recovery:
 
     def _abandon(self, reason: str) -> None:
         with self._leaving:
-            if self._formed is None:
-                return
-            for group in self._groups:
-                group.abandon(reason)
+            if self._formed is not None:
+                self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        """Under the lock."""
+        for group in self._groups:
+            group.abandon(reason)
 
     def _leave(self, reason: str) -> None:
         """In the training thread: nothing of the round before is felt afterwards."""

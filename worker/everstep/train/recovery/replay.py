@@ -17,6 +17,8 @@ import torch
 from everstep.checkpoint import RngState
 from everstep.train.recovery.agreement import Quality
 
+STEPS = 2  # in a row in which a schedule moved, for it to be one that moves in each
+
 
 class Replay:
     """The tracked objects of a run. `begin` at a step's start, `back` if it failed, with what it is worth then.
@@ -28,6 +30,10 @@ class Replay:
         self._modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
         self._optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
         self._small = {k: t for k, t in state.items() if _is_small(t)}
+        # A plateau's schedule moves by a figure that is not here.
+        self._schedules = {k: t for k, t in self._small.items() if _is_schedule(t)}
+        self._moves = dict.fromkeys(self._schedules, STEPS)  # in so many of the last steps; as if always, to begin with
+        self._begun = False
         self._rng = RngState()
         self._stepped = set[int]()
         self._buffers: list[torch.Tensor] = []
@@ -38,6 +44,9 @@ class Replay:
 
     def begin(self) -> None:
         """A step begins."""
+        if self._begun:  # and was completed: what its block, or what came after it, has moved
+            self._moves = {k: min(STEPS, n + 1) if self._has_moved(k) else 0 for k, n in self._moves.items()}
+        self._begun = True
         self._stepped.clear()
         self._buffers = [b.detach().clone() for b in self._live_buffers()]
         self._saved = {key: copy.deepcopy(_content(t)) for key, t in self._small.items()}
@@ -45,7 +54,9 @@ class Replay:
 
     def back(self) -> Quality:
         """The step failed. If no optimizer has made it, all is as it was at its begin (WHOLE, to be repeated). If all
-        have, it counts, without the lines after it (TAIL_LOST): schedulers that had not stepped do. Else TORN."""
+        have, it counts, without the lines after it (TAIL_LOST): schedules that move in each step, and had not, do. Else
+        TORN."""
+        self._begun = False
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         if not self._stepped:
@@ -58,17 +69,19 @@ class Replay:
             return Quality.WHOLE
         if len(self._stepped) < len(self._optimizers):
             return Quality.TORN
-        for key, target in self._small.items():
-            if isinstance(target, torch.optim.lr_scheduler.LRScheduler) and (
-                target.state_dict().get("last_epoch") == self._saved[key].get("last_epoch")
-            ):
-                target.step()
+        for key, schedule in self._schedules.items():
+            if self._moves[key] == STEPS and not self._has_moved(key):
+                schedule.step()
         return Quality.TAIL_LOST
 
     def end(self) -> None:
         """The run is over."""
         for hook in self._hooks:
             hook.remove()
+
+    def _has_moved(self, key: str) -> bool:
+        """Whether a schedule has, since the step began."""
+        return _place(self._small[key].state_dict()) != _place(self._saved[key])
 
     def _note(self, number: int) -> Callable[..., None]:
         return lambda *_: self._stepped.add(number)
@@ -80,6 +93,16 @@ class Replay:
 
 def _is_small(target: Any) -> bool:
     return isinstance(target, dict | list | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler)
+
+
+def _is_schedule(target: Any) -> bool:
+    schedules = torch.optim.lr_scheduler
+    return isinstance(target, schedules.LRScheduler) and not isinstance(target, schedules.ReduceLROnPlateau)
+
+
+def _place(schedule: Mapping[str, Any]) -> str:
+    """Where a schedule is, by its state; a chain has no count of its own."""
+    return repr(schedule.get("last_epoch", schedule))
 
 
 def _content(target: Any) -> Any:
