@@ -128,6 +128,19 @@ def test_output_goes_where_torchruns_flags_say(script: Path, tmp_path: Path) -> 
     }
 
 
+def test_a_console_that_is_gone_ends_nothing(script: Path) -> None:
+    """As with `| head -1`."""
+    write(script, "import time\nfor i in range(10):\n    print(i, flush=True)\n    time.sleep(0.05)\n")
+    argv = [sys.executable, "-m", "everstep.agent.main", "--tee", "3", str(script)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **FAST}) as agent:
+        assert agent.stdout is not None
+        assert b"0\n" in agent.stdout.readline()
+        agent.stdout.close()
+        assert agent.wait(LIMIT) == 0
+        assert agent.stderr is not None
+        assert b"what it said is not shown" in agent.stderr.read()
+
+
 def test_ranks_that_are_filtered_out_are_not_heard(script: Path) -> None:
     write(script, "import os\nprint('rank', os.environ['RANK'])\n")
     done = run("--nproc-per-node=3", "--local-ranks-filter=0,2", script)
@@ -181,6 +194,20 @@ def test_a_program_that_fails_is_restarted_as_often_as_is_allowed(script: Path, 
     assert (tmp_path / "runs").read_text() == "012"
     (tmp_path / "runs").unlink()
     assert run("--max-restarts=1", script, cwd=tmp_path).returncode == 5
+
+
+def test_a_process_that_cannot_be_started_again_ends_the_agent(script: Path) -> None:
+    """Say, on a full disk."""
+    write(
+        script,
+        "import os, pathlib, sys\n"
+        "mine = pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).parents[1]\n"
+        "(mine.parent / 'attempt_1').touch()\n"
+        "sys.exit(3)\n",
+    )
+    done = run("--nproc-per-node=2", "--max-restarts=3", script)
+    assert done.returncode == 1, done.stderr
+    assert "exit code 1: no process could be started: [Errno" in done.stderr
 
 
 def test_a_flag_or_file_that_is_not_there_is_named(script: Path) -> None:

@@ -1,4 +1,4 @@
-"""The warm parent and the processes that it forks, without the agent."""
+"""The warm parent and the processes that it forks, and the one that hosts stores, without the agent."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 import random
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import stat
+from torch._C._distributed_c10d import TCPStore
 
-from everstep.agent.processes import WarmParent
+from everstep.agent.processes import Switchboard, WarmParent
+from everstep.contract import env
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,4 +52,39 @@ async def test_a_signal_that_follows_the_fork_at_once_reaches_the_process_and_it
             async with asyncio.timeout(60):
                 assert await ended.get() == (pid, -signal.SIGKILL)
     finally:
+        await warm.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["while it dies", "before that is known"])
+async def test_a_store_that_is_asked_for_when_its_host_dies_is_hosted_by_the_next(tmp_path: Path, late: bool) -> None:
+    """Its port is announced by then."""
+    ended: asyncio.Queue[int] = asyncio.Queue()
+    board = Switchboard(str(tmp_path / "agent"), lambda *_: None)
+    warm = WarmParent([], os.environ, lambda pid, _: ended.put_nowait(pid))
+    environ = {**os.environ, env.AGENT_SOCKET: board.path}
+    command = {"kind": "stores", "environment": environ, "stdout": None, "stderr": None}
+
+    def ask(port: int) -> bytes:
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+        store.set("a", "b")
+        found: bytes = store.get("a")
+        return found
+
+    await board.start()
+    await warm.start()
+    try:
+        pid = await warm.fork(command)
+        async with asyncio.timeout(60):
+            await board._there.wait()
+        warm.signal(pid, signal.SIGKILL if late else signal.SIGSTOP)
+        while late and stat(pid)[0] not in "ZX":
+            pass  # the loop is late
+        port = board.open_store()
+        warm.signal(pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            assert await ended.get() == pid
+        await warm.fork(command)
+        assert await asyncio.to_thread(ask, port) == b"b"
+    finally:
+        await board.close()
         await warm.close()

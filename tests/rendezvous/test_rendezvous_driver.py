@@ -19,7 +19,7 @@ from agents import LAPSING, LIMIT, QUICK, crew, until
 from etcd_server import EtcdCluster
 from operator_server import OperatorServer
 
-from everstep.contract.document import Member, Sizes, decode, decode_wish
+from everstep.contract.document import Document, Member, Sizes, decode, decode_wish
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.errors import JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.rendezvous.etcd import EtcdStore
@@ -275,6 +275,55 @@ def test_a_death_that_could_not_be_told_is_told_when_the_store_is_back() -> None
             assert isinstance(standing, Broken)
             assert f"{gone.agent} is gone" in standing.why
         assert ranks(job.join(before[1:])) == before[1:]
+
+
+def test_a_charge_whose_answer_was_lost_is_counted_once_and_said_so() -> None:
+    away = Away(MemoryStore())
+    with crew(lambda: away, Sizes(2, 2)) as job:  # type: ignore[arg-type, return-value]
+        job.start("ab")
+        away.lose = 1
+        with pytest.raises(StoreUnavailable):
+            job.drivers["a"].charge(1, "exit code 1")
+        found = job.drivers["a"].charge(1, "exit code 1")
+        assert isinstance(found, Document)
+        assert found.restarts == 1
+        assert isinstance(job.drivers["b"].charge(1, "lost a peer"), Refused)
+
+
+class Held(MemoryStore):
+    """A store whose reads wait while it is held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+        self.free.set()
+        self.waiting, self.renewed = Counter[str](), Counter[str]()
+
+    def read(self) -> View:
+        if not self.free.is_set():
+            self.waiting[threading.current_thread().name] += 1
+            assert self.free.wait(2 * LIMIT)
+        return super().read()
+
+    def renew(self, agent: str) -> bool:
+        self.renewed[agent] += 1
+        return super().renew(agent)
+
+
+def test_members_stay_present_while_a_slow_store_is_asked_who_is_gone() -> None:
+    """One lapse, of whoever it is, has all members read; none of them may lapse by that."""
+    store = Held()
+    with crew(lambda: store, Sizes(2, 3), LAPSING) as job:
+        job.start("abc")
+        store.free.clear()
+        store.ask("ghost", b"{}", QUICK.ttl)
+        store.withdraw("ghost")
+        try:
+            until(lambda: store.waiting.total() >= 3)
+            before = store.renewed.copy()
+            until(lambda: all(store.renewed[name] >= before[name] + 2 for name in "abc"))
+        finally:
+            store.free.set()
 
 
 class Overtaking(MemoryStore):

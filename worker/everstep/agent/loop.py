@@ -155,8 +155,12 @@ class Agent:
         self._memory_kills = kills
         if code == exit_codes.PREEMPTED and self._membership.another_leaves():
             fault = e.Fault.LEAVER
-        more, mismatch = await self._watcher.crashed(process, code)
-        why += more
+        mismatch = None
+        try:
+            more, mismatch = await self._watcher.crashed(process, code)
+            why += more
+        except Exception:  # the end of a process is told whatever becomes of what could be said of it
+            log.exception("how rank %d ended cannot be said", process.rank)
         number = self._state.round.number if self._state.round is not None else 0
         if mismatch is not None:
             why = mismatch.why
@@ -235,8 +239,13 @@ class Agent:
         try:
             for slot in slots:
                 await self._fork_one(slot, round_)
-        except WarmError as error:
-            self._post(e.NotFormed(str(error)))
+        except Exception as error:
+            if not isinstance(error, WarmError):
+                log.exception("a process cannot be started")
+            self._post(e.NotFormed(f"no process could be started: {error}"))
+            for slot in slots:
+                if not self._state.slots[slot].pid:  # it never will be there: nobody may wait for its end
+                    self._post(e.Exited(slot, 0, 1, e.Fault.OUTSIDE, "it was not started"))
         finally:
             self._forking -= 1
             early, self._early = self._early, []

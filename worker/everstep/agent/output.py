@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -25,6 +26,8 @@ from typing import IO, TextIO
 
 from everstep.agent.arguments import Arguments, streams
 from everstep.agent.stacks import folder_of
+
+log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
 PREFIX = "[${role_name}${local_rank}]:"
@@ -89,7 +92,9 @@ class Output:
         """The process has ended: show the rest of what it said."""
         if slot in self._ended:
             self._ended.pop(slot).set()
-            await asyncio.gather(*self._tails.pop(slot))
+            for error in await asyncio.gather(*self._tails.pop(slot), return_exceptions=True):
+                if error is not None:  # the console is gone; that the process has ended is to be told all the same
+                    log.warning("local rank %d: what it said is not shown: %s", slot, error)
 
     async def close(self) -> None:
         for slot in list(self._ended):

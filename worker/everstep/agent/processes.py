@@ -23,6 +23,7 @@ MAX_LINE = 1024 * 1024
 START_SECONDS = 300.0  # for the warm parent's imports, on a machine that does much else
 STORE_SECONDS = 120.0
 BACKLOG = 1024
+KEPT = 3  # stores: a process that leaves a round late still finds it
 
 Exit = Callable[[int, int], None]  # pid, code
 Message = Callable[[int, Mapping[str, Any]], None]  # pid, what it said
@@ -138,7 +139,7 @@ class Switchboard:
         self._stores: asyncio.StreamWriter | None = None
         self._asked: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._there = asyncio.Event()
-        self._unsent: list[socket.socket] = []
+        self._listeners: list[socket.socket] = []  # of the newest stores: who hosts them next gets them, too
         self._next = 0
 
     async def start(self) -> None:
@@ -158,14 +159,17 @@ class Switchboard:
         else:
             listener = socket.create_server(("", 0), backlog=BACKLOG)
         port = int(listener.getsockname()[1])
-        self._unsent.append(listener)
-        self._send_listeners()
+        self._listeners.append(listener)
+        for old in self._listeners[:-KEPT]:
+            old.close()
+        del self._listeners[:-KEPT]
+        self._send(listener)
         return port
 
-    def _send_listeners(self) -> None:
-        while self._stores is not None and self._unsent:
-            listener = self._unsent.pop(0)
-            with socket.socket(fileno=os.dup(self._stores.get_extra_info("socket").fileno())) as raw, listener:
+    def _send(self, listener: socket.socket) -> None:
+        """To the process that hosts stores, if it is there. One that has ended, or is about to, has a successor."""
+        if self._stores is not None:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(_descriptor(self._stores))) as raw:
                 socket.send_fds(raw, [b'{"kind":"store"}\n'], [listener.fileno()])
 
     async def ask_stores(self, **message: Any) -> Mapping[str, Any]:
@@ -185,7 +189,7 @@ class Switchboard:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for listener in self._unsent:
+        for listener in self._listeners:
             listener.close()
         for writer in (*self._writers.values(), self._stores):
             if writer is not None:
@@ -205,7 +209,8 @@ class Switchboard:
                 elif kind == "stores":
                     self._stores = writer
                     self._there.set()
-                    self._send_listeners()
+                    for listener in self._listeners:
+                        self._send(listener)
                 elif writer is self._stores:
                     answer = self._asked.pop(message["id"], None)
                     if answer is not None and not answer.done():
@@ -224,3 +229,8 @@ class Switchboard:
             if self._writers.get(pid) is writer:
                 del self._writers[pid]
             writer.close()
+
+
+def _descriptor(writer: asyncio.StreamWriter) -> int:
+    found: int = writer.get_extra_info("socket").fileno()
+    return found

@@ -19,9 +19,9 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from everstep.agent.board import MOST_ABSENT
+from everstep.agent.processes import KEPT
 from everstep.contract import env
 
-KEPT = 3  # stores: a process that leaves a round late still finds it
 TIMEOUT = timedelta(minutes=5)  # of a call, as torch has by default
 BOARD_TIMEOUT = timedelta(seconds=5)
 MOST_CALLS = 8  # of boards, at a time

@@ -1,8 +1,8 @@
 """One agent's life in the rendezvous: it joins, stays present, watches, and is told at once when its round is over.
 
 Decides nothing: `participant` and `rounds` do. What it adds is time (its own monotonic clock), repetition when the
-store does not answer or another was faster, and a thread. Invariant: a store that is away changes nothing for a formed
-round; it only delays the next one.
+store does not answer or another was faster, and two threads. Invariant: a store that is away, or slow, changes nothing
+for a formed round; it only delays the next one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from everstep.rendezvous.store import RoundStore, View
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.5  # seconds after which the thread looks whether it is to stop
+LOOK = 0.5  # seconds after which a thread looks whether it is to stop
 WHOLE = participant.Whole()
 TRIES = 20  # of a change that meets others' changes
 CROWDED = Refused("others changed the document all the time")
@@ -78,7 +78,7 @@ class Driver:
         self._standing: Standing = Broken("not joined yet")
         self._joining = False
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._away = False
 
     @property
@@ -121,9 +121,10 @@ class Driver:
             grace = self._store.ask(wish.member.agent, wish.encode(), self._settings.ttl)
             self._wish = wish
         with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._keep, name="everstep-rendezvous", daemon=True)
-                self._thread.start()
+            if not self._threads:
+                for work, name in ((self._keep, "everstep-present"), (self._keep_looking, "everstep-rendezvous")):
+                    self._threads.append(threading.Thread(target=work, name=name, daemon=True))
+                    self._threads[-1].start()
         return grace
 
     def _sleep(self, seconds: float, deadline: float) -> None:
@@ -200,7 +201,7 @@ class Driver:
 
     def leave(self) -> None:
         """Go, and say so: the others need not wait for the lease. Best effort."""
-        self._stopping.set()  # first, so that the thread does not announce again who has left
+        self._stopping.set()  # first, so that no thread announces again who has left
         try:
             self._change(lambda _: Leave(self._member.agent))
             self._store.withdraw(self._member.agent)
@@ -209,15 +210,15 @@ class Driver:
         self.stop()
 
     def stop(self) -> None:
-        """End the thread and the store's connections, saying nothing to anyone: as a crash would."""
+        """End the threads and the store's connections, saying nothing to anyone: as a crash would."""
         with self._changed:
             self._stopping.set()
             self._changed.notify_all()
         if self._links is not None:
             self._links.close()
         self._store.close()
-        if self._thread is not None:
-            self._thread.join(self._settings.ttl)
+        for thread in self._threads:
+            thread.join(self._settings.ttl)
 
     def _change(self, make: Callable[[Document], Event]) -> Document | Refused:
         for attempt in range(1, TRIES + 1):
@@ -270,17 +271,13 @@ class Driver:
             log.log(logging.DEBUG if self._away else logging.WARNING, "could not tell the others: %s", e)
             return None
 
-    # --- the thread
+    # --- the threads: one stays present, which takes no time; one looks, which takes as long as the store does
 
     def _keep(self) -> None:
-        renew_at = self._clock() + self._settings.ttl / 3
         attempt = 0
-        while not self._stopping.is_set():
+        while not self._stopping.wait(self._pause(attempt)):
             try:
-                if self._clock() >= renew_at:
-                    renew_at = self._clock() + self._settings.ttl / 3
-                    self._renew()
-                self._watch_until(renew_at)
+                self._renew()
                 if self._away:
                     log.info("the round store answers again")
                 self._away, attempt = False, 0
@@ -288,11 +285,24 @@ class Driver:
                 # Away, or not to be used any more: either way the round that is formed needs no store.
                 if not self._away and not self._stopping.is_set():
                     log.warning("the round store cannot be used; the present round goes on: %s", e)
-                self._away, attempt, renew_at = True, attempt + 1, self._clock()
-                # Not longer than between two renewals: a store that comes back without its memory of who is present
-                # waits one lease for all.
-                pause = min(self._settings.ttl / 3, self._settings.away.seconds(attempt, self._random))
-                self._sleep(pause, float("inf"))
+                self._away, attempt = True, attempt + 1
+
+    def _pause(self, failures: int) -> float:
+        """Before the next renewal. Not longer because of failures: a store that comes back without its memory of who is
+        present waits one lease for all."""
+        third = self._settings.ttl / 3
+        return min(third, self._settings.away.seconds(failures, self._random)) if failures else third
+
+    def _keep_looking(self) -> None:
+        attempt = 0
+        while not self._stopping.is_set():
+            try:
+                self._watch_until(self._clock() + LOOK)
+                attempt = 0
+            except RendezvousFailed as e:
+                log.debug("the round store does not say what it holds: %s", e)
+                attempt += 1
+                self._stopping.wait(self._settings.away.seconds(attempt, self._random))
 
     def _renew(self) -> None:
         if self._store.renew(self.agent) or self._stopping.is_set():
@@ -308,7 +318,7 @@ class Driver:
             if self._joining or self._round is None:
                 self._changed.wait(max(0.0, when - self._clock()))
                 return
-        fresh = self._store.watch(seen, min(LOOK, max(0.0, when - self._clock())))
+        fresh = self._store.watch(seen, max(0.0, when - self._clock()))
         self._see(fresh)
         if fresh.lapses != seen.lapses:
             try:

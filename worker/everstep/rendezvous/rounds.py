@@ -272,7 +272,10 @@ def _remember(document: Document, setback: Setback) -> tuple[Setback, ...]:
 
 
 def _charge(document: Document, event: Charge) -> Document | Refused:
-    """Once a round: what follows from the first failure is not charged again."""
+    """Once a round: what follows from the first failure is not charged again. Who charged it and says so again has not
+    heard the answer."""
+    if any(s.charged and (s.round, s.agent) == (event.round, event.agent) for s in document.history):
+        return document
     if any(s.charged and s.round == event.round for s in document.history):
         return Refused(f"a failure in round {event.round} was charged already", final=True)
     if event.round > document.round:
