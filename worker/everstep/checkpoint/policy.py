@@ -32,7 +32,9 @@ class SavePolicy:
         by_time = self._every_seconds is not None and now - self._last >= self._every_seconds
         if not by_steps and not by_time:
             return Verdict.NOT_NOW
-        return Verdict.BUSY if busy else Verdict.SAVE
+        if busy:  # what is due by the clock is so after the next step, too; what is due by its number is left out
+            return Verdict.BUSY if by_steps else Verdict.NOT_NOW
+        return Verdict.SAVE
 
     def saved(self, now: float) -> None:
         """A save, or training, has begun."""

@@ -1,0 +1,37 @@
+"""The agent's rendezvous, without the agent."""
+
+from __future__ import annotations
+
+import asyncio
+
+from everstep.agent.events import Event, NotFormed
+from everstep.agent.membership import Membership
+from everstep.contract.document import Member, Sizes
+from everstep.rendezvous.driver import Driver
+from everstep.rendezvous.memory import MemoryStore
+from everstep.rendezvous.store import View
+
+
+class Odd(MemoryStore):
+    """A store whose first answer nobody has thought of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = True
+
+    def read(self) -> View:
+        if self.odd:
+            self.odd = False
+            raise RuntimeError("can't start new thread")
+        return super().read()
+
+
+async def test_a_rendezvous_that_fails_in_a_way_nobody_thought_of_is_told_and_not_waited_for() -> None:
+    told: asyncio.Queue[Event] = asyncio.Queue()
+    member = Member(0, "a", address="127.0.0.1")
+    membership = Membership(Driver(Odd(), member, Sizes(1, 1)), 30.0, told.put_nowait)
+    membership.start()
+    membership.join(0, 4000)
+    async with asyncio.timeout(60):
+        assert await told.get() == NotFormed("the rendezvous failed: RuntimeError: can't start new thread")
+    await membership.leave()
