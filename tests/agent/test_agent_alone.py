@@ -130,12 +130,20 @@ def test_output_goes_where_torchruns_flags_say(script: Path, tmp_path: Path) -> 
 
 def test_a_console_that_is_gone_ends_nothing(script: Path) -> None:
     """As with `| head -1`."""
-    write(script, "import time\nfor i in range(10):\n    print(i, flush=True)\n    time.sleep(0.05)\n")
+    write(
+        script,
+        "import os, time\n"
+        "print(0, flush=True)\n"
+        "while not os.path.exists(__file__ + '.go'):\n"
+        "    time.sleep(0.01)\n"
+        "print(1, flush=True)\n",
+    )
     argv = [sys.executable, "-m", "everstep.agent.main", "--tee", "3", str(script)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **FAST}) as agent:
         assert agent.stdout is not None
         assert b"0\n" in agent.stdout.readline()
         agent.stdout.close()
+        script.with_name("train.py.go").touch()
         assert agent.wait(LIMIT) == 0
         assert agent.stderr is not None
         assert b"what it said is not shown" in agent.stderr.read()

@@ -43,7 +43,7 @@ def same(a: Any, b: Any) -> bool:
 def test_step_that_failed_before_its_optimizer_leaves_no_trace_and_repeats_to_the_same_bits() -> None:
     state = parts()
     replay = Replay(state, lambda: None)
-    replay.begin()
+    replay.begin(0)
     before = contents(state)
     first = forward(state)
     state["scaler"].update(9.0)
@@ -59,7 +59,7 @@ def test_step_whose_optimizer_has_stepped_counts_and_its_schedule_moves_once() -
     for scheduled in (False, True):
         state = parts()
         replay = Replay(state, lambda: None)
-        replay.begin()
+        replay.begin(0)
         forward(state)
         state["optimizer0"].step()
         if scheduled:
@@ -76,17 +76,18 @@ def test_schedule_that_moves_in_each_step_moves_though_a_peer_was_lost_before_it
     if kind == "chained":
         state["scheduler0"] = torch.optim.lr_scheduler.ChainedScheduler([state["scheduler0"]])
     replay = Replay(state, lambda: None)
-    for _ in range(3):
-        replay.begin()
+    for step in range(3):
+        replay.begin(step)
         state["optimizer0"].step()
         state["scheduler0"].step()
     rate = state["optimizer0"].param_groups[0]["lr"]
-    replay.begin()
+    replay.begin(3)
     state["optimizer0"].step()
     assert replay.back() is Quality.TAIL_LOST
     assert state["optimizer0"].param_groups[0]["lr"] == pytest.approx(rate / 10)
-    # What the lost step has moved is not what the script does.
-    replay.begin()
+    # A process that has begun since, and was given this state, judges alike.
+    replay = Replay(state, lambda: None)
+    replay.begin(4)
     state["optimizer0"].step()
     assert replay.back() is Quality.TAIL_LOST
     assert state["optimizer0"].param_groups[0]["lr"] == pytest.approx(rate / 100)
@@ -95,12 +96,12 @@ def test_schedule_that_moves_in_each_step_moves_though_a_peer_was_lost_before_it
 def test_schedule_of_epochs_does_not_move_with_a_step_whose_tail_was_lost() -> None:
     state = parts()
     state["plateau"] = torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer0"])
-    replay = Replay(state, lambda: None)
     for epoch in range(3):
-        for _ in range(3):
-            replay.begin()
+        replay = Replay(state, lambda: None)  # a process that has begun since judges alike
+        for step in range(3):
+            replay.begin(4 * epoch + step)
             state["optimizer0"].step()
-        replay.begin()
+        replay.begin(4 * epoch + 3)
         state["optimizer0"].step()
         assert replay.back() is Quality.TAIL_LOST
         assert state["scheduler0"].last_epoch == epoch
@@ -111,7 +112,7 @@ def test_schedule_of_epochs_does_not_move_with_a_step_whose_tail_was_lost() -> N
 def test_step_that_one_of_two_optimizers_made_is_torn() -> None:
     state = parts(optimizers=2)
     replay = Replay(state, lambda: None)
-    replay.begin()
+    replay.begin(0)
     forward(state)
     state["optimizer1"].step()
     assert replay.back() is Quality.TORN
@@ -126,7 +127,7 @@ def test_optimizer_does_not_step_in_a_round_that_is_over() -> None:
 
     state = parts()
     replay = Replay(state, refuse)
-    replay.begin()
+    replay.begin(0)
     forward(state)
     before = [p.detach().clone() for p in state["model"].parameters()]
     with pytest.raises(Over):
@@ -140,10 +141,10 @@ def test_optimizer_does_not_step_in_a_round_that_is_over() -> None:
 def test_step_before_does_not_count_for_the_present_one() -> None:
     state = parts()
     replay = Replay(state, lambda: None)
-    replay.begin()
+    replay.begin(0)
     forward(state)
     state["optimizer0"].step()
     state["scaler"].update()
-    replay.begin()
+    replay.begin(0)
     forward(state)
     assert replay.back() is Quality.WHOLE

@@ -306,14 +306,15 @@ class Held(MemoryStore):
         return super().read()
 
     def renew(self, agent: str) -> bool:
-        self.renewed[agent] += 1
-        return super().renew(agent)
+        still = super().renew(agent)
+        self.renewed[agent] += still
+        return still
 
 
 def test_members_stay_present_while_a_slow_store_is_asked_who_is_gone() -> None:
     """One lapse, of whoever it is, has all members read; none of them may lapse by that."""
     store = Held()
-    with crew(lambda: store, Sizes(2, 3), LAPSING) as job:
+    with crew(lambda: store, Sizes(2, 3), replace(QUICK, ttl=6.0)) as job:
         job.start("abc")
         store.free.clear()
         store.ask("ghost", b"{}", QUICK.ttl)

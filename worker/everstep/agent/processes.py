@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 MAX_LINE = 1024 * 1024
 START_SECONDS = 300.0  # for the warm parent's imports, on a machine that does much else
 STORE_SECONDS = 120.0
+SEND_AGAIN_SECONDS = 0.1
 BACKLOG = 1024
 KEPT = 3  # stores: a process that leaves a round late still finds it
 
@@ -168,9 +169,15 @@ class Switchboard:
 
     def _send(self, listener: socket.socket) -> None:
         """To the process that hosts stores, if it is there. One that has ended, or is about to, has a successor."""
-        if self._stores is not None:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(_descriptor(self._stores))) as raw:
+        if self._stores is None or listener not in self._listeners:
+            return
+        try:
+            with socket.socket(fileno=os.dup(_descriptor(self._stores))) as raw:
                 socket.send_fds(raw, [b'{"kind":"store"}\n'], [listener.fileno()])
+        except BlockingIOError:  # it does not read for now
+            asyncio.get_running_loop().call_later(SEND_AGAIN_SECONDS, self._send, listener)
+        except OSError as e:
+            log.info("a store is given to the next process that hosts them: %s", e)
 
     async def ask_stores(self, **message: Any) -> Mapping[str, Any]:
         """What the process says that hosts stores. Raises WarmError if it does not answer."""

@@ -31,7 +31,7 @@ from everstep.rendezvous.participant import Round
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 3.0  # between what a process was found to do and its end: the others look as often as we do
-CLASH_SECONDS = 2.0  # in which others tell what they were in when a process was aborted; mostly they do at once
+CLASH_SECONDS = 0.7  # in which others tell what they were in when a process was aborted: before the round breaks
 CLASH_POLL = 0.05
 # What the interpreter's fault handler writes stacks for.
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)

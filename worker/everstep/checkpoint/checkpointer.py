@@ -127,6 +127,7 @@ class Checkpointer:
         self._proved: int | None = None  # the step at which the state that was loaded is no poison
         self._damaged: set[int] = set()
         self._sequence = 0
+        self._told = -1  # of the save in flight that the next one, due by time, waits for it
         self._moved = False  # the state comes from another world of this run, not from the log
         self._closed = threading.Event()
 
@@ -180,7 +181,8 @@ class Checkpointer:
         verdict = Verdict(ranks.from_first(bytes([verdict]))[0])
         if verdict is Verdict.FENCED:
             raise writer.fenced or Fenced(f"{self._store.url}: rank 0 was fenced by a newer writer")
-        if verdict is Verdict.BUSY:
+        if verdict is Verdict.BUSY and (self._policy.by_steps(step) or self._told != self._sequence):
+            self._told = self._sequence  # by the clock it is due after each step from now on
             self._skipped(step)
         return verdict is Verdict.SAVE
 

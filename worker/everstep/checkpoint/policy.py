@@ -24,17 +24,17 @@ class SavePolicy:
 
     def candidate(self, step: int) -> bool:
         """Whether `decide` might say yes: known on every rank without asking."""
-        by_steps = self._every_steps is not None and step % self._every_steps == 0
-        return by_steps or self._every_seconds is not None
+        return self.by_steps(step) or self._every_seconds is not None
+
+    def by_steps(self, step: int) -> bool:
+        """Whether it is due by its number."""
+        return self._every_steps is not None and step % self._every_steps == 0
 
     def decide(self, step: int, now: float, *, busy: bool) -> Verdict:
-        by_steps = self._every_steps is not None and step % self._every_steps == 0
         by_time = self._every_seconds is not None and now - self._last >= self._every_seconds
-        if not by_steps and not by_time:
+        if not self.by_steps(step) and not by_time:
             return Verdict.NOT_NOW
-        if busy:  # what is due by the clock is so after the next step, too; what is due by its number is left out
-            return Verdict.BUSY if by_steps else Verdict.NOT_NOW
-        return Verdict.SAVE
+        return Verdict.BUSY if busy else Verdict.SAVE
 
     def saved(self, now: float) -> None:
         """A save, or training, has begun."""

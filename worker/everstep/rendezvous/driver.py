@@ -123,8 +123,9 @@ class Driver:
         with self._changed:
             if not self._threads:
                 for work, name in ((self._keep, "everstep-present"), (self._keep_looking, "everstep-rendezvous")):
-                    self._threads.append(threading.Thread(target=work, name=name, daemon=True))
-                    self._threads[-1].start()
+                    thread = threading.Thread(target=work, name=name, daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
         return grace
 
     def _sleep(self, seconds: float, deadline: float) -> None:
@@ -274,35 +275,42 @@ class Driver:
     # --- the threads: one stays present, which takes no time; one looks, which takes as long as the store does
 
     def _keep(self) -> None:
-        attempt = 0
-        while not self._stopping.wait(self._pause(attempt)):
+        third = self._settings.ttl / 3
+        failures, due = 0, self._clock() + third
+        while not self._stopping.wait(max(0.0, due - self._clock())):
+            due = self._clock() + third  # however long the store takes to answer
             try:
                 self._renew()
+            except Exception as e:
+                # Not longer because of failures: a store that comes back without its memory of who is present waits one
+                # lease for all.
+                failures += 1
+                due = self._clock() + min(third, self._settings.away.seconds(failures, self._random))
+                self._failed("the round store cannot be used; the present round goes on", e, first=not self._away)
+                self._away = True
+            else:
                 if self._away:
                     log.info("the round store answers again")
-                self._away, attempt = False, 0
-            except RendezvousFailed as e:
-                # Away, or not to be used any more: either way the round that is formed needs no store.
-                if not self._away and not self._stopping.is_set():
-                    log.warning("the round store cannot be used; the present round goes on: %s", e)
-                self._away, attempt = True, attempt + 1
-
-    def _pause(self, failures: int) -> float:
-        """Before the next renewal. Not longer because of failures: a store that comes back without its memory of who is
-        present waits one lease for all."""
-        third = self._settings.ttl / 3
-        return min(third, self._settings.away.seconds(failures, self._random)) if failures else third
+                self._away, failures = False, 0
 
     def _keep_looking(self) -> None:
-        attempt = 0
+        failures = 0
         while not self._stopping.is_set():
             try:
                 self._watch_until(self._clock() + LOOK)
-                attempt = 0
-            except RendezvousFailed as e:
-                log.debug("the round store does not say what it holds: %s", e)
-                attempt += 1
-                self._stopping.wait(self._settings.away.seconds(attempt, self._random))
+                failures = 0
+            except Exception as e:
+                failures += 1
+                self._failed("what the round store holds is not known", e, first=failures == 1 and not self._away)
+                self._stopping.wait(self._settings.away.seconds(failures, self._random))
+
+    def _failed(self, what: str, error: Exception, *, first: bool) -> None:
+        """Say so, once in a row. A thread that ended would leave this agent deaf, or have the others give it up."""
+        if not isinstance(error, RendezvousFailed):
+            log.error("%s", what, exc_info=error)
+        elif not self._stopping.is_set():
+            # Away, or not to be used any more: either way the round that is formed needs no store.
+            log.log(logging.WARNING if first else logging.DEBUG, "%s: %s", what, error)
 
     def _renew(self) -> None:
         if self._store.renew(self.agent) or self._stopping.is_set():

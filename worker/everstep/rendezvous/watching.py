@@ -69,8 +69,8 @@ class Watching(ABC):
         with self._changed:
             if self._closed or self._following:
                 return
+            threading.Thread(target=self._keep_following, name="everstep-rounds-watch", daemon=True).start()
             self._following = True
-        threading.Thread(target=self._keep_following, name="everstep-rounds-watch", daemon=True).start()
 
     def _keep_following(self) -> None:
         failures = 0

@@ -134,7 +134,7 @@ class Recovery:
     def begin(self, step: int) -> None:
         """Step number `step` begins."""
         assert self._replay is not None
-        self._replay.begin()
+        self._replay.begin(step)
         self._began = (step, time.monotonic())
 
     def over(self) -> None:

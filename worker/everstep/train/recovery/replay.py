@@ -17,8 +17,6 @@ import torch
 from everstep.checkpoint import RngState
 from everstep.train.recovery.agreement import Quality
 
-STEPS = 2  # in a row in which a schedule moved, for it to be one that moves in each
-
 
 class Replay:
     """The tracked objects of a run. `begin` at a step's start, `back` if it failed, with what it is worth then.
@@ -32,8 +30,7 @@ class Replay:
         self._small = {k: t for k, t in state.items() if _is_small(t)}
         # A plateau's schedule moves by a figure that is not here.
         self._schedules = {k: t for k, t in self._small.items() if _is_schedule(t)}
-        self._moves = dict.fromkeys(self._schedules, STEPS)  # in so many of the last steps; as if always, to begin with
-        self._begun = False
+        self._moving: list[str] = []
         self._rng = RngState()
         self._stepped = set[int]()
         self._buffers: list[torch.Tensor] = []
@@ -42,11 +39,10 @@ class Replay:
         self._hooks = [o.register_step_pre_hook(lambda *_: refuse()) for o in self._optimizers]
         self._hooks += [o.register_step_post_hook(self._note(i)) for i, o in enumerate(self._optimizers)]
 
-    def begin(self) -> None:
-        """A step begins."""
-        if self._begun:  # and was completed: what its block, or what came after it, has moved
-            self._moves = {k: min(STEPS, n + 1) if self._has_moved(k) else 0 for k, n in self._moves.items()}
-        self._begun = True
+    def begin(self, step: int) -> None:
+        """Step number `step` begins."""
+        # Told by what all ranks have, and not by what this process has seen: a new one judges as the others do.
+        self._moving = [key for key, target in self._schedules.items() if 2 * _moves(target.state_dict()) >= step]
         self._stepped.clear()
         self._buffers = [b.detach().clone() for b in self._live_buffers()]
         self._saved = {key: copy.deepcopy(_content(t)) for key, t in self._small.items()}
@@ -56,7 +52,6 @@ class Replay:
         """The step failed. If no optimizer has made it, all is as it was at its begin (WHOLE, to be repeated). If all
         have, it counts, without the lines after it (TAIL_LOST): schedules that move in each step, and had not, do. Else
         TORN."""
-        self._begun = False
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         if not self._stepped:
@@ -69,19 +64,15 @@ class Replay:
             return Quality.WHOLE
         if len(self._stepped) < len(self._optimizers):
             return Quality.TORN
-        for key, schedule in self._schedules.items():
-            if self._moves[key] == STEPS and not self._has_moved(key):
-                schedule.step()
+        for key in self._moving:
+            if _moves(self._schedules[key].state_dict()) == _moves(self._saved[key]):
+                self._schedules[key].step()
         return Quality.TAIL_LOST
 
     def end(self) -> None:
         """The run is over."""
         for hook in self._hooks:
             hook.remove()
-
-    def _has_moved(self, key: str) -> bool:
-        """Whether a schedule has, since the step began."""
-        return _place(self._small[key].state_dict()) != _place(self._saved[key])
 
     def _note(self, number: int) -> Callable[..., None]:
         return lambda *_: self._stepped.add(number)
@@ -100,9 +91,10 @@ def _is_schedule(target: Any) -> bool:
     return isinstance(target, schedules.LRScheduler) and not isinstance(target, schedules.ReduceLROnPlateau)
 
 
-def _place(schedule: Mapping[str, Any]) -> str:
-    """Where a schedule is, by its state; a chain has no count of its own."""
-    return repr(schedule.get("last_epoch", schedule))
+def _moves(state: Mapping[str, Any]) -> int:
+    """How often the schedule of this state has moved."""
+    parts = state.get("_schedulers", ())  # of a chain, which has no count of its own
+    return int(state["last_epoch"]) if "last_epoch" in state else max(map(_moves, parts), default=0)
 
 
 def _content(target: Any) -> Any:
