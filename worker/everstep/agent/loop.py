@@ -28,6 +28,7 @@ from everstep.agent.processes import Switchboard, WarmError, WarmParent
 from everstep.agent.program import ERROR_FILE
 from everstep.agent.running import Running
 from everstep.agent.slots import Config, Life, begin, started
+from everstep.agent.tasks import Tasks
 from everstep.agent.watcher import Watcher
 from everstep.contract import env, exit_codes
 from everstep.rendezvous.participant import Round
@@ -54,7 +55,7 @@ class Agent:
         self._early: list[tuple[int, Mapping[str, Any] | int]] = []  # of processes whose fork is under way
         self._forking = 0
         self._signals: dict[int, int] = {}  # for slots whose process is under way
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self._failed)
         self._stores = 0
         self._memory_kills = memory_kills()
         self._finish: e.Finish | None = None
@@ -88,7 +89,7 @@ class Agent:
             )  # fmt: skip
             self._listen()
             if a.hang_seconds:
-                self._spawn(self._watcher.watch())
+                self._tasks.start(self._watcher.watch())
             try:
                 self._post(e.Began(not a.local and await self._membership.keeps()))
                 finish = await self._decide_all()
@@ -100,9 +101,7 @@ class Agent:
             self._tell_end(finish)
             return finish.code
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._tasks.close()
             await self._switchboard.close()
             await self._warm.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -143,9 +142,9 @@ class Agent:
                 self._early.append((pid, code))
             elif pid == self._stores:
                 log.error("the process that hosts stores ended (%d); another is started", code)
-                self._spawn(self._start_stores())
+                self._tasks.start(self._start_stores())
             return
-        self._spawn(self._ended(pid, code))
+        self._tasks.start(self._ended(pid, code))
 
     async def _ended(self, pid: int, code: int) -> None:
         process = self._running.pop(pid)
@@ -203,11 +202,11 @@ class Agent:
             case e.Join(after):
                 self._membership.join(after, self._switchboard.open_store())
             case e.Fork(slots, round_):
-                self._spawn(self._fork(slots, round_))
+                self._tasks.start(self._fork(slots, round_))
             case e.Announce() | e.Dismiss() | e.Signal():
                 self._tell_processes(instruction)
             case e.Timer():
-                self._spawn(self._elapse(instruction))
+                self._tasks.start(self._elapse(instruction))
             case e.Finish():
                 self._finish = instruction
             case (
@@ -302,16 +301,9 @@ class Agent:
         """The round that the processes are in, or were last."""
         return self._state.round
 
-    def _spawn(self, work: Any) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._over)
-
-    def _over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the agent failed", exc_info=error)
-            self._post(e.NotFormed(f"the agent failed: {type(error).__name__}: {error}"))
+    def _failed(self, error: BaseException) -> None:
+        log.error("the agent failed", exc_info=error)
+        self._post(e.NotFormed(f"the agent failed: {type(error).__name__}: {error}"))
 
     # --- around it
 

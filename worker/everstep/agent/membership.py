@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, assert_never
+from collections.abc import Callable, Mapping
+from typing import assert_never
 
 from everstep.agent.arguments import Arguments, UsageError
 from everstep.agent.events import (
@@ -28,6 +28,7 @@ from everstep.agent.events import (
     StepAside,
     StepOut,
 )
+from everstep.agent.tasks import Tasks
 from everstep.contract import env
 from everstep.contract.document import FINISHED, Document, DocumentInvalid, Member, Sizes
 from everstep.rendezvous.backends import open_store
@@ -58,11 +59,11 @@ class Membership:
     def __init__(self, driver: Driver, timeout: float, post: Callable[[Event], None]) -> None:
         self._driver, self._timeout, self._post = driver, timeout, post
         self._changes: asyncio.Queue[tuple[Change | None, Callable[[], None] | None]] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self._failed)
         self._round: Round | None = None
 
     def start(self) -> None:
-        self._spawn(self._change_all())
+        self._tasks.start(self._change_all())
 
     async def keeps(self) -> bool:
         """Whether the job's processes keep their memory, as far as the store can say now."""
@@ -91,28 +92,18 @@ class Membership:
         """Ask for a round newer than `after`, once all changes are made; `Formed` or `NotFormed` answers."""
 
         def begin() -> None:
-            self._spawn(self._join(after, store_port))
+            self._tasks.start(self._join(after, store_port))
 
         self._changes.put_nowait((None, begin))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._over)
-
-    def _over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the rendezvous failed", exc_info=error)
-            self._post(NotFormed(f"the rendezvous failed: {type(error).__name__}: {error}"))
+    def _failed(self, error: BaseException) -> None:
+        log.error("the rendezvous failed", exc_info=error)
+        self._post(NotFormed(f"the rendezvous failed: {type(error).__name__}: {error}"))
 
     async def leave(self) -> None:
         """Say goodbye, and end all that is under way."""
         await asyncio.to_thread(self._driver.leave)
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def flush(self, seconds: float) -> None:
         """Wait until all changes are made, at most so long."""

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from everstep.agent.mismatch import Seen, Verdict, clash, compare
 from everstep.agent.processes import Switchboard, WarmParent
 from everstep.agent.program import STACKS_SIGNAL
 from everstep.agent.running import Running
+from everstep.agent.tasks import Tasks
 from everstep.contract.calls import read_page, read_row, read_rows
 from everstep.rendezvous.participant import Round
 
@@ -54,7 +55,7 @@ class Watcher:
         self._warm, self._switchboard = warm, switchboard
         self._board = Board(switchboard)
         self._script, self._folder = script, folder
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self._failed)
         self._judging: asyncio.Task[None] | None = None
         self._last: dict[int, Seen] = {}
 
@@ -72,12 +73,10 @@ class Watcher:
                     process.watch, found = look(process.watch, process.said, clock())
                     self._found(pid, process, found, clock())
             if self._judging is None or self._judging.done():
-                self._judging = self._spawn(self._judge())
+                self._judging = self._tasks.start(self._judge())
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     # --- what processes say
 
@@ -91,7 +90,7 @@ class Watcher:
             )  # fmt: skip
         elif recent and (round_ := self._round()) is not None:
             seen = Seen(recent[-1], recent, str(message.get("at", "")), waits=False)
-            self._spawn(self._board.post(round_, process.rank, seen))
+            self._tasks.start(self._board.post(round_, process.rank, seen))
 
     async def crashed(self, process: Running, code: int) -> tuple[str, Verdict | None]:
         """What can be said of a process that ended by itself by a signal: where it was, and whether the ranks'
@@ -129,12 +128,12 @@ class Watcher:
         if found is not before:
             process.stall = (found, now)
             if found is not Found.GOES_ON:
-                self._spawn(self._note(pid, process, found))
+                self._tasks.start(self._note(pid, process, found))
             elif before is not Found.GOES_ON and (round_ := self._round()) is not None:
-                self._spawn(self._board.withdraw(round_, process.rank))
+                self._tasks.start(self._board.withdraw(round_, process.rank))
         elif found is Found.HANGS and now - since >= GRACE_SECONDS:
             process.stall = (found, now)
-            self._spawn(self._blame(pid, process))
+            self._tasks.start(self._blame(pid, process))
 
     async def _note(self, pid: int, process: Running, found: Found) -> None:
         """Keep what the process is doing, and tell the others that it does not go on."""
@@ -201,13 +200,5 @@ class Watcher:
             where = mine[0].watch.where
             self._post(e.Stuck(round_.number, where.step or 0 if where is not None else 0, why))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._over)
-        return task
-
-    def _over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("watching the processes failed", exc_info=error)
+    def _failed(self, error: BaseException) -> None:
+        log.error("watching the processes failed", exc_info=error)

@@ -30,7 +30,7 @@ class Replay:
         self._small = {k: t for k, t in state.items() if _is_small(t)}
         # A plateau's schedule moves by a figure that is not here.
         self._schedules = {k: t for k, t in self._small.items() if _is_schedule(t)}
-        self._moving: list[str] = []
+        self._step = 0
         self._rng = RngState()
         self._stepped = set[int]()
         self._buffers: list[torch.Tensor] = []
@@ -41,8 +41,7 @@ class Replay:
 
     def begin(self, step: int) -> None:
         """Step number `step` begins."""
-        # Told by what all ranks have, and not by what this process has seen: a new one judges as the others do.
-        self._moving = [key for key, target in self._schedules.items() if 2 * _moves(target.state_dict()) >= step]
+        self._step = step
         self._stepped.clear()
         self._buffers = [b.detach().clone() for b in self._live_buffers()]
         self._saved = {key: copy.deepcopy(_content(t)) for key, t in self._small.items()}
@@ -64,9 +63,11 @@ class Replay:
             return Quality.WHOLE
         if len(self._stepped) < len(self._optimizers):
             return Quality.TORN
-        for key in self._moving:
-            if _moves(self._schedules[key].state_dict()) == _moves(self._saved[key]):
-                self._schedules[key].step()
+        for key, schedule in self._schedules.items():
+            before = _moves(self._saved[key])
+            # Told by what all ranks have, and not by what this process has seen: a new one judges as the others do.
+            if 2 * before >= self._step and _moves(schedule.state_dict()) == before:
+                schedule.step()
         return Quality.TAIL_LOST
 
     def end(self) -> None:
