@@ -7,12 +7,13 @@ rule that nothing needs would be a rule that the model does not see.
 from __future__ import annotations
 
 import pytest
-from protocol import cluster, log, whole
+from protocol import cluster, log, whole, worlds
 from protocol.cluster import Cluster, ClusterModel
 from protocol.explorer import Report, explore
 from protocol.log import Claimed, LogModel
-from protocol.rules import ClusterRule, LogRule
+from protocol.rules import ClusterRule, LogRule, WorldRule
 from protocol.whole import WholeModel
+from protocol.worlds import Counted, State, WorldsModel
 
 LIMIT = 250_000
 # Exploration is bounded by states, not by time: seconds on a free machine, minutes on one that does much else.
@@ -138,3 +139,52 @@ def test_job_age_switched_off_shuts_a_job_out_of_its_own_log() -> None:
 def test_same_model_explored_twice_gives_the_same_trace() -> None:
     off = frozenset({LogRule.OPEN_BEFORE_RESTORE})
     assert explore(LogModel(off), LIMIT) == explore(LogModel(off), LIMIT)
+
+
+@pytest.mark.parametrize("counted", list(Counted), ids=lambda c: c.name)
+@pytest.mark.parametrize(("processes", "formed", "steps", "faults"), [(2, 3, 1, 1), (3, 2, 1, 1), (2, 2, 2, 2)])
+def test_worlds_that_form_in_living_processes_open_the_log_in_their_order(
+    counted: Counted, processes: int, formed: int, steps: int, faults: int
+) -> None:
+    model = WorldsModel(counted=counted, processes=processes, worlds=formed, steps=steps, faults=faults)
+    holds(explore(model, LIMIT))
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["all lost", "all cut off"])
+@pytest.mark.parametrize("counted", list(Counted), ids=lambda c: c.name)
+def test_job_goes_on_from_every_state_in_a_new_world(counted: Counted, lost: bool) -> None:
+    model = WorldsModel(counted=counted, processes=2, worlds=2, steps=1, faults=1)
+    holds(explore(model, LIMIT, lambda s: worlds.goes_on(model, s, lost=lost)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "counted", "found"),
+    [
+        (WorldRule.CLAIM_THE_PRESENT_ROUND, Counted.OPERATOR, "an older world opened the log"),
+        (WorldRule.CLAIM_THE_PRESENT_ROUND, Counted.RUN, "an older world opened the log"),
+        (WorldRule.RENDEZVOUS_OWNS, Counted.RUN, "an older world opened the log"),
+        (WorldRule.NEW_RENDEZVOUS_NEW_OWNER, Counted.ETCD, "round 1 is older than round 2"),
+        (WorldRule.NEW_RENDEZVOUS_NEW_OWNER, Counted.RUN, "round 1 is older than round 2"),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_world_rule_switched_off_fences_a_healthy_world(rule: WorldRule, counted: Counted, found: str) -> None:
+    report = explore(WorldsModel(frozenset({rule}), counted=counted, processes=2, worlds=3), LIMIT)
+    print(report.describe())
+    assert report.violation is not None, f"{rule.name} is not needed: {report.describe()}"
+    assert found in report.violation, report.describe()
+
+
+@pytest.mark.parametrize("counted", [Counted.OPERATOR, Counted.ETCD], ids=lambda c: c.name)
+def test_claim_of_the_round_of_the_start_loses_a_job_that_is_suspended_and_resumed(counted: Counted) -> None:
+    """Processes that are started before their first round then claim none, for ever."""
+
+    class Unwatched(WorldsModel):
+        def violation(self, s: State) -> str | None:
+            return None
+
+    model = Unwatched(frozenset({WorldRule.CLAIM_THE_PRESENT_ROUND}), counted=counted, processes=2, worlds=2)
+    report = explore(model, LIMIT, lambda s: worlds.goes_on(model, s, lost=True))
+    print(report.describe())
+    assert report.violation is not None
+    assert "round 0 is older than round 1" in report.violation

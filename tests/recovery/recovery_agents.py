@@ -54,9 +54,11 @@ class Process:
 
 
 class Agents:
-    """`seed` decides every random thing. Use as a context manager."""
+    """`seed` decides every random thing; `rendezvous` is what counts the rounds. Use as a context manager."""
 
-    def __init__(self, folder: Path, wanted: Any, seed: int = 0, script: Callable[..., None] = main) -> None:
+    def __init__(
+        self, folder: Path, wanted: Any, seed: int = 0, script: Callable[..., None] = main, rendezvous: str = "here"
+    ) -> None:
         self.folder = folder
         wanted.out = str(folder)
         self.wanted = wanted
@@ -64,6 +66,8 @@ class Agents:
         self.random = random.Random(seed)
         self.members: list[Process] = []
         self.round = 0
+        self.rendezvous = rendezvous
+        self.job: dict[str, str] = {}  # variables of a TrainingJob
         self.all: list[Process] = []
         self._stores: list[Any] = []
         self._changed = threading.Condition()
@@ -86,8 +90,9 @@ class Agents:
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
-    def spawn(self, rank: int = 0) -> Process:
-        """A new process, which builds its objects. `rank` is the one that it may expect."""
+    def spawn(self, rank: int = 0, *, told: int | None = None) -> Process:
+        """A new process, which builds its objects. `rank` is the one that it may expect; `told`: the round that its
+        agent is in when it starts the process."""
         environ = {
             "EVERSTEP_AGENT_SOCKET": self._path,
             "GLOO_SOCKET_IFNAME": "lo",
@@ -95,7 +100,10 @@ class Agents:
             "WORLD_SIZE": "1",
             "LOCAL_RANK": "0",
             "EVERSTEP_WORKER_INDEX": str(rank),
+            **self.job,
         }
+        if told is not None:
+            environ |= {"EVERSTEP_ROUND": str(told), "EVERSTEP_RENDEZVOUS": self.rendezvous}
         process = CONTEXT.Process(target=self.script, args=(self.wanted, environ))
         process.start()
         found = Process(len(self.all), process, process.pid)
@@ -134,7 +142,8 @@ class Agents:
         at = time.monotonic()
         for rank, p in enumerate(self.members):
             message = {"kind": "round", "round": self.round, "rank": rank, "world_size": len(self.members),
-                       "store": ["127.0.0.1", store.port], "whole": whole}  # fmt: skip
+                       "store": ["127.0.0.1", store.port], "rendezvous": self.rendezvous,
+                       "whole": whole}  # fmt: skip
             try:
                 assert p.connection is not None
                 p.connection.sendall(json.dumps(message).encode() + b"\n")

@@ -19,8 +19,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import everstep
 from everstep.checkpoint import CheckpointError, SaveFailed, UnsupportedVersion, layout
+from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.manifest import OpenRecord
 from everstep.checkpoint.ranks import Alone
-from everstep.checkpoint.rounds import known_round
 from everstep.checkpoint.writer import Committed, Skipped
 from everstep.contract import env
 from everstep.storage import MemoryStore, ObjectStore, RetryableError, RetryingStore, RetryPolicy, StoreUnusable
@@ -228,15 +229,7 @@ def job(monkeypatch: pytest.MonkeyPatch, round: int, pod: str, uid: str = "uid-1
     monkeypatch.setenv(env.JOB_UID, uid)
 
 
-@pytest.fixture
-def own_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each pod has a /tmp of its own."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-
-def test_pod_of_an_older_round_cannot_take_the_log_back(
-    monkeypatch: pytest.MonkeyPatch, own_tmp: None, events: Any
-) -> None:
+def test_pod_of_an_older_round_cannot_take_the_log_back(monkeypatch: pytest.MonkeyPatch, events: Any) -> None:
     store = MemoryStore()
     job(monkeypatch, 2, "w0-1")
     begun(store)
@@ -246,14 +239,41 @@ def test_pod_of_an_older_round_cannot_take_the_log_back(
     assert [f["error"] for f in events.of("fenced")] == [raised.value]
 
 
-def test_pod_that_was_part_of_a_newer_round_remembers_it(monkeypatch: pytest.MonkeyPatch, own_tmp: None) -> None:
-    from everstep.checkpoint.rounds import remember_round  # noqa: PLC0415
+def opened_rounds(store: ObjectStore) -> list[int]:
+    log = CommitLog(store)
+    records = [log.read(n) for n in range(log.head().last + 1)]
+    return [r.round for r in records if isinstance(r, OpenRecord)]
 
-    job(monkeypatch, 1, "w1-0")
-    remember_round(3)
-    assert known_round() == 3
-    job(monkeypatch, 1, "w2-0")
-    assert known_round() == 1
+
+@pytest.mark.parametrize("told", ["", "0", "3", "9"], ids=["before its rounds", "0", "older", "newer"])
+def test_world_that_was_moved_to_claims_its_round_whatever_its_process_was_started_in(
+    monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    store = MemoryStore()
+    monkeypatch.setenv(env.ROUND, told)
+    monkeypatch.setenv(env.JOB_UID, "uid-1")
+    checkpointer = everstep.Checkpointer(store=store)
+    checkpointer.move(Alone(), 5)
+    checkpointer.restore(state())
+    checkpointer.move(Alone(), 7)
+    checkpointer.save(1, state(1.0)).wait(30)
+    assert opened_rounds(store) == [5, 7]
+    checkpointer.close()
+
+
+def test_process_that_slept_since_an_older_round_never_takes_the_log_of_a_newer_one(events: Any) -> None:
+    """Outside of Kubernetes, where nothing but the rendezvous orders worlds."""
+    store = MemoryStore()
+    sleeper = begun(store, events)
+    sleeper.move(Alone(), 2, "agent-a")
+    newer = everstep.Checkpointer(store=store)
+    newer.move(Alone(), 3, "agent-a")
+    newer.save(5, state(5.0)).wait(30)
+    with pytest.raises(everstep.Fenced, match="round 2 is older than round 3"):
+        sleeper.save(4, state(4.0))
+    newer.save(6, state(6.0)).wait(30)
+    newer.close()
+    assert value_in(store) == (6, {6.0})
 
 
 def test_commits_beyond_keep_are_deleted_and_the_kept_ones_are_whole(url: str) -> None:
@@ -287,7 +307,7 @@ def test_store_that_is_away_at_the_first_saves_in_another_world_costs_these_and_
     checkpointer = begun(store, events, every_steps=1)
     checkpointer.save(1, state(1.0)).wait(30)
     checkpointer.wait()
-    checkpointer.move(Alone())
+    checkpointer.move(Alone(), 2)
     store.away = True
     assert not checkpointer.should_save(2)
     with pytest.raises(SaveFailed, match="step 3 was not saved: away"):
@@ -337,7 +357,7 @@ def test_shards_of_a_commit_whose_outcome_was_never_learnt_are_kept(events: Any)
     assert value_in(inner) == (2, {2.0})
 
 
-def test_job_created_later_keeps_the_log(monkeypatch: pytest.MonkeyPatch, own_tmp: None) -> None:
+def test_job_created_later_keeps_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     job(monkeypatch, 1, "b-w0-0", uid="uid-b")
     monkeypatch.setenv(env.JOB_CREATED, "200")

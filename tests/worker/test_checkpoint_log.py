@@ -92,9 +92,41 @@ def test_pod_of_an_older_job_that_starts_late_does_not_take_the_log_from_its_suc
     head, _ = opened(Head(), replace(claim("bb", job_uid="job-b"), created=200))
     decision = log.decide_open(head, replace(claim("aa", round=7, job_uid="job-a"), created=100))
     assert isinstance(decision, Refuse)
-    assert "job-a is older than job job-b" in decision.reason
+    assert "job job-a is older than job job-b" in decision.reason
     _, newer = opened(head, replace(claim("cc", job_uid="job-c"), created=300))
     assert newer.owners == (Owner("job-b", 1, 200), Owner("job-c", 1, 300))
+
+
+def counted(writer: str, round: int, rendezvous: str, job_uid: str = "") -> Claim:
+    return replace(claim(writer, round, job_uid), rendezvous=rendezvous)
+
+
+@pytest.mark.parametrize("uid", ["", "job-a"], ids=["no-kubernetes", "etcd"])
+def test_rounds_of_one_rendezvous_have_an_order_and_those_of_two_have_none(uid: str) -> None:
+    head, _ = opened(Head(), counted("aa", 7, "x", uid))
+    assert isinstance(log.decide_open(head, counted("bb", 6, "x", uid)), Refuse)
+    head, _ = opened(head, counted("cc", 8, "x", uid))
+    # The rendezvous lost what it held, with all who knew its count.
+    head, record = opened(head, counted("dd", 1, "y", uid))
+    assert record.owners == (Owner(uid, 8, 0, "x"), Owner(uid, 1, 0, "y"))
+    decision = log.decide_open(head, counted("ee", 9, "x", uid))
+    assert isinstance(decision, Refuse)
+    assert "rendezvous x lost the log to" in decision.reason
+    assert "new rendezvous id" in decision.reason
+
+
+def test_deleted_job_never_takes_the_log_back_through_another_rendezvous() -> None:
+    head, _ = opened(Head(), counted("aa", 9, "x", "job-a"))
+    head, _ = opened(head, counted("bb", 1, "y", "job-b"))
+    assert isinstance(log.decide_open(head, counted("cc", 1, "z", "job-a")), Refuse)
+
+
+def test_run_outside_of_kubernetes_may_follow_any_other_run() -> None:
+    head, _ = opened(Head(), claim("aa", round=9, job_uid="job-a"))
+    head, _ = opened(head, counted("bb", 1, "x"))
+    head, record = opened(head, counted("cc", 1, "y"))
+    assert [o.rendezvous for o in record.owners] == ["", "x", "y"]
+    assert isinstance(log.decide_open(head, claim("dd", round=10, job_uid="job-a")), Refuse)
 
 
 def test_plain_run_takes_over_and_the_job_may_come_back_but_not_in_an_older_round() -> None:

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 from warm_python import warm
 
+from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.manifest import OpenRecord, Owner
+from everstep.storage import open_store
+
 PROGRAM = r'''
 import hashlib, json, os, sys, threading
 from datetime import timedelta
@@ -117,8 +121,7 @@ def main(rank):
         try: everstep.Checkpointer(root).restore(state)
         except everstep.StoreUnusable as e: result = {"unusable": str(e), "code": e.exit_code}
     elif scenario == "rounds":
-        os.environ.update(EVERSTEP_JOB_UID="uid", EVERSTEP_POD_NAME=f"w{rank}", TMPDIR=str(out))
-        os.environ["EVERSTEP_ROUND"] = str(1 + rank)
+        os.environ.update(EVERSTEP_JOB_UID="uid", EVERSTEP_ROUND="4", EVERSTEP_RENDEZVOUS="agent-a")
         ck = everstep.Checkpointer(root, on_event=hook)
         ck.restore(state)
         result = {"round": ck._own.round}
@@ -204,10 +207,13 @@ def test_unusable_store_stops_every_rank_with_the_same_reason(tmp_path: Path) ->
     assert results[0]["unusable"] == results[1]["unusable"]
 
 
-def test_world_opens_the_log_in_the_highest_round_among_its_pods(tmp_path: Path) -> None:
+def test_world_that_its_launcher_formed_opens_the_log_in_the_round_that_the_launcher_says(tmp_path: Path) -> None:
     codes, results = world("rounds", 3, str(tmp_path / "store"), tmp_path)
     assert codes == [0] * 3
-    assert [r["round"] for r in results] == [3, 3, 3]
+    assert [r["round"] for r in results] == [4, 4, 4]
+    record = CommitLog(open_store(str(tmp_path / "store"))).read(0)
+    assert isinstance(record, OpenRecord)
+    assert record.owners == (Owner("uid", 4, 0, "agent-a"),)
 
 
 pytestmark = pytest.mark.timeout(180)

@@ -80,7 +80,7 @@ def with_wishes(text: str | None, document: Document | None, wishes: Mapping[str
     ]  # fmt: skip
     if not asking:
         return None
-    begun = Document(asking[0].sizes) if document is None else document
+    begun = Document(asking[0].sizes, id=asking[0].member.agent) if document is None else document
     cleared, _ = without_lapsed(begun, "", wishes)
     joined, let_in = join_all(cleared, (Join(wish.member, wish.sizes) for wish in asking))
     if not let_in:

@@ -30,3 +30,9 @@ class LogRule(StrEnum):
     UNREADABLE_IS_NOT_DAMAGED = "a read that fails is tried again, it does not make a commit invalid"
     KEEP_UNANSWERED = "shards of a commit whose outcome is unknown are kept"
     CLEAN_ONLY_OLDER = "left-over shards of newer opens and of saves that may be in flight are kept"
+
+
+class WorldRule(StrEnum):
+    CLAIM_THE_PRESENT_ROUND = "a world claims the round that it is in, whatever its processes were started in"
+    RENDEZVOUS_OWNS = "where no operator counts rounds, the rendezvous is the owner whose rounds have an order"
+    NEW_RENDEZVOUS_NEW_OWNER = "a rendezvous that lost what it held is another one"

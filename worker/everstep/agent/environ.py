@@ -56,8 +56,10 @@ def environment(
         env.CALLS_FILE: calls_file,
     }
     found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    for name in (env.ROUND, env.RENDEZVOUS):  # of whatever started the agent
+        found.pop(name, None)
     if round_ is not None:
-        found[env.ROUND] = str(round_.number)
+        found |= {env.ROUND: str(round_.number), env.RENDEZVOUS: round_.rendezvous}
     if setting.virtual_local_rank:
         found["LOCAL_RANK"] = "0"
         devices = found.get("CUDA_VISIBLE_DEVICES", "")

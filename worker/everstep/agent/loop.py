@@ -290,6 +290,7 @@ class Agent:
             rank=round_.first_process + slot,
             world_size=round_.processes,
             store=[first.address, first.store_port],
+            rendezvous=round_.rendezvous,
             whole=whole,
         )
 

@@ -28,12 +28,11 @@ from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
 from everstep.checkpoint.manifest import OpenRecord
-from everstep.checkpoint.opening import Settings
+from everstep.checkpoint.opening import InRound, Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
 from everstep.checkpoint.ranks import Ranks, join
 from everstep.checkpoint.restoring import Guard, newest_whole
-from everstep.checkpoint.rounds import known_round, remember_round
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state import Captured, apply, capture
 from everstep.checkpoint.targets import targets
@@ -128,7 +127,7 @@ class Checkpointer:
         self._damaged: set[int] = set()
         self._sequence = 0
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
-        self._moved = False  # the state comes from another world of this run, not from the log
+        self._round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
         self._closed = threading.Event()
 
     def restore(self, state: Mapping[str, Any]) -> int | None:
@@ -209,10 +208,10 @@ class Checkpointer:
         self._policy.saved(time.monotonic())
         return writer.submit(self._stage(step, identifier, capture(state, ranks.rank), ranks))
 
-    def move(self, ranks: Ranks) -> None:
-        """Go on in another world, whose members have the state that this process has, or are given it: nothing is
-        restored, and the log is taken again with the next save. A save in flight is given up; it becomes a commit only
-        if all of it was written by then."""
+    def move(self, ranks: Ranks, round_: int, rendezvous: str = "") -> None:
+        """Go on in another world, that of round `round_`, whose members have the state that this process has, or are
+        given it: nothing is restored, and the log is taken again, in that round, with the next save. A save in flight
+        is given up; it becomes a commit only if all of it was written by then."""
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
@@ -220,7 +219,7 @@ class Checkpointer:
             # It came to nothing because of others, and this process lives: that says nothing about the commit.
             self._loading.end_quietly()
             self._loading = None
-        self._moved = True
+        self._round = InRound(round_, rendezvous)
         self._ranks, self._own, self._sequence = ranks, None, 0
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -310,7 +309,7 @@ class Checkpointer:
             raise CheckpointError("the Checkpointer is closed")
         if self._writer is None:
             own, _ = self._open()
-            if own.commit >= 0 and not self._moved:
+            if own.commit >= 0 and self._round is None:
                 raise CheckpointError(
                     f"{self._store.url}: log record {own.commit} is a commit that was not restored; call restore() "
                     "before the first save, or save to an empty URL"
@@ -326,7 +325,7 @@ class Checkpointer:
         try:
             return self._ready()
         except RetryableError as e:
-            if not self._moved:
+            if self._round is None:
                 raise
             self._policy.saved(time.monotonic())  # the next one is not due at once
             logger.warning("the save of step %d failed, training goes on: %s", step, e)
@@ -339,8 +338,8 @@ class Checkpointer:
             self._ranks = join(*self._said)
         ranks = self._ranks
         if self._own is None:
-            number = ranks.maximum(known_round())
-            claim = opening.claim(uuid.uuid4().hex, number, ranks.world_size, stamp(time.time()), os.environ)
+            round_ = self._round or InRound.of(os.environ)
+            claim = opening.claim(uuid.uuid4().hex, round_, ranks.world_size, stamp(time.time()), os.environ)
             probed = self._store if self._probe else None
             try:
                 self._own = opening.open_together(self._log, probed, self._settings, claim, ranks)
@@ -348,8 +347,7 @@ class Checkpointer:
                 # Both end the process; a person should find the reason where the exit code is shown.
                 self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)
                 raise
-            remember_round(number)
-            self._events("opened", n=self._own.n, round=number, writer=self._own.writer)
+            self._events("opened", n=self._own.n, round=self._own.round, writer=self._own.writer)
         return self._own, ranks
 
     def _start_writer(self) -> None:

@@ -4,8 +4,8 @@ The log is dense: record n is created conditionally at n = last + 1, so of all w
 one appends. Invariants that these functions keep, whatever the interleaving:
 
 - A commit is appended only by the writer of the newest open record below it. Whoever finds a newer open is fenced.
-- Within one job the rounds of the open records never go down, a job that another job took the log from never opens it
-  again, and no job opens it after one that was created later.
+- Within one job, or one rendezvous outside of Kubernetes, the rounds of the open records never go down; a job or
+  rendezvous that another took the log from never opens it again; and no job opens it after one that was created later.
 - A writer whose record is already there (its response was lost) has appended it, once.
 
 `append_*` in commitlog drives these functions against a store; the executable model drives the same ones.
@@ -41,7 +41,11 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who wants to take the log. `round` is the fencing token; `job_uid` is "" outside Kubernetes."""
+    """Who wants to take the log. `round` is the fencing token: the round that the claiming world is in now.
+
+    `job_uid` is "" outside Kubernetes. `rendezvous` names the count that `round` belongs to; "" if the job's operator
+    counts its rounds, or if there are none. A process with neither (plain `python`) takes the log from anybody.
+    """
 
     writer: str
     round: int
@@ -49,6 +53,7 @@ class Claim:
     world_size: int
     at: str
     created: int = 0  # of the job, in seconds since the epoch; 0 is not known
+    rendezvous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +108,54 @@ def advance(head: Head, found: Record | Unreadable) -> Head:
 def decide_open(head: Head, claim: Claim) -> Append | Refuse:
     """May this claim take the log, and with which record?
 
-    - Never an older round of the job that owns it now: its pods were replaced.
-    - Never a job that another job has taken the log from: it was deleted and recreated under the same URL.
+    - Never an older round of the owner: a newer world of its job goes on without this process.
+    - Never a job that another job has taken the log from: it was deleted and recreated under the same URL. Nor a
+      rendezvous that another has: its store lost what it held, or a new run was started.
     - Never a job older than one that has opened it: a pod of a deleted job that starts late, for the first time.
-    - Anyone else may: the owner's own newer (or same) round, a new job, a plain `python` run.
+    - Anyone else may: the owner's own newer (or same) round, a new job or rendezvous, a plain `python` run.
     """
     before = head.open
     owners = before.owners if before else ()
-    index = next((i for i, o in enumerate(owners) if o.job_uid == claim.job_uid), None)
-    reason = "the log is new" if before is None else f"takes over from record {before.n}"
-    if index is not None and index < len(owners) - 1:
-        return Refuse(f"job {claim.job_uid} lost the log to job {owners[-1].job_uid}, which was created after it")
-    if index is not None and claim.round < owners[index].round:
-        return Refuse(f"round {claim.round} is older than round {owners[index].round}, which has opened the log")
-    newer = next((o for o in owners if claim.job_uid and 0 < claim.created < o.created), None)
-    if newer is not None:
-        return Refuse(f"job {claim.job_uid} is older than job {newer.job_uid}, which has opened the log")
-    if claim.job_uid:
-        others = (o for o in owners if o.job_uid != claim.job_uid)
-        owners = (*others, Owner(claim.job_uid, claim.round, claim.created))[-MAX_OWNERS:]
+    if (refused := _older_than(owners, claim)) is not None:
+        return Refuse(refused)
+    if claim.job_uid or claim.rendezvous:
+        mine = Owner(claim.job_uid, claim.round, claim.created, claim.rendezvous)
+        owners = (*(o for o in owners if _key(o) != _key(mine)), mine)[-MAX_OWNERS:]
     record = OpenRecord(
         head.last + 1, claim.writer, claim.round, claim.job_uid, claim.world_size, claim.at, owners,
-        before.n if before else NONE, head.commit,
+        before.n if before else NONE, head.commit, claim.rendezvous,
     )  # fmt: skip
-    return Append(record, reason)
+    return Append(record, "the log is new" if before is None else f"takes over from record {before.n}")
+
+
+def _older_than(owners: tuple[Owner, ...], claim: Claim) -> str | None:
+    """Why an owner is newer than the claim; None if none is."""
+    if not owners:
+        return None
+    last = owners[-1]
+    if claim.job_uid and claim.job_uid != last.job_uid and any(o.job_uid == claim.job_uid for o in owners):
+        return f"job {claim.job_uid} lost the log to {_named(last)}, which opened it later"
+    known = next((o for o in owners if (claim.job_uid or claim.rendezvous) and _key(o) == _key(claim)), None)
+    if known is not None and known != last:
+        return (
+            f"rendezvous {claim.rendezvous} lost the log to {_named(last)}, which opened it later; "
+            "to go on from its commits, start the run under a new rendezvous id"
+        )
+    if known is not None and claim.round < known.round:
+        return f"round {claim.round} is older than round {known.round}, which has opened the log"
+    newer = next((o for o in owners if claim.job_uid and 0 < claim.created < o.created), None)
+    return None if newer is None else f"job {claim.job_uid} is older than {_named(newer)}, which has opened the log"
+
+
+def _key(who: Owner | Claim) -> tuple[str, str]:
+    """What counts the rounds of an owner: only rounds of one count have an order."""
+    return who.job_uid, who.rendezvous
+
+
+def _named(owner: Owner) -> str:
+    if not owner.job_uid:
+        return f"rendezvous {owner.rendezvous}"
+    return f"job {owner.job_uid}" + (f", rendezvous {owner.rendezvous}" if owner.rendezvous else "")
 
 
 def decide_commit(head: Head, own: OpenRecord, draft: CommitRecord) -> Append | Refuse | Unknown:

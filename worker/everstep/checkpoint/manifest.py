@@ -30,14 +30,16 @@ DTYPE_BYTES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A job that has opened the log, and the highest round in which it did.
+    """A job or rendezvous that has opened the log, and the highest round in which it did.
 
-    `created` is when the job was created, in seconds since the epoch; 0 is not known.
+    `created` is when the job was created, in seconds since the epoch; 0 is not known. `rendezvous` names the count of
+    rounds that `round` belongs to; "" if the job's operator counts them.
     """
 
     job_uid: str
     round: int
     created: int = 0
+    rendezvous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,10 @@ class OpenRecord:
     job_uid: str  # "" outside Kubernetes
     world_size: int
     at: str
-    owners: tuple[Owner, ...]  # jobs in order of take-over, this one last; "" is never in it
+    owners: tuple[Owner, ...]  # in order of take-over, this one last; a plain run, which has no rounds, is never in it
     open: int  # the open record before this one, or NONE
     commit: int  # the newest commit below, or NONE
+    rendezvous: str = ""  # as in `Owner`
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +146,11 @@ def encode_record(record: Record) -> bytes:
             body: dict[str, Json] = {
                 "version": VERSION, "n": record.n, "kind": "open", "writer": record.writer, "round": record.round,
                 "job_uid": record.job_uid, "world_size": record.world_size, "at": record.at,
-                "owners": [{"job_uid": o.job_uid, "round": o.round, "created": o.created} for o in record.owners],
-                "open": record.open, "commit": record.commit,
+                "owners": [
+                    {"job_uid": o.job_uid, "round": o.round, "created": o.created, "rendezvous": o.rendezvous}
+                    for o in record.owners
+                ],
+                "open": record.open, "commit": record.commit, "rendezvous": record.rendezvous,
             }  # fmt: skip
         case CommitRecord():
             body = {
@@ -166,11 +172,12 @@ def decode_record(data: bytes, n: int, where: str) -> Record:
     kind = fields.text("kind")
     if kind == "open":
         owners = tuple(
-            Owner(o.text("job_uid"), o.integer("round"), o.integer("created")) for o in fields.objects("owners")
+            Owner(o.text("job_uid"), o.integer("round"), o.integer("created"), _rendezvous(o))
+            for o in fields.objects("owners")
         )
         return OpenRecord(
             n, fields.text("writer"), fields.integer("round"), fields.text("job_uid"), fields.integer("world_size", 1),
-            fields.text("at"), owners, _link(fields, "open", n), _link(fields, "commit", n),
+            fields.text("at"), owners, _link(fields, "open", n), _link(fields, "commit", n), _rendezvous(fields),
         )  # fmt: skip
     if kind != "commit":
         raise FormatError(f"{where}: kind {kind!r} is neither open nor commit")
@@ -268,6 +275,11 @@ def _check_version(fields: Fields) -> None:
         raise UnsupportedVersion(
             f"{fields.where}: format version {version}; this everstep reads version {VERSION}. Install a newer everstep"
         )
+
+
+def _rendezvous(fields: Fields) -> str:
+    """Records of a release that did not know the field have none."""
+    return fields.text("rendezvous") if fields.has("rendezvous") else ""
 
 
 def _link(fields: Fields, name: str, n: int) -> int:

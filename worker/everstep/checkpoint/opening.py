@@ -93,10 +93,26 @@ def connect(settings: Settings, options: Mapping[str, Any] | None) -> ObjectStor
     return RetryingStore(open_store(settings.url, options, single_committer=settings.single_committer))
 
 
-def claim(writer: str, number: int, world_size: int, at: str, environ: Mapping[str, str]) -> Claim:
-    """The claim of this process, in round `number`, for the job that the operator says it is of."""
+@dataclass(frozen=True, slots=True)
+class InRound:
+    """The round that a world is in: its number, and the rendezvous that counts it (see `log.Claim`)."""
+
+    number: int
+    rendezvous: str = ""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> InRound:
+        """As the launcher said when it started this process; round 0 without one that knows rounds."""
+        told = environ.get(env.ROUND, "")
+        number = int(told) if told.isdecimal() and len(told) < 17 else 0
+        return cls(number, environ.get(env.RENDEZVOUS, ""))
+
+
+def claim(writer: str, round_: InRound, world_size: int, at: str, environ: Mapping[str, str]) -> Claim:
+    """The claim of a world in this round, for the job that the operator says it is of."""
     created = _number(environ, env.JOB_CREATED)
-    return Claim(writer, number, environ.get(env.JOB_UID, ""), world_size, at, int(created or 0))
+    uid = environ.get(env.JOB_UID, "")
+    return Claim(writer, round_.number, uid, world_size, at, int(created or 0), round_.rendezvous)
 
 
 def open_together(

@@ -134,9 +134,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What is agreed. `members` are in rank order; `joining` wait for the round after `round`."""
+    """What is agreed. `members` are in rank order; `joining` wait for the round after `round`.
+
+    `id` is the agent that began the document, or "" if the operator did, which never gives a round's number twice. A
+    store that lost its document gets another, with rounds of its own; agents are unique, so it has another id.
+    """
 
     sizes: Sizes
+    id: str = ""
     round: int = 0
     members: tuple[Member, ...] = ()
     gone: tuple[Loss, ...] = ()
@@ -171,6 +176,7 @@ def encode(document: Document) -> bytes:
     """Compact JSON. Raises DocumentInvalid if it is larger than a store takes."""
     body: dict[str, Any] = {
         "version": VERSION,
+        "id": document.id,
         "sizes": _sizes_row(document.sizes),
         "round": document.round,
         "members": [member_row(member) for member in document.members],
@@ -204,6 +210,7 @@ def decode(data: bytes) -> Document:
     broken, boundary, closed = body.get("broken"), body.get("boundary"), body.get("closed")
     document = Document(
         sizes=_read_sizes(body.get("sizes"), "sizes", "sizes"),
+        id=text(body.get("id", ""), "id", MAX_AGENT),  # a release that does not know this field writes none
         round=number(body.get("round"), "round"),
         members=tuple(_each(body.get("members"), "members", MAX_MEMBERS, read_member)),
         gone=tuple(_each(body.get("gone"), "gone", MAX_MEMBERS, _loss)),

@@ -7,8 +7,10 @@ JOB_UID = "EVERSTEP_JOB_UID"
 JOB_CREATED = "EVERSTEP_JOB_CREATED"
 WORKER_INDEX = "EVERSTEP_WORKER_INDEX"
 INCARNATION = "EVERSTEP_INCARNATION"
-# The round in which this pod was created: the fencing token of its commits.
+# The round that this process is in: the fencing token of its commits.
 ROUND = "EVERSTEP_ROUND"
+# Which rendezvous counts those rounds, where no operator does; a store that lost its content begins another.
+RENDEZVOUS = "EVERSTEP_RENDEZVOUS"
 POD_NAME = "EVERSTEP_POD_NAME"
 NODE_NAME = "EVERSTEP_NODE_NAME"
 

@@ -54,11 +54,13 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One agreed membership, as one of its members sees it. `members` are in rank order."""
+    """One agreed membership, as one of its members sees it. `members` are in rank order. `rendezvous`: the document's
+    `id`; numbers of two documents have no order."""
 
     number: int
     rank: int
     members: tuple[Member, ...]
+    rendezvous: str = ""
 
     @property
     def world_size(self) -> int:
@@ -115,7 +117,7 @@ def outcome(document: Document | None, wish: Wish) -> Formed | Closed | None:
     if document.round > wish.after:
         for rank, member in enumerate(document.members):
             if member.agent == agent and member.store_port == wish.member.store_port:
-                return Formed(Round(document.round, rank, document.members))
+                return Formed(Round(document.round, rank, document.members, document.id))
     return None
 
 
@@ -136,8 +138,8 @@ def propose_join(
     no crash comes between.
     """
     before = document
-    now = Document(wish.sizes) if document is None else document
     agent = wish.member.agent
+    now = Document(wish.sizes, id=agent) if document is None else document
     # First: who lapsed needs no sizes and no index any more, and must bar nobody.
     cleared, reasons = without_lapsed(now, agent, present)
     joined = apply(cleared, Join(wish.member, wish.sizes))

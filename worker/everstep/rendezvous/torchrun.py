@@ -107,7 +107,7 @@ class RoundHandler(RendezvousHandler):
             self._server = None
         self._number = formed.number
         # torchrun starts its processes in this environment: with the round, their commits can be fenced.
-        os.environ[env.ROUND] = str(formed.number)
+        os.environ |= {env.ROUND: str(formed.number), env.RENDEZVOUS: formed.rendezvous}
         return RendezvousInfo(
             PrefixStore(f"everstep/round/{formed.number}", store),
             formed.rank,

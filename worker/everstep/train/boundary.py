@@ -80,14 +80,14 @@ class Boundary:
         """Ask this while a save is waited for, of which a rank may be gone: it raises then."""
         self._check = check
 
-    def move(self, ranks: Ranks, round_: int) -> None:
+    def move(self, ranks: Ranks, round_: int, rendezvous: str) -> None:
         """The world is another one. What was agreed on in the one before, and a save in flight, are given up."""
         self._rank = ranks.rank
         self._reporter.moved(ranks.rank, ranks.world_size, round_)
         self._group = ranks.group if ranks.world_size > 1 else None
         self._intent = Intent(self._group)
         if self._keeper is not None:
-            self._keeper.move(ranks)
+            self._keeper.move(ranks, round_, rendezvous)
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Restore `state`, which is also what is saved from now on; completed steps. Collective."""

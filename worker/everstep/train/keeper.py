@@ -88,9 +88,9 @@ class Keeper:
         asking.join(ASK_SECONDS)
         return found[0] if found else None
 
-    def move(self, ranks: Ranks) -> None:
+    def move(self, ranks: Ranks, round_: int, rendezvous: str) -> None:
         """Go on in another world; see `Checkpointer.move`."""
-        self.checkpointer.move(ranks)
+        self.checkpointer.move(ranks, round_, rendezvous)
         self._handle = self._restored = None
 
     def due(self) -> bool:

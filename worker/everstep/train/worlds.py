@@ -224,7 +224,7 @@ class Recovering:
         """The round has formed; its members are not at one state yet."""
         members, round_ = self._recovery.members, self._recovery.round
         assert round_ is not None
-        self._boundary.move(members, round_.number)
+        self._boundary.move(members, round_.number, round_.rendezvous)
         self._replicas.moved()
         self._pace.moved(self._recovery.main.waited)
         if self._loader is not None:

@@ -24,12 +24,14 @@ MAX_LINE = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A world that was agreed on. `store`: host and port of a TCPStore that is this round's alone."""
+    """A world that was agreed on. `store`: host and port of a TCPStore that is this round's alone. `rendezvous`: what
+    counts the rounds, if no operator does."""
 
     number: int
     rank: int
     world_size: int
     store: tuple[str, int]
+    rendezvous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,8 @@ class AgentRounds:
         match message["kind"]:
             case "round":
                 host, port = message["store"]
-                found = Round(message["round"], message["rank"], message["world_size"], (host, port))
+                rendezvous = message.get("rendezvous", "")
+                found = Round(message["round"], message["rank"], message["world_size"], (host, port), rendezvous)
                 with self._changed:
                     if self._newest is not None and found.number <= self._newest.number:
                         return
