@@ -370,7 +370,15 @@ def test_endpoints_that_are_none_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"last_call_timeout": "3"}, "last_call_timeout: no such key"),
+        ({"last_cal": "3"}, r"last_cal: no such key; did you mean last_call\?"),
+        ({"last_call_time": "3"}, r"last_call_time: no such key; did you mean last_call_timeout\?"),
+        ({"speed": "3"}, "speed: no such key; there are timeout, last_call, .*secret_dir$"),
+        ({"token_file": "t"}, "token_file: no such key"),
+        ({"last_call_timeout": "0.0x"}, "last_call_timeout=0.0x: a number of seconds from 0 to 3600"),
+        ({"last_call": "3", "last_call_timeout": "4"}, "last_call and last_call_timeout mean the same: give one"),
+        ({"ssl_cert": "a", "cert": "b"}, "ssl_cert and cert mean the same"),
+        ({"keep_alive_interval": "x"}, r"keep_alive_interval=x\*3: a number of seconds from 2 to 300"),
+        ({"protocol": "ftp"}, "protocol=ftp: http or https"),
         ({"ttl": "1"}, "ttl=1"),
         ({"last_call": "soon"}, "last_call=soon"),
         ({"rejoin": "nan"}, "rejoin=nan"),

@@ -175,6 +175,6 @@ def test_an_agent_that_is_stopped_is_left_behind_and_comes_back_when_it_wakes(jo
 
 
 def test_a_key_that_does_not_exist_is_named_by_torchs_own_registry() -> None:
-    parameters = RendezvousParameters("etcd-v3", "127.0.0.1:1", "run", 1, 2, last_call_timeout="3", timeout=900)
-    with pytest.raises(ValueError, match="last_call_timeout: no such key"):
+    parameters = RendezvousParameters("etcd-v3", "127.0.0.1:1", "run", 1, 2, last_call_timeot="3", timeout=900)
+    with pytest.raises(ValueError, match=r"last_call_timeot: no such key; did you mean last_call_timeout\?"):
         get_rendezvous_handler(parameters)

@@ -1,10 +1,12 @@
 """The keys of `--rdzv-conf`: read, checked, unknown ones refused by name.
 
-Knows no torch. torchrun gives values as texts, and always adds `timeout`.
+Knows no torch, but for the names of its keys (`torch_keys`). torchrun gives values as texts, and always adds `timeout`.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +15,18 @@ from typing import Any
 from everstep.contract import env
 from everstep.contract.document import MAX_MEMBERS
 from everstep.contract.messages import REPORT_PATH
+from everstep.rendezvous import torch_keys
 from everstep.rendezvous.errors import RendezvousFailed
 from everstep.rendezvous.etcd import PREFIX
 from everstep.rendezvous.etcd_http import Access, Gateway, endpoints
 from everstep.rendezvous.http_calls import OperatorCalls, base_url
 from everstep.rendezvous.joining import Settings
 from everstep.rendezvous.participant import Patience
+
+log = logging.getLogger(__name__)
+
+FIRST_CALL = 30.0  # seconds, as torch waits
+LATER_CALL = 5.0
 
 
 class ConfigurationInvalid(RendezvousFailed, ValueError):
@@ -31,10 +39,13 @@ class Configuration:
 
     urls: tuple[str, ...]
     timeout: float = 600.0  # seconds that one rendezvous may take
-    last_call: float = 5.0  # seconds without a newcomer after which a round smaller than the maximum is formed
+    # Seconds without a newcomer after which a round smaller than the maximum is formed. None: `FIRST_CALL` until as
+    # many agents as the maximum have been seen, then `LATER_CALL`.
+    last_call: float | None = None
     rejoin: float = 45.0  # seconds for which living members are waited for that do not come back
     shrink_after: float = 0.0  # seconds for which survivors wait for replacements before they go on with fewer
     ttl: float = 3.0  # seconds after which a silent agent counts as gone
+    close_timeout: float = 30.0  # seconds for which the store is asked to take the job's end
     allowed: tuple[int, ...] = ()  # the world sizes to choose from, as 2:4:8
     prefix: str = PREFIX
     user: str = ""
@@ -46,7 +57,8 @@ class Configuration:
 
     @property
     def settings(self) -> Settings:
-        return Settings(patience=Patience(self.last_call, self.rejoin, self.shrink_after), ttl=self.ttl)
+        first, later = (FIRST_CALL, LATER_CALL) if self.last_call is None else (self.last_call, self.last_call)
+        return Settings(patience=Patience(later, self.rejoin, self.shrink_after, first), ttl=self.ttl)
 
 
 _SECONDS = {
@@ -55,8 +67,9 @@ _SECONDS = {
     "rejoin": (1.0, 3600.0),
     "shrink_after": (0.0, 86400.0),
     "ttl": (2.0, 300.0),
+    "close_timeout": (1.0, 3600.0),
 }
-_COMMON = ("timeout", "last_call", "rejoin", "shrink_after", "ttl", "allowed", "ca_file")
+_COMMON = ("timeout", "last_call", "rejoin", "shrink_after", "ttl", "close_timeout", "allowed", "ca_file", "protocol")
 ETCD_KEYS = (*_COMMON, "prefix", "user", "password_file", "cert_file", "key_file", "secret_dir")
 # In a folder that is a mounted Secret: keys of `--rdzv-conf` and the files that are meant.
 _IN_SECRET = {"password_file": "password", "ca_file": "ca.crt", "cert_file": "tls.crt", "key_file": "tls.key"}
@@ -72,7 +85,7 @@ def read(config: Mapping[str, Any], endpoint: str) -> Configuration:
     if not endpoint:
         raise ConfigurationInvalid("--rdzv-endpoint is missing: give etcd's members, as host:2379,host:2379")
     try:
-        urls = endpoints(endpoint, tls="ca_file" in values)
+        urls = endpoints(endpoint, tls=_wants_tls(values))
     except ValueError as e:
         raise ConfigurationInvalid(f"--rdzv-endpoint: {e}") from e
     settings = Configuration(urls, **values)
@@ -100,10 +113,18 @@ def read_operator(config: Mapping[str, Any], endpoint: str, environ: Mapping[str
             f"--rdzv-conf: token_file is missing, and so is {env.TOKEN_FILE}, which a TrainingJob's pods have"
         )
     try:
-        url = base_url(endpoint, OPERATOR_PORT, tls="ca_file" in config)
+        url = base_url(endpoint, OPERATOR_PORT, tls=_wants_tls(values))
     except ValueError as e:
         raise ConfigurationInvalid(f"--rdzv-endpoint: {e}") from e
     return Configuration((url,), **values)
+
+
+def _wants_tls(values: dict[str, Any]) -> bool:
+    """Whether endpoints without a scheme are `https://`. Takes `protocol`, which is torch's, out of the values."""
+    protocol = values.pop("protocol", "")
+    if protocol not in ("", "http", "https"):
+        raise ConfigurationInvalid(f"--rdzv-conf: protocol={protocol}: http or https is expected")
+    return protocol == "https" or "ca_file" in values
 
 
 def _of_secret(folder: Path) -> dict[str, Any]:
@@ -121,18 +142,31 @@ def _of_secret(folder: Path) -> dict[str, Any]:
 
 
 def _values(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    unknown = sorted(set(config) - set(keys))
+    try:
+        found = torch_keys.translated(config, keys)
+    except torch_keys.Clash as e:
+        raise ConfigurationInvalid(f"--rdzv-conf: {e}") from e
+    unknown = sorted(set(found.values) - set(keys))
     if unknown:
-        raise ConfigurationInvalid(f"--rdzv-conf: {', '.join(unknown)}: no such key. There are {', '.join(keys)}")
+        raise ConfigurationInvalid(f"--rdzv-conf: {', '.join(_unknown(key, keys) for key in unknown)}")
+    if found.unused:
+        told = "; ".join(f"{key} ({why})" for key, why in sorted(found.unused.items()))
+        log.warning("--rdzv-conf: without meaning here: %s", told)
     values: dict[str, Any] = {}
-    for key, value in config.items():
+    for key, value in found.values.items():
         if key in _SECONDS:
-            values[key] = _seconds(key, value)
+            values[key] = _seconds(key, value, found.given.get(key, key))
         elif key == "allowed":
             values[key] = _sizes(value)
         else:
             values[key] = str(value)
     return values
+
+
+def _unknown(key: str, keys: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(key, (*keys, *torch_keys.KEYS), 1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"
+    return f"{key}: no such key; {hint}"
 
 
 def operator_calls(settings: Configuration) -> OperatorCalls:
@@ -152,7 +186,8 @@ def etcd_gateway(settings: Configuration) -> Gateway:
     return Gateway(settings.urls, access)
 
 
-def _seconds(key: str, value: object) -> float:
+def _seconds(key: str, value: object, given: str) -> float:
+    """`given`: the name of the key as it was given."""
     low, high = _SECONDS[key]
     try:
         seconds = float(str(value))
@@ -160,7 +195,7 @@ def _seconds(key: str, value: object) -> float:
         seconds = float("nan")
     if not low <= seconds <= high:
         raise ConfigurationInvalid(
-            f"--rdzv-conf: {key}={value}: a number of seconds from {low:g} to {high:g} is expected"
+            f"--rdzv-conf: {given}={value}: a number of seconds from {low:g} to {high:g} is expected"
         )
     return seconds
 

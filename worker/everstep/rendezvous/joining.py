@@ -107,7 +107,7 @@ class Joining:
         """A document that is new to this agent, so that it has stood still for no time."""
         self._view, self._since = view, self._clock()
         if self._is_written():
-            pause = min(LONGEST_WAIT, self._settings.patience.last_call)
+            pause = min(LONGEST_WAIT, self._settings.patience.call(decoded(self._view)))
             pause = min(pause, self._until_shrink(self._since) or pause)
             self._act_at = self._since + pause + self._stagger()
         else:
@@ -135,13 +135,15 @@ class Joining:
             if fresh.version != self._view.version:
                 self._seen(fresh)
                 return
-        waited = self._settings.patience.waited(now - self._since)
+        patience = self._settings.patience
+        document = decoded(self._view)
+        waited = patience.waited(now - self._since, document)
         present = read_wishes(self._store)
         shrink = self._until_shrink(now) == 0
-        step = participant.propose_join(decoded(self._view), self._wish, present, waited, shrink=shrink)
+        step = participant.propose_join(document, self._wish, present, waited, shrink=shrink)
         match step:
-            case Proposal(document, reasons):
-                data = encode(document)
+            case Proposal(proposed, reasons):
+                data = encode(proposed)
                 version = self._store.compare_and_swap(self._view.version, data)
                 if version is None:
                     self._attempt += 1
@@ -152,7 +154,7 @@ class Joining:
                     self._seen(View(data, version, self._view.lapses))
             case Wait(reason):
                 self._reason = reason
-                pause = min(LONGEST_WAIT, self._settings.patience.next_after(now - self._since))
+                pause = min(LONGEST_WAIT, patience.next_after(now - self._since, document))
                 self._act_at = now + min(pause, self._until_shrink(now) or pause) + self._stagger()
             case Barred(why):
                 raise JoinRefused(why)

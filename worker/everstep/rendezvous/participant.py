@@ -32,24 +32,31 @@ MAX_STAGGER = 2.0  # seconds
 class Patience:
     """Seconds for which the document must stand unchanged before a round is formed without those who miss.
 
-    `shrink_after` runs from an agent's asking for the next round, whatever changes meanwhile: for so long it waits for
-    replacements of who was lost.
+    `first_call` is in place of `last_call` (None: the same) until as many agents as a round may have were here: some of
+    them may still start. `shrink_after` runs from an agent's asking for the next round, whatever changes meanwhile: for
+    so long it waits for replacements of who was lost.
     """
 
     last_call: float = 5.0
     rejoin: float = 45.0  # torchrun gives its processes 30 s to end
     shrink_after: float = 0.0
+    first_call: float | None = None
 
-    def waited(self, unchanged: float) -> Waited:
-        if unchanged >= self.rejoin:
-            return Waited.REJOIN
-        return Waited.LAST_CALL if unchanged >= self.last_call else Waited.NOTHING
+    def call(self, document: Document | None) -> float:
+        """Seconds of the last call that holds for this document."""
+        if self.first_call is None or (document is not None and len(document.seats) >= document.sizes.maximum):
+            return self.last_call
+        return self.first_call
 
-    def next_after(self, unchanged: float) -> float:
+    def waited(self, unchanged: float, document: Document | None) -> Waited:
+        if document is not None and document.remaining():
+            return Waited.REJOIN if unchanged >= self.rejoin else Waited.NOTHING
+        return Waited.LAST_CALL if unchanged >= self.call(document) else Waited.NOTHING
+
+    def next_after(self, unchanged: float, document: Document | None) -> float:
         """Seconds until the answer of `waited` changes."""
-        if unchanged < self.last_call:
-            return self.last_call - unchanged
-        return max(0.0, self.rejoin - unchanged) or self.rejoin
+        wanted = self.rejoin if document is not None and document.remaining() else self.call(document)
+        return max(0.0, wanted - unchanged) or self.rejoin
 
 
 @dataclass(frozen=True, slots=True)
