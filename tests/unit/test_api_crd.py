@@ -126,3 +126,8 @@ def test_reference_page_names_every_field() -> None:
     page = reference.render()
     fields = [path.rsplit(".", 1)[-1] for path, _ in _fields() if not path.endswith("[]") and ".template." not in path]
     assert [field for field in fields if field not in ("spec", "status") and f"`{field}`" not in page] == []
+
+
+def test_delete_all_in_a_namespace_leaves_its_training_jobs() -> None:
+    """`kubectl delete all --all` takes whatever is in the category `all`."""
+    assert crd.crd()["spec"]["names"]["categories"] == ["everstep"]

@@ -161,7 +161,8 @@ def crd() -> dict[str, Any]:
                 "plural": PLURAL,
                 "singular": KIND.lower(),
                 "shortNames": ["tjob"],
-                "categories": ["everstep", "all"],
+                # Not in `all`: `kubectl delete all --all` would end every training of the namespace.
+                "categories": ["everstep"],
             },
             "versions": [
                 {
