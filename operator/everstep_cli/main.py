@@ -10,6 +10,8 @@ import io
 import logging
 import os
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -25,6 +27,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 expected: tuple[type[Exception], ...] = ()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"everstep {version('everstep')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Its version.")] = False,
+) -> None:
+    """What stands before a command."""
 
 
 def _without_operator(missing: str) -> None:

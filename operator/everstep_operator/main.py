@@ -9,12 +9,13 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from everstep.contract import labels
+from everstep.contract import labels, variables
 from everstep.contract.messages import Report
+from everstep_operator.arguments import Invocation, read
 from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.credentials import find_source
+from everstep_operator.kube.errors import CredentialsError
 from everstep_operator.kube.resources import NODES, PDBS, PODS, SERVICES, custom_resource
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.kube.wire import Unstructured
@@ -25,7 +26,7 @@ from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.informer import Informer
 from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
 from everstep_operator.runtime.queue import WorkQueue
-from everstep_operator.settings import OperatorSettings, SettingsError
+from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
 from everstep_operator.shell import gate, intake
 from everstep_operator.shell.apply import Applier, Key
 from everstep_operator.shell.identity import IdentityCache, PodIdentity
@@ -205,29 +206,33 @@ class Operator:
             await self._clock.sleep(METRICS_INTERVAL)
 
 
-async def _serve(settings: OperatorSettings) -> None:
-    clock = SystemClock()
-    metrics = Metrics()
-    async with HttpKubeClient(find_source(os.environ), on_answer=metrics.api_request) as client:
+async def _serve(asked: Invocation) -> None:
+    settings, clock, metrics = asked.settings, SystemClock(), Metrics()
+    async with HttpKubeClient(asked.cluster.source, on_answer=metrics.api_request) as client:
         task = asyncio.create_task(Operator(client, settings, metrics, clock).run())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)
-        log.info("operator starts", extra={"identity": settings.identity, "namespace": settings.namespace})
+        log.info(
+            "operator starts",
+            extra={"identity": settings.identity, "namespace": settings.namespace, "cluster": str(asked.cluster)},
+        )
         with contextlib.suppress(asyncio.CancelledError):
             await task
         log.info("operator stops")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `everstep-operator`."""
     try:
-        settings = OperatorSettings.from_env()
-    except SettingsError as e:
+        asked = read(sys.argv[1:] if argv is None else argv, os.environ)
+    except (SettingsError, CredentialsError) as e:
         print(f"everstep-operator: {e}", file=sys.stderr)  # noqa: T201  # logging is not set up yet
         return 2
-    setup(settings.log_level)
-    asyncio.run(_serve(settings))
+    setup(asked.settings.log_level)
+    for unknown in variables.unknown(os.environ, [v.name for v in VARIABLES]):
+        log.warning("%s", unknown)
+    asyncio.run(_serve(asked))
     return 0
 
 

@@ -1,15 +1,67 @@
-"""The operator's configuration, from EVERSTEP_* variables that the Helm chart sets. Wrong values name the variable."""
+"""The operator's configuration, from flags and from EVERSTEP_* variables that the Helm chart sets.
+
+Each setting is one `Variable`: its name in the environment, and the flag of the same name. A flag wins. Wrong values
+name the flag or variable that they came from.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+PREFIX = "EVERSTEP_"
 
 
 class SettingsError(Exception):
-    """A variable has a value that cannot be used; the text names it and what is expected."""
+    """A setting cannot be used; the text names the flag or variable and what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One setting, with the text that `--help` prints. `default` is empty where it depends on the machine."""
+
+    name: str
+    text: str
+    default: str = ""
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.removeprefix(PREFIX).lower().replace("_", "-")
+
+
+NAMESPACE = Variable("EVERSTEP_NAMESPACE", "namespace of the Lease that decides which operator leads")
+VARIABLES = (
+    NAMESPACE,
+    Variable("EVERSTEP_POD_NAME", "name of this replica in the Lease (default: the host's name)"),
+    Variable("EVERSTEP_POD_IP", "address that the other replicas redirect to", "127.0.0.1"),
+    Variable("EVERSTEP_HOST", "address to serve reports, metrics and probes on (default: all)"),
+    Variable("EVERSTEP_PORT", "port to serve them on, 0 to 65535; 0: any free one", "8080"),
+    Variable("EVERSTEP_REPORT_URL", "where workers report to; empty: they are told none"),
+    Variable("EVERSTEP_CHECKPOINT_URL_PREFIXES", "where checkpoints may go, with commas between; empty: anywhere"),
+    Variable("EVERSTEP_LEASE_SECONDS", "seconds until another replica takes over from a dead leader, 3 to 120", "6"),
+    Variable("EVERSTEP_WORKERS", "jobs that are worked on at a time, 1 to 64", "8"),
+    Variable("EVERSTEP_LOG_LEVEL", "least level that is logged", "INFO", LEVELS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Where values come from: flags (by the name of their variable) before the environment."""
+
+    environ: Mapping[str, str]
+    flags: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self, name: str, default: str = "") -> str:
+        return self.flags.get(name) or self.environ.get(name) or default
+
+    def spoken(self, name: str) -> str:
+        """What the person wrote: the flag, or the variable."""
+        flag = next((v.flag for v in VARIABLES if v.name == name), name)
+        return flag if self.flags.get(name) else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +83,34 @@ class OperatorSettings:
         return f"{self.pod_name}_{self.pod_ip}:{self.port}"
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> OperatorSettings:
-        """Raises SettingsError for the first variable that is wrong."""
-        host = socket.gethostname()
-        prefixes = environ.get("EVERSTEP_CHECKPOINT_URL_PREFIXES", "")
-        level = environ.get("EVERSTEP_LOG_LEVEL", "INFO")
-        if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            raise SettingsError(f"EVERSTEP_LOG_LEVEL: {level!r} is not DEBUG, INFO, WARNING or ERROR")
+    def from_env(
+        cls, environ: Mapping[str, str] = os.environ, flags: Mapping[str, str] | None = None
+    ) -> OperatorSettings:
+        """`flags` has values by the name of their variable. Raises SettingsError for the first that is wrong."""
+        given = Given(environ, flags or {})
+        defaults = {v.name: v.default for v in VARIABLES}
+        prefixes = given.text("EVERSTEP_CHECKPOINT_URL_PREFIXES")
+        level = given.text("EVERSTEP_LOG_LEVEL", defaults["EVERSTEP_LOG_LEVEL"])
+        if level.upper() not in LEVELS:
+            raise SettingsError(
+                f"{given.spoken('EVERSTEP_LOG_LEVEL')}: {level!r} is not {', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
+            )
+
+        def number(name: str, low: int, high: int) -> int:
+            text = given.text(name, defaults[name])
+            if not text.isdecimal() or not low <= int(text) <= high:
+                raise SettingsError(f"{given.spoken(name)}: {text!r} is not a whole number from {low} to {high}")
+            return int(text)
+
         return cls(
-            namespace=environ.get("EVERSTEP_NAMESPACE", "default"),
-            pod_name=environ.get("EVERSTEP_POD_NAME", host),
-            pod_ip=environ.get("EVERSTEP_POD_IP", "127.0.0.1"),
-            host=environ.get("EVERSTEP_HOST", "") or "0.0.0.0",  # noqa: S104  # the pod's own addresses
-            port=_number(environ, "EVERSTEP_PORT", 8080, 0, 65535),
-            report_url=environ.get("EVERSTEP_REPORT_URL", ""),
+            namespace=given.text("EVERSTEP_NAMESPACE", "default"),
+            pod_name=given.text("EVERSTEP_POD_NAME", socket.gethostname()),
+            pod_ip=given.text("EVERSTEP_POD_IP", defaults["EVERSTEP_POD_IP"]),
+            host=given.text("EVERSTEP_HOST", "0.0.0.0"),  # noqa: S104  # the pod's own addresses
+            port=number("EVERSTEP_PORT", 0, 65535),
+            report_url=given.text("EVERSTEP_REPORT_URL"),
             checkpoint_url_prefixes=tuple(p.strip() for p in prefixes.split(",") if p.strip()),
-            lease_seconds=_number(environ, "EVERSTEP_LEASE_SECONDS", 6, 3, 120),
-            workers=_number(environ, "EVERSTEP_WORKERS", 8, 1, 64),
+            lease_seconds=number("EVERSTEP_LEASE_SECONDS", 3, 120),
+            workers=number("EVERSTEP_WORKERS", 1, 64),
             log_level=level.upper(),
         )
-
-
-def _number(environ: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
-    text = environ.get(name, "")
-    if not text:
-        return default
-    if not text.isdecimal() or not low <= int(text) <= high:
-        raise SettingsError(f"{name}: {text!r} is not a whole number from {low} to {high}")
-    return int(text)

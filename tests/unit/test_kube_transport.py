@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from everstep_operator.kube.client import Bookmark, Changed
-from everstep_operator.kube.credentials import InCluster, KubeConfig, find_source
+from everstep_operator.kube.credentials import InCluster, KubeConfig
 from everstep_operator.kube.errors import (
     AlreadyExists,
     Conflict,
@@ -368,11 +368,6 @@ async def test_missing_service_account_says_what_to_check(tmp_path: Path) -> Non
     async with HttpKubeClient(InCluster(tmp_path, "127.0.0.1", "1")) as client:
         with pytest.raises(CredentialsError, match="token file does not exist"):
             await client.get(PODS, "ns", "a")
-
-
-def test_kubeconfig_named_by_the_environment_wins() -> None:
-    assert find_source({"KUBECONFIG": "/x", "KUBERNETES_SERVICE_HOST": "h"}) == KubeConfig("/x")
-    assert find_source({"HOME": "/home/me"}) == KubeConfig("/home/me/.kube/config")
 
 
 @pytest.mark.parametrize(

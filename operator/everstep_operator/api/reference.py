@@ -6,6 +6,7 @@ compares. Invariant: every field, rule, column and word of the API is on the pag
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -137,4 +138,5 @@ def render() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="Prints docs/reference/trainingjob.md, as the types say.").parse_args()
     sys.stdout.write(render())

@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 
 from kubernetes.aio import config
 from kubernetes.aio.client import Configuration
-from kubernetes.aio.config import incluster_config
+from kubernetes.aio.config import incluster_config, kube_config
 
 from everstep_operator.kube.errors import CredentialsError
 
 # The package calls itself typed, but its loaders carry no annotations.
 _InClusterConfigLoader: Any = incluster_config.InClusterConfigLoader
 _load_kube_config: Any = config.load_kube_config
+_KubeConfigMerger: Any = kube_config.KubeConfigMerger
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -43,14 +44,78 @@ class KubeConfig:
 Source: TypeAlias = InCluster | KubeConfig
 
 
-def find_source(environ: Mapping[str, str]) -> Source:
-    """$KUBECONFIG if set, else the pod's service account if there is one, else ~/.kube/config."""
-    if environ.get("KUBECONFIG"):
-        return KubeConfig(environ["KUBECONFIG"])
+def find_source(
+    environ: Mapping[str, str],
+    kubeconfig: str | None = None,
+    context: str | None = None,
+    service_account: Path = SERVICE_ACCOUNT,
+) -> Source:
+    """The cluster that was asked for by file or context, else the one that this pod is in.
+
+    A kubeconfig is used only by a person's word: whoever looks at one cluster with kubectl has not said that an
+    operator is to act there. Raises `CredentialsError` where nothing was said, or two things.
+    """
+    ambient = environ.get("KUBECONFIG")
+    if kubeconfig is not None or context is not None:
+        home = Path(environ.get("HOME", "~")).expanduser() / ".kube" / "config"
+        return KubeConfig(kubeconfig or ambient or str(home), context)
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
-    if host and port and (SERVICE_ACCOUNT / "token").is_file():
-        return InCluster(SERVICE_ACCOUNT, host, port)
-    return KubeConfig(str(Path(environ.get("HOME", "~")).expanduser() / ".kube" / "config"))
+    if not (host and port and (service_account / "token").is_file()):
+        raise CredentialsError(
+            "this is no pod with a service account: name the cluster with --kubeconfig FILE, or --context NAME of "
+            + ("$KUBECONFIG" if ambient else "~/.kube/config")
+        )
+    if ambient:
+        raise CredentialsError(
+            "this pod has a service account, and $KUBECONFIG names a cluster too: unset KUBECONFIG, or give "
+            "--kubeconfig"
+        )
+    return InCluster(service_account, host, port)
+
+
+def own_namespace(source: InCluster) -> str:
+    """The namespace of this pod. Raises `CredentialsError`."""
+    try:
+        return (source.directory / "namespace").read_text("utf-8").strip()
+    except OSError as error:
+        raise CredentialsError(f"the namespace of this pod cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A source in the words of the person who chose it. `context` is empty for a pod's own cluster."""
+
+    source: Source
+    server: str
+    context: str = ""
+
+    def __str__(self) -> str:
+        if isinstance(self.source, KubeConfig):
+            return f"kubeconfig {self.source.path}, context {self.context}, server {self.server}"
+        return f"this pod's service account, server {self.server}"
+
+
+def look_up(source: Source) -> Cluster:
+    """Which cluster that is, from files alone. Raises `CredentialsError` for a file or context that is not there."""
+    if isinstance(source, InCluster):
+        return Cluster(source, f"https://{source.host}:{source.port}")
+    if not any(Path(path).expanduser().is_file() for path in source.path.split(os.pathsep)):
+        raise CredentialsError(f"kubeconfig {source.path}: there is no such file")
+    try:
+        merged = _KubeConfigMerger(source.path)
+        contexts = {c["name"]: c["context"] for c in merged.config["contexts"]}
+        name = source.context or merged.config.value.get("current-context") or ""
+        if name not in contexts:
+            wanted = f"no context {name!r}" if name else "no current context; give --context"
+            raise CredentialsError(f"kubeconfig {source.path}: {wanted}; it has {', '.join(contexts) or 'none'}")
+        clusters = {c["name"]: c["cluster"] for c in merged.config["clusters"]}
+        server = str(clusters[contexts[name]["cluster"]]["server"])
+    except CredentialsError:
+        raise
+    except Exception as error:  # of its parsers: YAML, KeyError, and what the client calls them
+        raise CredentialsError(f"kubeconfig {source.path}: cannot be read: {error}") from error
+    # The context is kept: that another becomes the current one must not move a running operator.
+    return Cluster(KubeConfig(source.path, name), server, name)
 
 
 async def load(source: Source, connections: int) -> Any:

@@ -33,12 +33,14 @@ class Replica:
         (self.port,) = free_ports(1)
         self.name, self.log = name, folder / f"{name}.log"
         environ = {
-            **os.environ, "KUBECONFIG": str(plane.kubeconfig), "EVERSTEP_NAMESPACE": namespace,
-            "EVERSTEP_POD_NAME": name, "EVERSTEP_PORT": str(self.port), "EVERSTEP_LEASE_SECONDS": str(LEASE_SECONDS),
+            **os.environ, "EVERSTEP_NAMESPACE": namespace, "EVERSTEP_POD_NAME": name,
+            "EVERSTEP_PORT": str(self.port), "EVERSTEP_LEASE_SECONDS": str(LEASE_SECONDS),
         }  # fmt: skip
         command = Path(sys.executable).with_name("everstep-operator")
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen([str(command)], env=environ, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [str(command), "--kubeconfig", str(plane.kubeconfig)], env=environ, stdout=log, stderr=log
+            )
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

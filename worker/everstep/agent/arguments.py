@@ -11,6 +11,7 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from everstep.agent.hang import FACTOR
 from everstep.contract import env
@@ -87,6 +88,8 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         epilog="Every flag of torchrun can be given; also as PET_<FLAG> in the environment.",
         allow_abbrev=True,
     )
+
+    p.add_argument("--version", action="version", version=f"everstep-run {version('everstep')}")
 
     def value(*names: str, default: str = "", text: str) -> None:
         both = _spellings(names)

@@ -13,6 +13,7 @@ import sys
 from everstep.agent.arguments import Arguments, UsageError, read
 from everstep.agent.loop import Agent
 from everstep.agent.processes import WarmError
+from everstep.contract import variables
 from everstep.rendezvous.errors import RendezvousFailed
 
 log = logging.getLogger("everstep.agent")
@@ -23,14 +24,20 @@ USAGE = 2
 def main(argv: list[str] | None = None) -> None:
     """Run the agent, and end Python with its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    level = os.environ.get("EVERSTEP_LOG_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        names = ", ".join(logging.getLevelNamesMapping())
+        sys.exit(_usage(UsageError(f"EVERSTEP_LOG_LEVEL={level}: one of {names} is expected")))
     logging.basicConfig(
-        level=os.environ.get("EVERSTEP_LOG_LEVEL", "INFO").upper(),
+        level=level,
         format="%(asctime)s.%(msecs)03d everstep-run: %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
     try:
         arguments = read(argv, os.environ)
+        for unknown in variables.unknown(os.environ):
+            log.warning("%s", unknown)
         if not arguments.ours:
             log.info("--rdzv-backend=%s is torch's: torchrun does it, without a warm parent", arguments.backend)
             os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *argv])  # noqa: S606

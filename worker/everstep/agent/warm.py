@@ -30,6 +30,10 @@ MORE_LIKELY = 100  # added to oom_score_adj: of agent and process, the process g
 
 
 def main(argv: list[str]) -> None:
+    if len(argv) != 4 or not (argv[1].isdecimal() and argv[2].isdecimal()):
+        asked = argv[1:] in (["-h"], ["--help"])
+        (sys.stdout if asked else sys.stderr).write("usage: warm FD PARENT MODULE,MODULE; everstep-run starts it\n")
+        sys.exit(0 if asked else 2)
     descriptor, parent, modules = int(argv[1]), int(argv[2]), [m for m in argv[3].split(",") if m]
     die_with(parent)
     for number in FOR_THE_AGENT:

@@ -19,7 +19,7 @@ from everstep.checkpoint.log import Claim
 from everstep.checkpoint.manifest import OpenRecord, decode_record, encode_record
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.writer import Events
-from everstep.contract import env
+from everstep.contract import env, variables
 from everstep.storage import ObjectStore, RetryableError, RetryingStore, StoreUnusable, open_store, probe
 
 log = logging.getLogger("everstep.checkpoint")
@@ -61,6 +61,10 @@ class Settings:
         nonfinite: str | None,
     ) -> Settings:
         """Raises `CheckpointError` naming the argument or variable that is wrong."""
+        # An agent has said it already, and of many processes one is enough.
+        if env.AGENT_SOCKET not in environ and environ.get("RANK", "0") == "0":
+            for text in variables.unknown(environ):
+                log.warning("%s", text)
         if every_seconds is None and every_steps is None:
             every_seconds = _number(environ, env.CHECKPOINT_EVERY_SECONDS)
             steps = _number(environ, env.CHECKPOINT_EVERY_STEPS)

@@ -1,0 +1,209 @@
+"""Every program that the package brings: `--help` explains and does nothing, and what it does not know it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from everstep.contract import variables
+from everstep_operator.arguments import read
+from everstep_operator.kube.credentials import InCluster, KubeConfig, find_source
+from everstep_operator.kube.errors import CredentialsError
+from everstep_operator.settings import VARIABLES, SettingsError
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {"operator": ROOT / "operator", "worker": ROOT / "worker"}
+
+
+def programs() -> dict[str, list[str]]:
+    """The console scripts of pyproject.toml, and every module of the package that runs as `python -m`."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    found = {name: [str(Path(sys.executable).with_name(name))] for name in scripts}
+    for source in SOURCES.values():
+        for path in sorted(source.rglob("*.py")):
+            if '\nif __name__ == "__main__":' in path.read_text():
+                module = ".".join(path.relative_to(source).with_suffix("").parts)
+                found[module] = [sys.executable, "-m", module]
+    return found
+
+
+PROGRAMS = programs()
+
+
+def call(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In an empty folder, with a kubeconfig whose server answers nobody: who contacts it does not end in time."""
+    kubeconfig = write_kubeconfig(folder / "kube.yaml")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("EVERSTEP_")}
+    environ = {
+        **clean,
+        "KUBECONFIG": str(kubeconfig),
+        "HOME": str(folder),
+        "XDG_RUNTIME_DIR": str(folder),
+        **environment,
+    }
+    return subprocess.run(
+        command,
+        check=False,
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def write_kubeconfig(path: Path) -> Path:
+    body = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "here",
+        "clusters": [{"name": "c", "cluster": {"server": "https://192.0.2.1:6443"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [
+            {"name": "here", "context": {"cluster": "c", "user": "u"}},
+            {"name": "there", "context": {"cluster": "c", "user": "u", "namespace": "x"}},
+        ],
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(body))
+    return path
+
+
+def test_the_programs_are_all_found() -> None:
+    assert {"everstep", "everstep-run", "everstep-operator", "everstep.agent.warm", "everstep_operator.api.crd"} <= set(
+        PROGRAMS
+    )
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_explains_and_does_nothing(name: str, tmp_path: Path) -> None:
+    done = call([*PROGRAMS[name], "--help"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "usage" in done.stdout.lower()
+    assert [p.name for p in tmp_path.iterdir()] == ["kube.yaml"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_argument_that_nobody_knows_is_refused_and_nothing_is_done(name: str, tmp_path: Path) -> None:
+    done = call([*PROGRAMS[name], "--hlep"], tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["kube.yaml"]
+
+
+@pytest.mark.parametrize("name", ["everstep", "everstep-run", "everstep-operator"])
+def test_version_is_that_of_the_package(name: str, tmp_path: Path) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert call([*PROGRAMS[name], "--version"], tmp_path).stdout == f"{name} {version}\n"
+
+
+# --- the operator
+
+
+def test_operator_outside_of_a_pod_starts_in_no_cluster_that_nobody_named(tmp_path: Path) -> None:
+    done = call(PROGRAMS["everstep-operator"], tmp_path, EVERSTEP_NAMESPACE="everstep-system")
+    assert done.returncode == 2
+    assert done.stderr.startswith("everstep-operator: this is no pod with a service account: name the cluster with --k")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_operator_says_which_cluster_it_would_use_before_it_asks_for_the_namespace(tmp_path: Path) -> None:
+    done = call([*PROGRAMS["everstep-operator"], "--context", "there"], tmp_path)
+    assert done.returncode == 2
+    assert "--namespace: needed outside of a pod" in done.stderr
+    assert f"kubeconfig {tmp_path}/kube.yaml, context there, server https://192.0.2.1:6443" in done.stderr
+
+
+def test_operator_tells_its_cluster_and_names_variables_that_change_nothing(tmp_path: Path) -> None:
+    """It stays, because that server answers nobody; what it said at its start is what counts."""
+    command = [
+        *PROGRAMS["everstep-operator"],
+        "--kubeconfig",
+        str(write_kubeconfig(tmp_path / "k")),
+        "--namespace",
+        "n",
+    ]
+    environ = {**os.environ, "EVERSTEP_LEASE_SECOND": "5"}
+    with subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            assert process.stderr is not None
+            said = ""
+            while "operator starts" not in said:
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+        finally:
+            process.kill()
+    assert "EVERSTEP_LEASE_SECOND: no such variable, so it changes nothing; is EVERSTEP_LEASE_SECONDS meant?" in said
+    assert f'"namespace":"n","cluster":"kubeconfig {tmp_path}/k, context here, server https://192.0.2.1:6443"' in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--port", "http"], "--port: 'http' is not a whole number from 0 to 65535"),
+        (["--log-level", "chatty"], "--log-level: 'chatty' is not DEBUG, INFO, WARNING or ERROR"),
+        (["--kubeconfig", "none.yaml"], "kubeconfig none.yaml: there is no such file"),
+        (["--context", "elsewhere"], "no context 'elsewhere'; it has here, there"),
+    ],
+)
+def test_operator_refuses_what_cannot_be_used_by_the_name_that_was_given(
+    arguments: list[str], problem: str, tmp_path: Path
+) -> None:
+    environ = {"KUBECONFIG": str(write_kubeconfig(tmp_path / "k")), "EVERSTEP_NAMESPACE": "n"}
+    with pytest.raises((SettingsError, CredentialsError)) as refused:
+        read(arguments, environ)
+    assert problem in str(refused.value)
+
+
+def test_flag_goes_before_its_variable_and_each_variable_has_one(tmp_path: Path) -> None:
+    environ = {"EVERSTEP_PORT": "1", "EVERSTEP_WORKERS": "3", "EVERSTEP_NAMESPACE": "a"}
+    asked = read(["--kubeconfig", str(write_kubeconfig(tmp_path / "k")), "--port", "2", "--namespace", "b"], environ)
+    assert (asked.settings.port, asked.settings.workers, asked.settings.namespace) == (2, 3, "b")
+    shown = call([*PROGRAMS["everstep-operator"], "--help"], tmp_path, EVERSTEP_PORT="4711").stdout
+    assert all(v.flag in shown and f"[{v.name}]" in shown for v in VARIABLES)
+    assert "here: 4711" in shown
+
+
+def test_pod_uses_its_own_cluster_and_namespace_and_no_kubeconfig_by_chance(tmp_path: Path) -> None:
+    for name, text in (("token", "t"), ("namespace", "team-a\n")):
+        (tmp_path / name).write_text(text)
+    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    assert find_source(environ, service_account=tmp_path) == InCluster(tmp_path, "10.0.0.1", "443")
+    with pytest.raises(CredentialsError, match=r"unset KUBECONFIG, or give --kubeconfig"):
+        find_source({**environ, "KUBECONFIG": "/x"}, service_account=tmp_path)
+    named = find_source({**environ, "KUBECONFIG": "/x"}, "/y", service_account=tmp_path)
+    assert named == KubeConfig("/y")
+
+
+# --- variables
+
+
+def test_every_variable_that_the_worker_reads_is_known() -> None:
+    names = {
+        name
+        for path in (ROOT / "worker").rglob("*.py")
+        for name in variables.re.findall(r'"(EVERSTEP_[A-Z_]*[A-Z])"', path.read_text())
+    }
+    assert names
+    assert names <= variables.KNOWN
+
+
+def test_variable_that_nobody_reads_is_named_with_the_nearest_and_without_its_value() -> None:
+    said = variables.unknown({"EVERSTEP_CHEKPOINT_URL": "s3://key:secret@b", "EVERSTEP_ZZZ": "1", "PATH": "/"})
+    assert said == [
+        "EVERSTEP_CHEKPOINT_URL: no such variable, so it changes nothing; is EVERSTEP_CHECKPOINT_URL meant?",
+        "EVERSTEP_ZZZ: no such variable, so it changes nothing",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["EVERSTEP_SERVICE_HOST", "EVERSTEP_PORT", "EVERSTEP_PORT_80_TCP_ADDR", "EVERSTEP_A_SERVICE_PORT_HTTP"]
+)
+def test_what_kubernetes_sets_for_a_service_is_no_mistake(name: str) -> None:
+    assert variables.unknown({name: "x"}) == []
