@@ -16,7 +16,8 @@ from everstep_cli import running
 from everstep_cli.console import render
 from everstep_operator.local.run import control
 from everstep_operator.local.run.faults import ACTIONS, FaultError, parse
-from everstep_operator.local.run.job_file import Asked, JobFileError, parse_elastic, read_secret
+from everstep_operator.local.run.job_file import Asked, parse_elastic, read_secret
+from everstep_operator.local.run.manifest import JobFileError
 from everstep_operator.local.run.view import View
 
 app = typer.Typer()

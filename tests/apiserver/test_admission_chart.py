@@ -235,6 +235,10 @@ def test_uninstall_keeps_the_crd_and_its_jobs(helm: Any) -> None:
         ("policy.checkpointUrlPrefixes={/data}", "/policy/checkpointUrlPrefixes/0"),
         ("policy.allowedCapabilities={sys_admin}", "/policy/allowedCapabilities/0"),
         ("policy.allowedServiceAccounts={a'b}", "/policy/allowedServiceAccounts/0"),
+        ("resources.limit.memory=1Gi", "'limit' not allowed"),
+        ("tolerations[0].opertor=Exists", "'opertor' not allowed"),
+        ("affinity.nodeAfinity.x=1", "'nodeAfinity' not allowed"),
+        ("affinity.podAffinity.requiredDuringScheduling=1", "'requiredDuringScheduling' not allowed"),
     ],
 )
 def test_wrong_value_is_refused_by_its_name(helm: Any, value: str, named: str) -> None:

@@ -52,13 +52,20 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     [
         (job(replicas=0), "spec.replicas"),
         (job(replicas="two"), "spec.replicas"),
-        (job(surprise=1, replicas=1, rendezvous="{backend: etcd}"), "spec.rendezvous"),
+        (job(replicas=1, rendezvous="{backend: etcd}"), "spec.rendezvous"),
         (job("a/b", replicas=1), "metadata.name: 'a/b' is not a name"),
         (job("../../x", replicas=1), "metadata.name: '../../x' is not a name"),
         (job("x" * 300, replicas=1), "metadata.name"),
         (job("2020-13-45", replicas=1), "not YAML"),
+        (job(surprise=1, replicas=1), "spec.surprise: no such field"),
+        (
+            job(replicas=1).replace("image: x", "imge: x"),
+            "spec.template.spec.containers[0].imge: no such field; is image",
+        ),
+        (job(replicas=1) + "  replicas: 2\n", "'replicas' is given already in line 5"),
+        (job(replicas=1) + "---\n" + job("other", replicas=1), "2 documents of kind TrainingJob"),
         ("kind: TrainingJob\nmetadata: {name: x}\n" + BOMB, "more than 100000 values"),
-        ("kind: TrainingJob\nmetadata: {name: x}\nspec: 3\n", "spec"),
+        ("apiVersion: everstep.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: x}\nspec: 3\n", "spec"),
         ("\x00", "not YAML"),
     ],
 )

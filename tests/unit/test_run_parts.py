@@ -16,13 +16,13 @@ from everstep_operator.local.run import control
 from everstep_operator.local.run.faults import Fault, FaultError, changes_world, due, parse, target
 from everstep_operator.local.run.job_file import (
     Asked,
-    JobFileError,
     Prepared,
     load,
     parse_elastic,
     place_checkpoints,
     read_secret,
 )
+from everstep_operator.local.run.manifest import JobFileError
 from everstep_operator.local.run.view import View, WorkerRow
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
@@ -33,6 +33,100 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
 
 def placed(path: Path, asked: Asked, folder: Path) -> Prepared:
     return place_checkpoints(load(path, (), asked), asked, folder)
+
+
+HEAD = {"apiVersion": "everstep.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "x"}}
+JOB = """apiVersion: everstep.dev/v1alpha1
+kind: TrainingJob
+metadata: {{name: digits, {metadata}}}
+spec:
+  replicas: 2
+  {spec}
+  recovery: {{{recovery}}}
+  template: {{{template} spec: {{containers: [{{name: worker, image: x, command: [torchrun, t.py], {container}}}]}}}}
+"""
+
+
+def load_with(folder: Path, **parts: str) -> Prepared:
+    path = folder / "job.yaml"
+    empty = dict.fromkeys(("metadata", "spec", "recovery", "template", "container"), "")
+    path.write_text(JOB.format(**{**empty, **parts}))
+    return load(path, (), Asked())
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ({"spec": "surprise: 1"}, "spec.surprise: no such field"),
+        ({"spec": "Replicas: 1"}, "spec.Replicas: no such field; is replicas meant?"),
+        ({"recovery": "maxRestart: 3"}, "spec.recovery.maxRestart: no such field; is maxRestarts meant?"),
+        (
+            {"recovery": "rules: [{onExitCode: [3], action: Fail}]"},
+            "spec.recovery.rules[0].onExitCode: no such field; is onExitCodes meant?",
+        ),
+        ({"metadata": "label: {a: b}"}, "metadata.label: no such field; is labels meant?"),
+        ({"template": "sepc: {},"}, "spec.template.sepc: no such field; is spec meant?"),
+        (
+            {"container": "comand: [x]"},
+            "spec.template.spec.containers[0].comand: no such field; is command meant?",
+        ),
+        (
+            {"container": "resources: {limit: {cpu: 1}}"},
+            "spec.template.spec.containers[0].resources.limit: no such field; is limits meant?",
+        ),
+    ],
+)
+def test_field_that_there_is_not_is_refused_with_its_path_and_the_nearest(
+    parts: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(JobFileError) as refused:
+        load_with(tmp_path, **parts)
+    assert str(refused.value) == f"{tmp_path}/job.yaml: {problem}"
+
+
+def test_all_unknown_fields_are_named_at_once_and_few_of_very_many(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError) as refused:
+        load_with(tmp_path, spec="a1: 1", recovery="maxRestart: 3")
+    assert str(refused.value).count("no such field") == 2
+    with pytest.raises(JobFileError, match="and 90 more") as refused:
+        load_with(tmp_path, recovery=", ".join(f"x{n}: 1" for n in range(100)))
+    assert str(refused.value).count("no such field") == 10
+
+
+def test_what_kubernetes_knows_and_what_is_free_to_choose_is_accepted(tmp_path: Path) -> None:
+    container = (
+        "env: [{name: A, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}], "
+        "resources: {limits: {nvidia.com/gpu: 1}}, securityContext: {capabilities: {drop: [ALL]}}"
+    )
+    template = "metadata: {labels: {app.kubernetes.io/name: x}, annotations: {free: text}},"
+    job = load_with(tmp_path, container=container, template=template, metadata="labels: {team: a}")
+    assert job.manifest["spec"]["template"]["metadata"]["labels"] == {"app.kubernetes.io/name": "x"}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.yaml")), ids=lambda p: p.name)
+def test_example_has_no_field_that_there_is_not(path: Path) -> None:
+    assert load(path, (), Asked()).name
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("replicas: 3", "line 6: 'replicas' is given already in line 5; remove one of them"),
+        (
+            "elastic:\n    minReplicas: 1\n    minReplicas: 2",
+            "line 8: 'minReplicas' is given already in line 7; remove",
+        ),
+    ],
+)
+def test_key_that_is_there_twice_is_refused_with_both_lines(spec: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match=problem):
+        load_with(tmp_path, spec=spec)
+
+
+def test_merge_key_that_fills_in_a_default_is_no_repetition(tmp_path: Path) -> None:
+    container = "env: [&a {name: A, value: '1'}, {<<: *a, name: B}]"
+    found = load_with(tmp_path, container=container).manifest["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert found == [{"name": "A", "value": "1"}, {"name": "B", "value": "1"}]
 
 
 def test_script_becomes_a_job_of_its_name_that_commits_to_the_folder(tmp_path: Path) -> None:
@@ -100,8 +194,11 @@ def test_store_that_is_asked_for_replaces_the_jobs(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a: [", "not YAML"),
-        ("kind: Pod", "0 documents of kind TrainingJob"),
+        ("kind: Pod", "0 documents of kind TrainingJob, beside Pod"),
         ("kind: TrainingJob\n---\nkind: TrainingJob", "2 documents of kind TrainingJob"),
+        ("kind: TrainingJob\n---\nkind: Secret", "1 documents of kind TrainingJob, beside Secret"),
+        ("- 1", "0 documents of kind TrainingJob, beside list"),
+        ("kind: TrainingJob\nmetadata: {name: x}", "apiVersion: 'None'; everstep.dev/v1alpha1 is expected"),
         ("kind: TrainingJob", "metadata: must be an object"),
         ("[" * 5000, "not YAML"),
     ],
@@ -122,7 +219,7 @@ def test_missing_file_and_arguments_of_a_job_are_refused(tmp_path: Path) -> None
 
 def test_job_that_is_no_object_is_left_to_the_api_server(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump({"kind": "TrainingJob", "metadata": {"name": "x"}, "spec": "no"}))
+    path.write_text(yaml.safe_dump({**HEAD, "spec": "no"}))
     assert placed(path, Asked(workers=2), tmp_path).manifest["spec"] == "no"
 
 

@@ -13,18 +13,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import yaml
-
 from everstep.contract import labels
+from everstep_operator.local.run.manifest import JobFileError, read
 
-MAX_FILE = 4 * 1024 * 1024  # bytes; the API server takes no more than 3 MiB
 MAX_NAME = 48
-MAX_VALUES = 100_000  # of a document, each counted as often as an alias repeats it
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-
-
-class JobFileError(Exception):
-    """The file cannot be run; the text names the file, the field and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,7 @@ def load(path: Path, arguments: Sequence[str], asked: Asked) -> Prepared:
     else:
         if arguments:
             raise JobFileError(f"{path}: arguments are for scripts; a job's are in its container's command")
-        manifest = _of_yaml(path)
+        manifest = read(path)
     metadata = manifest["metadata"]
     metadata["name"] = asked.name or metadata.get("name") or ""
     metadata.setdefault("namespace", "default")
@@ -109,39 +102,6 @@ def _of_script(path: Path, arguments: Sequence[str], *, elastic: bool) -> dict[s
             "template": {"spec": {"containers": [container]}},
         },
     }
-
-
-def _of_yaml(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_FILE:
-        raise JobFileError(f"{path}: more than {MAX_FILE} bytes; this is no TrainingJob")
-    try:
-        documents = [d for d in yaml.safe_load_all(path.read_text("utf-8")) if d is not None]
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise JobFileError(f"{path}: not YAML: {e}") from e
-    except OSError as e:
-        raise JobFileError(f"{path}: cannot be read: {e.strerror}") from e
-    _require_bounded(path, documents)
-    jobs = [d for d in documents if isinstance(d, dict) and d.get("kind") == labels.KIND]
-    if len(jobs) != 1:
-        raise JobFileError(f"{path}: {len(jobs)} documents of kind {labels.KIND}; give a file with exactly one")
-    (job,) = jobs
-    if not isinstance(job.get("metadata"), dict):
-        raise JobFileError(f"{path}: metadata: must be an object with a name")
-    return job
-
-
-def _require_bounded(path: Path, documents: list[Any]) -> None:
-    """Aliases make a small file a large value; nobody below may have to expand it."""
-    left, waiting = MAX_VALUES, [*documents]
-    while waiting:
-        value = waiting.pop()
-        left -= 1
-        if left < 0:
-            raise JobFileError(f"{path}: more than {MAX_VALUES} values with its aliases expanded")
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
 
 
 def place_checkpoints(job: Prepared, asked: Asked, folder: Path) -> Prepared:
@@ -185,5 +145,7 @@ def read_secret(path: Path) -> dict[str, str]:
             continue
         if not equals or not name.strip().isidentifier():
             raise JobFileError(f"{path}:{number}: expected NAME=value")
+        if name.strip() in found:
+            raise JobFileError(f"{path}:{number}: {name.strip()} is given already; remove one of the lines")
         found[name.strip()] = value.strip()
     return found
