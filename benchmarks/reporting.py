@@ -20,11 +20,16 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).parent))
 from figures import Better, Figure, finish, parser, quantile
 
+from everstep.contract import labels
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.train.report import Reporter
-from everstep_operator.shell.gate import Gate, Leading
-from everstep_operator.shell.identity import IdentityCache, PodIdentity
+from everstep_operator.local.memory.cluster import MemoryCluster
+from everstep_operator.runtime.clock import SystemClock
+from everstep_operator.shell.claims import PodIdentity
+from everstep_operator.shell.gate import Gate, GateLimits, Leading
+from everstep_operator.shell.identity import IdentityCache
 from everstep_operator.shell.intake import IntakeSettings, ReportIntake
+from everstep_operator.shell.signatures import SigningKeys
 from everstep_operator.telemetry.metrics import Metrics
 
 WORKERS = 200
@@ -48,14 +53,31 @@ def closed_port() -> int:
         return int(s.getsockname()[1])
 
 
-async def measure(token: str, calls: int, reports: int) -> list[Figure]:
+async def measure(file: Path, calls: int, reports: int) -> list[Figure]:
     came: list[Report] = []
+    cluster = MemoryCluster(SystemClock())
+    pods = {
+        cluster.issue_token("default", "default", f"w{i}", f"uid-{i}", labels.TOKEN_AUDIENCE, 3600): PodIdentity(
+            "default", f"w{i}", f"uid-{i}"
+        )
+        for i in range(WORKERS)
+    }
 
-    async def authenticate(token: str) -> PodIdentity:
-        return PodIdentity("bench", token, token)
+    async def authenticate(token: str) -> PodIdentity | None:
+        return pods.get(token)
 
+    identities = IdentityCache(
+        authenticate,
+        audience=labels.TOKEN_AUDIENCE,
+        keys=SigningKeys(cluster.client().signing_keys, monotonic=time.monotonic),
+        monotonic=time.monotonic,
+        now=time.time,
+    )
+    file.write_text(next(iter(pods)))  # noqa: ASYNC240  # nothing else runs yet
+    token = str(file)
     intake = ReportIntake(
-        gate=Gate(IdentityCache(authenticate, monotonic=time.monotonic), Leading),
+        # What one pod may send in a second is another question: see hostile.py.
+        gate=Gate(identities, Leading, limits=GateLimits(calls_rate=1e6, bytes_rate=1e9)),
         accept=lambda _identity, report: came.append(report),
         metrics=Metrics(process=False),
         settings=IntakeSettings(host="127.0.0.1", port=0),
@@ -65,7 +87,7 @@ async def measure(token: str, calls: int, reports: int) -> list[Figure]:
         there = await asyncio.to_thread(call_microseconds, url, token, calls, 5.0)
         if not came:
             raise RuntimeError("none of the reports reached the operator that was there: the figures would say nothing")
-        rate = await load(url, reports)
+        rate = await load(url, list(pods), reports)
     away = call_microseconds(f"http://127.0.0.1:{closed_port()}{REPORT_PATH}", token, calls)
     none = call_microseconds(None, token, calls)
     lower, higher = Better.LOWER, Better.HIGHER
@@ -79,12 +101,12 @@ async def measure(token: str, calls: int, reports: int) -> list[Figure]:
     ]
 
 
-async def load(url: str, reports: int) -> float:
+async def load(url: str, tokens: list[str], reports: int) -> float:
     body = Report(Phase.TRAIN, rank=0, world_size=WORKERS, at=1.0, step=1, metrics={"loss": 0.5}).encode()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=WORKERS)) as session:
 
         async def worker(index: int) -> None:
-            headers = {"Authorization": f"Bearer token-{index}"}
+            headers = {"Authorization": f"Bearer {tokens[index]}"}
             for _ in range(reports // WORKERS):
                 async with session.post(url, data=body, headers=headers) as r:
                     if r.status != 204:
@@ -97,8 +119,6 @@ async def load(url: str, reports: int) -> float:
 
 if __name__ == "__main__":
     args = parser(__doc__).parse_args()
-    with tempfile.NamedTemporaryFile("w") as file:  # the token; reading it is part of a report's cost
-        file.write("token")
-        file.flush()
-        figures = asyncio.run(measure(file.name, *((500, 1000) if args.quick else (20_000, 20_000))))
+    with tempfile.TemporaryDirectory() as folder:  # of the token; reading it is part of a report's cost
+        figures = asyncio.run(measure(Path(folder) / "token", *((500, 1000) if args.quick else (20_000, 20_000))))
     sys.exit(finish(figures, args))

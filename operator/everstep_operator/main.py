@@ -29,12 +29,14 @@ from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
 from everstep_operator.shell import gate, intake
 from everstep_operator.shell.apply import Applier, Key
-from everstep_operator.shell.identity import IdentityCache, PodIdentity
+from everstep_operator.shell.claims import PodIdentity
+from everstep_operator.shell.identity import IdentityCache
 from everstep_operator.shell.reconcile import BY_NODE, BY_OWNER, Caches, Reconciler
 from everstep_operator.shell.record import Recorder
 from everstep_operator.shell.round_documents import JobRef, RoundDocuments
 from everstep_operator.shell.round_routes import RoundRoutes
 from everstep_operator.shell.rounds import Rounds
+from everstep_operator.shell.signatures import SigningKeys
 from everstep_operator.shell.wiring import (
     BY_UID,
     Wiring,
@@ -127,7 +129,6 @@ class Operator:
             jobs=JOBS,
             rounds=round_views(self.caches, self.rounds),
         )
-        self._identities = IdentityCache(authenticator(client), monotonic=clock.monotonic)
         wiring = Wiring(self.caches, self.queue, expectations, self.reconciler, clock, self.rounds, client)
         self.controller = Controller(
             "trainingjobs",
@@ -144,7 +145,15 @@ class Operator:
             wiring.accept(identity, report)
             on_report(identity, report)
 
-        checks = gate.Gate(self._identities, self._leadership)
+        self._identities = IdentityCache(
+            authenticator(client),
+            audience=labels.TOKEN_AUDIENCE,
+            keys=SigningKeys(client.signing_keys, monotonic=clock.monotonic),
+            monotonic=clock.monotonic,
+            now=lambda: clock.now().timestamp(),
+            exists=wiring.exists,
+        )
+        checks = gate.Gate(self._identities, self._leadership, tenant=wiring.tenant)
         self.intake = intake.ReportIntake(
             gate=checks,
             accept=accept,

@@ -1,98 +1,358 @@
-"""The identity cache: how often a token is checked, for how long it is believed, and what is kept of it."""
+"""The identity cache: which tokens are asked about, how often, how long they are believed, and who waits for whom."""
 
 import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
+from tokens import AUDIENCE, POD, Authority, Reviewer, pod
 
-from everstep_operator.shell.identity import MAX_TOKEN, IdentityCache, PodIdentity
+from everstep_operator.kube.client import KubeClient, TokenIdentity
+from everstep_operator.shell.claims import LEEWAY, MAX_TOKEN, ClaimsRefused, PodIdentity, read_claims
+from everstep_operator.shell.identity import (
+    MAX_OF_POD,
+    IdentityCache,
+    IdentityLimits,
+    Lane,
+    Refusal,
+    TooManyChecks,
+)
+from everstep_operator.shell.wiring import authenticator
 
-POD = PodIdentity("team-a", "digits-w0-0", "uid-1")
-
-
-class Reviewer:
-    """A TokenReview stand-in that counts, and a clock that tests move."""
-
-    def __init__(self) -> None:
-        self.valid: dict[str, PodIdentity] = {"good": POD}
-        self.checked: list[str] = []
-        self.parallel = self.most_parallel = 0
-        self.now = 1000.0
-
-    async def __call__(self, token: str) -> PodIdentity | None:
-        self.checked.append(token)
-        self.parallel += 1
-        self.most_parallel = max(self.parallel, self.most_parallel)
-        await asyncio.sleep(0.01)
-        self.parallel -= 1
-        if token == "broken":
-            raise ConnectionError("apiserver away")
-        return self.valid.get(token)
-
-    def cache(self, **bounds: int) -> IdentityCache:
-        return IdentityCache(self, monotonic=lambda: self.now, ttl=15, refused_ttl=2, **bounds)
+CLUSTER, FORGER = Authority(), Authority()
 
 
-async def test_answer_is_kept_for_its_time_and_then_asked_again() -> None:
-    cache = (reviewer := Reviewer()).cache()
-    assert [await cache.identify("good") for _ in range(3)] == [POD] * 3
-    assert reviewer.checked == ["good"]
-    del reviewer.valid["good"]  # the pod is deleted
+@pytest.fixture
+def reviewer() -> Reviewer:
+    return Reviewer(CLUSTER)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110  # the cache has no event for it
+            await asyncio.sleep(0)
+
+
+async def refused(cache: IdentityCache, token: str) -> str:
+    answer = await cache.identify(token)
+    assert isinstance(answer, Refusal)
+    return answer.reason
+
+
+async def outcome(cache: IdentityCache, token: str) -> str:
+    try:
+        answer = await cache.identify(token)
+    except TooManyChecks:
+        return "later"
+    return "refused" if isinstance(answer, Refusal) else "good"
+
+
+# --- answers and how long they hold
+
+
+async def test_answer_is_kept_for_its_time_and_then_asked_again(reviewer: Reviewer) -> None:
+    cache, token = reviewer.cache(), reviewer.issue()
+    assert [await cache.identify(token) for _ in range(3)] == [POD] * 3
+    assert reviewer.checked == [token]
+    reviewer.valid.clear()  # the pod is deleted
     reviewer.now += 15
-    assert await cache.identify("good") is None
+    await refused(cache, token)
 
 
-async def test_refusal_is_kept_shorter() -> None:
-    cache = (reviewer := Reviewer()).cache()
-    assert await cache.identify("new") is None
-    reviewer.valid["new"] = POD
-    assert await cache.identify("new") is None
+async def test_answer_that_grows_old_is_checked_again_and_nobody_waits_for_it(reviewer: Reviewer) -> None:
+    cache, token = reviewer.cache(), reviewer.issue()
+    await cache.identify(token)
+    reviewer.now += 11
+    reviewer.gate = asyncio.Event()
+    assert [await cache.identify(token) for _ in range(3)] == [POD] * 3  # while the review hangs
+    await until(lambda: len(reviewer.checked) == 2)
+    reviewer.gate.set()
+    await until(lambda: not cache.checks)
+    reviewer.now += 11
+    assert await cache.identify(token) == POD
+
+
+async def test_deleted_pod_is_not_believed_longer_when_its_check_fails_in_between(reviewer: Reviewer) -> None:
+    cache, token = reviewer.cache(), reviewer.issue()
+    await cache.identify(token)
+    reviewer.now += 11
+    reviewer.broken = ConnectionError("API server away")
+    assert await cache.identify(token) == POD
+    await until(lambda: not cache.checks)
+    reviewer.now += 4
+    with pytest.raises(ConnectionError):
+        await cache.identify(token)
+
+
+async def test_refusal_is_kept_shorter(reviewer: Reviewer) -> None:
+    cache, token = reviewer.cache(), CLUSTER.token()
+    await refused(cache, token)
+    reviewer.valid[token] = POD
+    await refused(cache, token)
     reviewer.now += 2
-    assert await cache.identify("new") == POD
+    assert await cache.identify(token) == POD
 
 
-async def test_concurrent_reports_share_one_check() -> None:
-    cache = (reviewer := Reviewer()).cache()
-    assert await asyncio.gather(*(cache.identify("good") for _ in range(50))) == [POD] * 50
-    assert reviewer.checked == ["good"]
+async def test_concurrent_reports_share_one_check(reviewer: Reviewer) -> None:
+    cache, token = reviewer.cache(), reviewer.issue()
+    assert await asyncio.gather(*(cache.identify(token) for _ in range(50))) == [POD] * 50
+    assert reviewer.checked == [token]
 
 
-async def test_caller_that_gives_up_does_not_take_the_check_from_others() -> None:
-    cache = Reviewer().cache()
-    first = asyncio.create_task(cache.identify("good"))
-    second = asyncio.create_task(cache.identify("good"))
+async def test_caller_that_gives_up_does_not_take_the_check_from_others(reviewer: Reviewer) -> None:
+    cache, token = reviewer.cache(), reviewer.issue()
+    first = asyncio.create_task(cache.identify(token))
+    second = asyncio.create_task(cache.identify(token))
     await asyncio.sleep(0)
     first.cancel()
     assert await second == POD
 
 
-async def test_many_tokens_are_checked_a_few_at_a_time_and_few_are_kept() -> None:
-    cache = (reviewer := Reviewer()).cache(max_parallel=4, max_entries=10)
-    await asyncio.gather(*(cache.identify(f"t{i}") for i in range(40)))
-    assert reviewer.most_parallel == 4
-    asked = len(reviewer.checked)
-    await asyncio.gather(*(cache.identify(f"t{i}") for i in range(40)))
-    assert len(reviewer.checked) - asked == 30
-
-
-async def test_failed_check_is_raised_and_not_kept() -> None:
-    cache = (reviewer := Reviewer()).cache()
+async def test_failed_check_is_raised_and_not_kept(reviewer: Reviewer) -> None:
+    cache, token = reviewer.cache(), reviewer.issue()
+    reviewer.broken = ConnectionError("API server away")
     for _ in range(2):
         with pytest.raises(ConnectionError):
-            await cache.identify("broken")
-    assert reviewer.checked == ["broken", "broken"]
+            await cache.identify(token)
+    assert reviewer.checked == [token, token]
 
 
-@pytest.mark.parametrize("token", ["", "x" * (MAX_TOKEN + 1)])
-async def test_impossible_token_is_refused_unchecked(token: str) -> None:
-    cache = (reviewer := Reviewer()).cache()
-    assert await cache.identify(token) is None
+async def test_review_that_names_another_pod_than_the_token_is_not_believed(reviewer: Reviewer) -> None:
+    cache, token = reviewer.cache(), CLUSTER.token(POD)
+    reviewer.valid[token] = pod(7)
+    await refused(cache, token)
+
+
+async def test_forget_asks_again_and_the_token_is_nowhere_in_memory(reviewer: Reviewer) -> None:
+    cache, token = reviewer.cache(), reviewer.issue()
+    await cache.identify(token)
+    assert token not in repr({name: getattr(cache, name) for name in vars(cache)})
+    cache.forget()
+    await cache.identify(token)
+    assert reviewer.checked == [token, token]
+
+
+# --- what costs no request
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        ("", "no service account's token"),
+        ("x" * (MAX_TOKEN + 1), "no service account's token"),
+        ("a.b", "no service account's token"),
+        ("a.b.c.d", "no service account's token"),
+        ("..", "no service account's token"),
+        ("eyJh.eyJh.eyJh", "bound to a pod"),
+        ("ä.ö.ü", "bound to a pod"),
+        (CLUSTER.token(aud=["https://kubernetes.default.svc"]), "another audience"),
+        (CLUSTER.token(aud="vault"), "another audience"),
+        (CLUSTER.token(aud=[str(i) for i in range(100)]), "bound to a pod"),
+        (CLUSTER.token(exp=time.time() - LEEWAY - 10), "expired"),
+        (CLUSTER.token(exp=None), "bound to a pod"),
+        (CLUSTER.token(sub="alice"), "subject"),
+        (CLUSTER.token(sub="system:serviceaccount:team-b:default"), "subject"),
+        (CLUSTER.token(**{"kubernetes.io": {"namespace": "team-a"}}), "bound to a pod"),
+        (CLUSTER.token(**{"kubernetes.io": None}), "bound to a pod"),
+    ],
+)
+async def test_token_that_cannot_be_a_workers_is_refused_without_a_review(
+    reviewer: Reviewer, token: str, reason: str
+) -> None:
+    cache = reviewer.cache()
+    assert reason in await refused(cache, token)
+    assert (reviewer.checked, reviewer.key_reads) == ([], 0)
+
+
+def test_clock_of_the_api_server_that_is_somewhat_behind_ours_refuses_nobody() -> None:
+    claims = read_claims(CLUSTER.token(exp=1000.0), AUDIENCE, 1000.0 + LEEWAY - 1)
+    assert claims.pod == POD
+    with pytest.raises(ClaimsRefused):
+        read_claims(CLUSTER.token(exp=1000.0), AUDIENCE, 1000.0 + LEEWAY)
+
+
+async def test_forged_tokens_cost_no_review_once_the_keys_are_at_hand(reviewer: Reviewer) -> None:
+    cache = await reviewer.cache_with_keys()
+    head, body, signature = CLUSTER.token(POD).split(".")
+    forged = [FORGER.token(pod(i)) for i in range(200)]
+    forged += [f"{head}.{FORGER.token(pod(9)).split('.')[1]}.{signature}", f"{head}.{body}.", f"{head}.{body}.é"]
+    forged += [f"{head}.{body}.{signature[:-8]}AAAAAAAA", f"{head}.{body}.A"]
+    for token in forged:
+        await refused(cache, token)
+    assert reviewer.checked == []
+    assert await cache.identify(reviewer.issue()) == POD
+
+
+async def test_key_set_cannot_bring_in_a_key_that_anybody_has(reviewer: Reviewer) -> None:
+    reviewer.keys = [{"kty": "oct", "k": "c2VjcmV0", "kid": "k1", "alg": "HS256"}, {"kty": "odd"}, {}]
+    cache = await reviewer.cache_with_keys()
+    await refused(cache, CLUSTER.token(POD))
+    assert len(reviewer.checked) == 1  # nothing is decided by such a key
+
+
+async def test_token_of_a_key_that_is_new_is_reviewed_and_the_keys_are_read_again(reviewer: Reviewer) -> None:
+    cache = await reviewer.cache_with_keys()
+    newer = Authority("k2")
+    reviewer.keys = [CLUSTER.jwk(), newer.jwk()]
+    token = newer.token(POD)
+    reviewer.valid[token] = POD
+    assert await cache.identify(token) == POD
+    await cache._keys.ready()
+    reviewer.checked.clear()
+    forged = Authority("k2").token(pod(1))
+    assert "not signed" in await refused(cache, forged)
     assert reviewer.checked == []
 
 
-async def test_forget_asks_again_and_the_token_is_nowhere_in_memory() -> None:
-    cache = (reviewer := Reviewer()).cache()
-    await cache.identify("good")
-    assert "good" not in repr(vars(cache)["_answers"])
+async def test_unknown_keys_make_nobody_read_the_keys_all_the_time(reviewer: Reviewer) -> None:
+    cache = await reviewer.cache_with_keys()
+    before = reviewer.key_reads
+    for i in range(50):
+        await outcome(cache, Authority(f"made-up-{i}").token(pod(i)))
+        await cache._keys.ready()
+    assert reviewer.key_reads - before == 1
+
+
+async def test_keys_that_may_not_be_read_are_said_once_with_what_to_do(
+    reviewer: Reviewer, caplog: pytest.LogCaptureFixture
+) -> None:
+    reviewer.keys = None
+    cache = reviewer.cache()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert await cache.identify(reviewer.issue()) == POD
+            await cache._keys.ready()
+            reviewer.now += 1000
+    told = [record.reason for record in caplog.records if record.name == "everstep.signatures"]  # type: ignore[attr-defined]
+    assert len(told) == 1
+    assert "system:service-account-issuer-discovery" in told[0]
+
+
+# --- what a review confirms
+
+
+class Confirms:
+    """An API server that confirms every token, for these audiences."""
+
+    def __init__(self, *audiences: str) -> None:
+        self._identity = TokenIdentity("system:serviceaccount:team-a:default", audiences, POD.pod_name, POD.pod_uid)
+
+    async def review_token(self, token: str, audiences: Sequence[str]) -> TokenIdentity:
+        return self._identity
+
+
+@pytest.mark.parametrize(
+    ("audiences", "known"),
+    [
+        ((AUDIENCE,), POD),
+        (("other", AUDIENCE), POD),
+        ((), None),  # a server that does not know audiences
+        (("https://kubernetes.default.svc",), None),
+    ],
+)
+async def test_review_counts_only_for_our_audience(audiences: tuple[str, ...], known: PodIdentity | None) -> None:
+    assert await authenticator(cast(KubeClient, Confirms(*audiences)))("any") == known
+
+
+# --- who waits for whom
+
+
+async def test_tokens_that_are_made_up_delay_no_token_that_was_good(reviewer: Reviewer) -> None:
+    reviewer.keys = None  # nothing is known of signatures
+    cache, token = reviewer.cache(), reviewer.issue()
+    await cache.identify(token)
+    reviewer.now += 15
+    gates = {True: None, False: asyncio.Event()}
+
+    async def review(asked: str) -> PodIdentity | None:  # made-up ones take the API server for ever
+        gate = gates[asked == token]
+        if gate is not None:
+            await gate.wait()
+        return reviewer.valid.get(asked)
+
+    cache._authenticate = review
+    flood = [asyncio.create_task(outcome(cache, FORGER.token(pod(i, f"ns-{i}")))) for i in range(3000)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        assert await cache.identify(token) == POD
+    assert cache.checks <= 64
+    gates[False].set()  # type: ignore[union-attr]
+    assert set(await asyncio.gather(*flood)) == {"later", "refused"}
+
+
+async def test_made_up_tokens_delay_no_pod_that_exists(reviewer: Reviewer) -> None:
+    reviewer.keys = None
+    cache, token = reviewer.cache(exists=lambda who: who == POD), reviewer.issue()
+    real = reviewer.review
+    hang = asyncio.Event()
+
+    async def review(asked: str) -> PodIdentity | None:
+        if asked != token:
+            await hang.wait()
+        return await real(asked)
+
+    cache._authenticate = review
+    flood = [asyncio.create_task(outcome(cache, FORGER.token(pod(i, f"ns-{i}")))) for i in range(500)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        assert await cache.identify(token) == POD
+    hang.set()
+    await asyncio.gather(*flood)
+
+
+async def test_tokens_of_one_namespace_leave_room_for_another(reviewer: Reviewer) -> None:
+    """Signed ones: of tenants that have many."""
+    cache = await reviewer.cache_with_keys(
+        IdentityLimits(waiting=dict.fromkeys(Lane, 64), parallel=dict.fromkeys(Lane, 1))
+    )
+    reviewer.gate = asyncio.Event()
+    many = [asyncio.create_task(outcome(cache, CLUSTER.token(pod(i)))) for i in range(200)]
+    await asyncio.sleep(0)
+    assert cache.checks == 32
+    mine = asyncio.create_task(outcome(cache, reviewer.issue()))
+    await asyncio.sleep(0)
+    reviewer.gate.set()
+    assert await mine == "good"
+    assert (await asyncio.gather(*many)).count("later") == 168
+
+
+async def test_refusals_push_out_no_answer(reviewer: Reviewer) -> None:
+    cache = reviewer.cache(IdentityLimits(accepted=100, refused=50))
+    good = [reviewer.issue(pod(i)) for i in range(100)]
+    for token in good:
+        await cache.identify(token)
+    for i in range(500):
+        await refused(cache, CLUSTER.token(pod(i, "others")))
+    reviewer.checked.clear()
+    assert [await outcome(cache, token) for token in good] == ["good"] * 100
+    assert reviewer.checked == []
+    assert len(cache._refused) == 50
+
+
+async def test_one_pod_with_many_tokens_pushes_out_only_its_own(reviewer: Reviewer) -> None:
+    cache = reviewer.cache(IdentityLimits(accepted=50))
+    mine = reviewer.issue()
+    await cache.identify(mine)
+    for i in range(200):
+        token = CLUSTER.token(pod(1), jti=str(i))
+        reviewer.valid[token] = pod(1)
+        await cache.identify(token)
+    reviewer.checked.clear()
+    assert await cache.identify(mine) == POD
+    assert reviewer.checked == []
+    assert len(cache._good) == MAX_OF_POD + 1
+    reviewer.now += 1000
     cache.forget()
-    await cache.identify("good")
-    assert reviewer.checked == ["good", "good"]
+    assert not cache._tokens_of
+
+
+async def test_many_tokens_are_checked_a_few_at_a_time_and_few_are_kept(reviewer: Reviewer) -> None:
+    cache = await reviewer.cache_with_keys(IdentityLimits(accepted=10, parallel=dict.fromkeys(Lane, 4)))
+    tokens = [reviewer.issue(pod(i, f"ns-{i}")) for i in range(40)]
+    await asyncio.gather(*(cache.identify(token) for token in tokens))
+    assert reviewer.most_parallel == 4
+    asked = len(reviewer.checked)
+    await asyncio.gather(*(cache.identify(token) for token in tokens))
+    assert len(reviewer.checked) - asked == 30

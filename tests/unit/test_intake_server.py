@@ -1,23 +1,26 @@
 """The report intake over real sockets: who may report, what is refused and with which reason."""
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
 import pytest
+from tokens import POD, Authority, Reviewer, pod
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, Phase, Report
-from everstep_operator.shell.gate import Following, Gate, Leadership, Leading, NoLeader
-from everstep_operator.shell.identity import IdentityCache, PodIdentity
+from everstep_operator.shell.claims import PodIdentity
+from everstep_operator.shell.gate import Following, Gate, GateLimits, Leadership, Leading, NoLeader
 from everstep_operator.shell.intake import IntakeSettings, ReportIntake, ReportRefused
 from everstep_operator.telemetry.metrics import Metrics
 
-POD = PodIdentity("team-a", "digits-w0-0", "uid-1")
+CLUSTER = Authority()
+TOKEN = CLUSTER.token(POD)
 REPORT = Report(Phase.TRAIN, rank=0, world_size=2, at=100.0, step=5, metrics={"loss": 0.5})
 BODY = REPORT.encode()
-GOOD = {"Authorization": "Bearer good"}
+GOOD = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @dataclass
@@ -25,7 +28,7 @@ class World:
     """What the server is told, and what it hands on."""
 
     leadership: Leadership = field(default_factory=Leading)
-    tokens: dict[str, PodIdentity] = field(default_factory=lambda: {"good": POD})
+    tokens: dict[str, PodIdentity] = field(default_factory=lambda: {TOKEN: POD})
     checks: list[str] = field(default_factory=list)
     checking: asyncio.Event = field(default_factory=asyncio.Event)
     accepted: list[tuple[PodIdentity, Report]] = field(default_factory=list)
@@ -56,10 +59,13 @@ class World:
 
 @asynccontextmanager
 async def serving(
-    world: World, body_seconds: float = 5.0, check_seconds: float = 5.0, max_in_flight: int = 512
+    world: World, body_seconds: float = 5.0, check_seconds: float = 5.0, max_in_flight: int = 512, **bounds: float
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    identities = IdentityCache(world.authenticate, monotonic=asyncio.get_running_loop().time)
-    gate = Gate(identities, lambda: world.leadership, body_seconds=body_seconds, check_seconds=check_seconds)
+    reviewer = Reviewer(CLUSTER)
+    reviewer.review = world.authenticate  # type: ignore[method-assign]
+    identities = reviewer.cache(monotonic=asyncio.get_running_loop().time)
+    limits = GateLimits(body_seconds=body_seconds, check_seconds=check_seconds, **bounds)
+    gate = Gate(identities, lambda: world.leadership, limits=limits)
     intake = ReportIntake(
         gate=gate,
         accept=world.accept,
@@ -143,7 +149,7 @@ async def test_body_that_does_not_arrive_gets_408() -> None:
     async with serving(world := World(), body_seconds=0.2):
         host, port = world.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST {REPORT_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer good\r\nContent-Length: 100\r\n\r\n"
+        head = f"POST {REPORT_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n"
         writer.write(head.encode() + b"{")
         async with asyncio.timeout(5):
             assert b" 408 " in await reader.readline()
@@ -187,19 +193,75 @@ async def test_error_in_the_operator_gets_500_and_the_server_goes_on() -> None:
         assert (await post(session))[0] == 204
 
 
-async def test_more_reports_than_the_bound_get_503() -> None:
-    world = World(gate=asyncio.Event(), tokens={"good": POD, "other": POD})
-    async with serving(world, max_in_flight=2) as session:
-        headers = [{"Authorization": f"Bearer {token}"} for token in world.tokens]
-        waiting = [asyncio.create_task(post(session, headers=one)) for one in headers]
-        async with asyncio.timeout(5):
-            while len(world.checks) < 2:  # noqa: ASYNC110  # both wait for the check of their token
+async def half_sent(url: str, token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A report of 16 KiB of which one byte comes."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST {REPORT_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 16000\r\n\r\n"
+    writer.write(head.encode() + b"{")
+    return reader, writer
+
+
+async def answered(connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> int:
+    """How many were answered by now, though their bodies have not come."""
+    return sum(len(reader._buffer) > 0 for reader, _ in connections)  # type: ignore[attr-defined]
+
+
+async def test_half_sent_reports_of_one_tenant_leave_room_for_another() -> None:
+    other = CLUSTER.token(pod(1))
+    world = World(tokens={TOKEN: POD, other: pod(1)})
+    async with serving(world, body_seconds=60, max_in_flight=64, calls_burst=1000) as session:
+        held = [await half_sent(world.url, other) for _ in range(100)]
+        async with asyncio.timeout(10):
+            while await answered(held) < 87:  # noqa: ASYNC110  # 13 wait for their bodies: a pod's share
                 await asyncio.sleep(0.01)
-            statuses = [(await post(session))[0] for _ in range(3)]
-        assert statuses == [503, 503, 503]
-        assert world.gate is not None
-        world.gate.set()
-        assert [(await task)[0] for task in waiting] == [204, 204]
+        assert await post(session) == (204, "")
+        assert world.counted("busy") == 87
+        for _, writer in held:
+            writer.close()
+
+
+async def test_bodies_that_do_not_arrive_leave_memory_for_others() -> None:
+    other = CLUSTER.token(pod(1))
+    world = World(tokens={TOKEN: POD, other: pod(1)})
+    async with serving(world, body_seconds=60, body_bytes=64_000, calls_burst=1000) as session:
+        held = [await half_sent(world.url, other) for _ in range(10)]
+        async with asyncio.timeout(10):
+            while await answered(held) < 9:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await post(session) == (204, "")
+        for _, writer in held:
+            writer.close()
+
+
+async def test_pod_that_calls_too_often_is_slowed_down_and_then_refused_and_others_are_not() -> None:
+    other = CLUSTER.token(pod(1))
+    world = World(tokens={TOKEN: POD, other: pod(1)})
+    async with serving(world, calls_rate=20, calls_burst=10, patience=0.5) as session:
+        flood = await asyncio.gather(*(post(session, headers={"Authorization": f"Bearer {other}"}) for _ in range(60)))
+        assert await post(session) == (204, "")
+    statuses = [status for status, _ in flood]
+    # The burst, and what fits into the patience.
+    assert 20 <= statuses.count(204) <= 40
+    assert {reason for status, reason in flood if status == 503} == {"more than 20 calls a second of this pod"}
+
+
+async def test_pod_that_sends_too_many_bytes_is_refused_before_they_are_read() -> None:
+    other = CLUSTER.token(pod(1))
+    world = World(tokens={TOKEN: POD, other: pod(1)})
+    async with serving(world, bytes_rate=10, bytes_burst=20_000) as session:
+        headers = {"Authorization": f"Bearer {other}"}
+        answers = [(await post(session, b"{" + b" " * 15_000, headers))[0] for _ in range(5)]
+        assert answers == [400, 400, 503, 503, 503]
+        assert await post(session) == (204, "")
+
+
+async def test_compressed_body_is_not_unpacked() -> None:
+    small = zlib.compress(b" " * 2**24)
+    async with serving(World()) as session:
+        headers = {**GOOD, "Content-Encoding": "deflate"}
+        assert (await post(session, small[:MAX_REPORT_BYTES], headers))[0] == 400
+        assert await post(session) == (204, "")
 
 
 async def test_probes_and_metrics_answer_on_every_replica() -> None:
@@ -237,7 +299,7 @@ async def test_sender_that_goes_away_in_the_middle_leaves_no_trace(caplog: pytes
     async with serving(world := World(gate=asyncio.Event())):
         host, port = world.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST {REPORT_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer good\r\nContent-Length: 100\r\n\r\n"
+        head = f"POST {REPORT_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n"
         writer.write(head.encode())
         async with asyncio.timeout(5):
             await world.checking.wait()
@@ -254,8 +316,7 @@ async def test_port_in_use_is_an_error_at_start() -> None:
     world = World()
     async with serving(world):
         settings = IntakeSettings(host="127.0.0.1", port=int(world.url.rsplit(":", 1)[1]))
-        identities = IdentityCache(world.authenticate, monotonic=asyncio.get_running_loop().time)
-        gate = Gate(identities, Leading)
+        gate = Gate(Reviewer(CLUSTER).cache(), Leading)
         other = ReportIntake(gate=gate, accept=world.accept, metrics=world.metrics, settings=settings)
         with pytest.raises(OSError):
             await other.start()

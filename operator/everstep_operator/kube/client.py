@@ -188,3 +188,10 @@ class KubeClient(Protocol):
     async def review_token(self, token: str, audiences: Sequence[str]) -> TokenReview:
         """Whose token it is, if it is valid for one of `audiences`. The token is never logged."""
         ...
+
+    async def signing_keys(self) -> Mapping[str, Any]:
+        """The public keys that service accounts' tokens are signed with: a JSON Web Key Set (RFC 7517).
+
+        `Forbidden` where this account may not read them.
+        """
+        ...

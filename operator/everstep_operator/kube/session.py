@@ -33,6 +33,7 @@ class Request:
     query: tuple[tuple[str, str], ...] = ()
     body: Mapping[str, Any] | None = None
     content_type: str = "application/json"
+    accept: str = "application/json"
     total: float = 30.0
     connect: float = 5.0
 
@@ -128,7 +129,7 @@ class _BadCertificate(ConnectionFailed):
 
 async def _call(api: Any, request: Request) -> aiohttp.ClientResponse:
     # Identity: compressing a list costs the server more than the wire saves inside a cluster.
-    headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": request.content_type}
+    headers = {"Accept": request.accept, "Accept-Encoding": "identity", "Content-Type": request.content_type}
     method, url, headers, body, _ = await api.param_serialize(
         request.method,
         request.path,

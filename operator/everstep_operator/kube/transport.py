@@ -263,6 +263,16 @@ class HttpKubeClient:
         request = Request("POST", "/apis/authentication.k8s.io/v1/tokenreviews", where, body=body)
         return _review(await self._exchange(request, idempotent=True), where)
 
+    async def signing_keys(self) -> Mapping[str, Any]:
+        where = "get jwks"
+        # The server answers 406 to whoever accepts only plain JSON.
+        request = Request("GET", "/openid/v1/jwks", where, accept="application/jwk-set+json")
+        body = await self._exchange(request, idempotent=True)
+        try:
+            return msgspec.json.decode(body, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise ServerError(f"the answer is no key set: {error}", where=where) from error
+
     async def _write(
         self,
         method: str,

@@ -2,23 +2,29 @@
 
 Only the leader answers, because only it plans and only its memory counts; a follower sends workers on to it (307).
 Identity comes from the token alone. Knows nothing of what is said. Invariants: an unknown sender gets nothing of its
-body read; a body is bounded in size and time.
+body read; a body is bounded in size and time; nobody has more than their share (`tenants`) of calls, of memory for
+bodies, of requests a second and of bytes a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
 from aiohttp import web
 
-from everstep_operator.shell.identity import IdentityCache, PodIdentity
+from everstep_operator.shell.claims import PodIdentity
+from everstep_operator.shell.identity import IdentityCache, Refusal, TooManyChecks
+from everstep_operator.shell.tenants import Rates, Shares, Tenant
 from everstep_operator.telemetry.metrics import ReportResult
 
 log = logging.getLogger("everstep.gate")
+
+MANY = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,29 @@ def unauthorized(reason: str) -> Answer:
     return Answer(401, reason, ReportResult.UNAUTHORIZED, {"WWW-Authenticate": "Bearer"})
 
 
+@dataclass(frozen=True, slots=True)
+class GateLimits:
+    """Rates and bursts are a pod's; of bytes its job and its namespace have twice and four times as much."""
+
+    check_seconds: float = 5.0  # for the check of a token
+    body_seconds: float = 5.0  # for a body to arrive
+    body_bytes: int = 64 * 2**20  # of all bodies that are being read
+    calls_rate: float = 50.0  # a second: a worker makes two reports and a renewal or two
+    calls_burst: float = 200.0
+    # A byte of a document costs some 35 ns of the event loop: a job's 128 KiB a second are half a percent of it.
+    bytes_rate: float = 64 * 2**10
+    bytes_burst: float = 8 * 2**20
+    patience: float = 1.0  # seconds for which a request waits that comes too early, before it is refused
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who speaks, and whose part of the operator that takes."""
+
+    pod: PodIdentity
+    tenant: Tenant
+
+
 class Gate:
     """`leadership` is asked at each request and must not block."""
 
@@ -74,12 +103,16 @@ class Gate:
         identities: IdentityCache,
         leadership: Callable[[], Leadership],
         *,
-        check_seconds: float = 5.0,
-        body_seconds: float = 5.0,
+        tenant: Callable[[PodIdentity], Tenant] = lambda pod: Tenant(pod.namespace, "", pod.pod_uid),
+        limits: GateLimits | None = None,
     ) -> None:
-        """`check_seconds` for the check of a token, `body_seconds` for a body to arrive."""
-        self._identities, self._leadership = identities, leadership
-        self._check_seconds, self._body_seconds = check_seconds, body_seconds
+        """`tenant` says of which job a pod is; it must not block."""
+        self._identities, self._leadership, self._tenant = identities, leadership, tenant
+        self._limits = limits = limits or GateLimits()
+        self._bodies = Shares(limits.body_bytes)
+        # A job has as many pods as its namespace's quota lets it have, and each speaks: only pods are slowed down.
+        self._calls = Rates(limits.calls_rate, limits.calls_burst, (MANY, MANY, 1.0))
+        self._bytes = Rates(limits.bytes_rate, limits.bytes_burst)
         self._unchecked: str | None = None  # why tokens cannot be checked at the moment
 
     def elsewhere(self, request: web.Request) -> Answer | None:
@@ -95,39 +128,88 @@ class Gate:
             case other:
                 assert_never(other)
 
-    async def admit(self, request: web.Request) -> PodIdentity | Answer:
-        """The pod behind the request, or the answer that it gets instead."""
+    @asynccontextmanager
+    async def admitted(self, request: web.Request, room: Shares) -> AsyncIterator[Sender | Answer]:
+        """Who is behind the request, with a place in `room` until the end; or the answer that it gets instead."""
+        identity = await self._admit(request)
+        if isinstance(identity, Answer):
+            yield identity
+            return
+        tenant = self._tenant(identity)
+        with room.taken(tenant) as given:
+            if not given:
+                yield later("too many calls at once, of this pod, its job, its namespace or all", ReportResult.BUSY)
+                return
+            wait = self._calls.spend(tenant, 1.0, _now(), self._limits.patience)
+            if wait is None:
+                yield later(f"more than {self._limits.calls_rate:g} calls a second of this pod", ReportResult.BUSY)
+                return
+            if wait:
+                await asyncio.sleep(wait)
+            yield Sender(identity, tenant)
+
+    async def _admit(self, request: web.Request) -> PodIdentity | Answer:
         if (answer := self.elsewhere(request)) is not None:
             return answer
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             return unauthorized("send the pod's token as `Authorization: Bearer …`")
         try:
-            async with asyncio.timeout(self._check_seconds):
+            async with asyncio.timeout(self._limits.check_seconds):
                 identity = await self._identities.identify(token.strip())
+        except TooManyChecks as e:
+            return later(str(e), ReportResult.BUSY)
         except Exception as e:
             reason = f"{type(e).__name__}: {e}"
             if reason != self._unchecked:  # every worker of every job runs into it: said when it changes
                 self._unchecked = reason
                 log.warning("cannot check the tokens of workers", extra={"reason": reason})
             return later("the token cannot be checked at the moment", ReportResult.UNAVAILABLE)
+        if isinstance(identity, Refusal):
+            return unauthorized(identity.reason)
         self._unchecked = None
-        return identity or unauthorized("the token is not valid for this operator, or its pod is gone")
+        return identity
 
-    async def body(self, request: web.Request, limit: int) -> bytes | Answer:
-        """The request's body of at most `limit` bytes, or the answer to one that is larger or does not arrive."""
+    async def body(self, request: web.Request, limit: int, sender: Sender) -> bytes | Answer:
+        """The request's body of at most `limit` bytes, or the answer to one that is larger, does not arrive, or is more
+        than the sender's share."""
+        declared = request.content_length
+        if (declared or 0) > limit:
+            return _too_large(limit)
+        # What is not declared may become as large as it is allowed to.
+        amount = limit if declared is None else declared
+        with self._bodies.taken(sender.tenant, amount) as given:
+            if not given:
+                return later("too many bodies at once, of this pod, its job, its namespace or all", ReportResult.BUSY)
+            if self._bytes.spend(sender.tenant, amount, _now()) is None:
+                return later(
+                    f"more than {self._limits.bytes_rate / 1024:g} KiB a second of this pod, or of its job",
+                    ReportResult.BUSY,
+                )
+            return await self._read(request, limit)
+
+    async def _read(self, request: web.Request, limit: int) -> bytes | Answer:
         parts: list[bytes] = []
-        size = request.content_length or 0
+        size = 0
         try:
-            async with asyncio.timeout(self._body_seconds):
+            async with asyncio.timeout(self._limits.body_seconds):
                 while size <= limit:
                     part = await request.content.readany()
                     if not part:
                         return b"".join(parts)
                     parts.append(part)
-                    size = max(size, sum(map(len, parts)))
+                    size += len(part)
         except (TimeoutError, ConnectionError):  # a connection that breaks here was a worker that died
-            return Answer(408, f"the body did not arrive within {self._body_seconds} s", ReportResult.TIMED_OUT)
+            seconds = self._limits.body_seconds
+            return Answer(408, f"the body did not arrive within {seconds:g} s", ReportResult.TIMED_OUT)
         except web.RequestPayloadError as e:
             return Answer(400, f"the body cannot be read: {e}", ReportResult.MALFORMED)
-        return Answer(413, f"at most {limit} bytes are taken", ReportResult.TOO_LARGE)
+        return _too_large(limit)
+
+
+def _too_large(limit: int) -> Answer:
+    return Answer(413, f"at most {limit} bytes are taken", ReportResult.TOO_LARGE)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

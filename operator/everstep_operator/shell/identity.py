@@ -1,8 +1,11 @@
-"""Who is behind a bearer token, without asking Kubernetes for every report.
+"""Who is behind a bearer token, without asking Kubernetes for every report, nor for what anybody can make up.
 
-A token's check (TokenReview) costs a request, a worker reports twice a second: answers are kept for a short while under
-the token's SHA-256, never under the token. Invariants: the token itself is neither kept nor logged; memory and parallel
-checks are bounded; a deleted pod's token is believed for at most `ttl` seconds more.
+A token's check (TokenReview) costs a request, and a worker reports twice a second: answers are kept for a short while
+under the token's SHA-256, never under the token. What a token says of itself, and the cluster's signature, are judged
+here first (`claims`, `signatures`). What is left waits in one of four lanes, so that no token delays one that is known
+better. Invariants: the token itself is neither kept nor logged; memory, parallel checks and what waits for them are
+bounded, for a pod too; what is refused pushes out nothing that was accepted; a deleted pod's token is believed for at
+most `ttl` seconds more.
 """
 
 from __future__ import annotations
@@ -11,27 +14,60 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
-MAX_TOKEN = 16 * 1024  # characters; a projected token has about 1,200
-
-
-@dataclass(frozen=True, slots=True)
-class PodIdentity:
-    """The pod that a token is bound to."""
-
-    namespace: str
-    pod_name: str
-    pod_uid: str
-
+from everstep_operator.shell.claims import ClaimsRefused, PodIdentity, read_claims
+from everstep_operator.shell.signatures import Proof, SigningKeys
+from everstep_operator.shell.tenants import Shares, Tenant
 
 Authenticate = Callable[[str], Awaitable[PodIdentity | None]]
 
+NOT_VALID = "the token is not valid for this operator, or its pod is gone"
+MAX_OF_POD = 4  # tokens that are believed: the kubelet renews one before it ends
+
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    identity: PodIdentity | None
-    until: float  # monotonic seconds
+class Refusal:
+    """The token names nobody; `reason` is sent to the sender."""
+
+    reason: str
+
+
+class TooManyChecks(Exception):  # it is an answer to the sender, not a fault of the operator
+    """So many tokens wait for their check that this one would not be reached in time."""
+
+
+class Lane(Enum):
+    """By what is known of a token before its review."""
+
+    KNOWN = "it was good a moment ago"
+    SIGNED = "the cluster has signed it"
+    CLAIMED = "it claims to be a pod that exists"
+    STRANGER = "nothing speaks for it"
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityLimits:
+    """`parallel` and `waiting` are checks in each lane; times are seconds."""
+
+    ttl: float = 15.0
+    refresh: float = 10.0  # age from which an answer is checked again, while it still holds: no worker waits for that
+    refused_ttl: float = 2.0  # shorter, because the next token file may be right
+    accepted: int = 20_000
+    refused: int = 4_096
+    parallel: dict[Lane, int] = field(
+        default_factory=lambda: {Lane.KNOWN: 8, Lane.SIGNED: 8, Lane.CLAIMED: 4, Lane.STRANGER: 2}
+    )
+    waiting: dict[Lane, int] = field(
+        default_factory=lambda: {Lane.KNOWN: 20_000, Lane.SIGNED: 2_048, Lane.CLAIMED: 1_024, Lane.STRANGER: 64}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Good:
+    identity: PodIdentity
+    at: float  # monotonic seconds
 
 
 class IdentityCache:
@@ -41,51 +77,116 @@ class IdentityCache:
         self,
         authenticate: Authenticate,
         *,
+        audience: str,
+        keys: SigningKeys,
         monotonic: Callable[[], float],
-        ttl: float = 15.0,
-        refused_ttl: float = 2.0,
-        max_entries: int = 20_000,
-        max_parallel: int = 16,
+        now: Callable[[], float],
+        exists: Callable[[PodIdentity], bool] = lambda _: False,
+        limits: IdentityLimits | None = None,
     ) -> None:
-        """`ttl` and `refused_ttl` are seconds; a refusal is kept shorter because the next token file may be right."""
-        self._authenticate = authenticate
-        self._monotonic = monotonic
-        self._ttl, self._refused_ttl, self._max_entries = ttl, refused_ttl, max_entries
-        self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
+        """`now` is the wall clock, in seconds since 1970. `exists`: whether that pod is known; it must not block."""
+        self._authenticate, self._audience, self._keys = authenticate, audience, keys
+        self._monotonic, self._now, self._exists = monotonic, now, exists
+        self._limits = limits or IdentityLimits()
+        self._good: OrderedDict[bytes, _Good] = OrderedDict()
+        self._tokens_of: dict[str, list[bytes]] = {}
+        self._refused: OrderedDict[bytes, float] = OrderedDict()  # until when
         self._pending: dict[bytes, asyncio.Task[PodIdentity | None]] = {}
-        self._slots = asyncio.Semaphore(max_parallel)
+        self._slots = {lane: asyncio.Semaphore(self._limits.parallel[lane]) for lane in Lane}
+        self._rooms = {lane: Shares(self._limits.waiting[lane]) for lane in Lane}
 
-    async def identify(self, token: str) -> PodIdentity | None:
-        """The pod behind `token`; None for a token that is not valid."""
-        if not token or len(token) > MAX_TOKEN:
-            return None
-        key = hashlib.sha256(token.encode()).digest()
-        answer = self._answers.get(key)
-        if answer is not None and self._monotonic() < answer.until:
-            return answer.identity
+    async def identify(self, token: str) -> PodIdentity | Refusal:
+        """The pod behind `token`. Raises TooManyChecks, and what `authenticate` raises."""
+        key = hashlib.sha256(token.encode(errors="replace")).digest()
+        now = self._monotonic()
+        good = self._good.get(key)
+        if good is not None and now < good.at + self._limits.ttl:
+            if now >= good.at + self._limits.refresh and key not in self._pending:
+                self._begin(key, token, good.identity, Lane.KNOWN)
+            return good.identity
+        if now < self._refused.get(key, now):
+            return Refusal(NOT_VALID)
         task = self._pending.get(key)
         if task is None:
-            # Concurrent reports of one pod share a single check, which outlives whichever of them gives up first.
-            task = asyncio.create_task(self._check(key, token))
-            self._pending[key] = task
-            task.add_done_callback(lambda done: self._settled(key, done))
-        return await asyncio.shield(task)
-
-    async def _check(self, key: bytes, token: str) -> PodIdentity | None:
-        async with self._slots:
-            identity = await self._authenticate(token)
-        ttl = self._ttl if identity is not None else self._refused_ttl
-        self._answers[key] = _Answer(identity, self._monotonic() + ttl)
-        self._answers.move_to_end(key)
-        while len(self._answers) > self._max_entries:
-            self._answers.popitem(last=False)
-        return identity
-
-    def _settled(self, key: bytes, task: asyncio.Task[PodIdentity | None]) -> None:
-        del self._pending[key]
-        if not task.cancelled():
-            task.exception()  # seen, also when every caller has gone
+            try:
+                claims = read_claims(token, self._audience, self._now())
+            except ClaimsRefused as e:
+                return Refusal(str(e))
+            match self._keys.prove(token, claims):
+                case Proof.FORGED:
+                    return Refusal("the cluster has not signed this token")
+                case Proof.SIGNED:
+                    lane = Lane.SIGNED
+                case Proof.UNKNOWN:
+                    lane = Lane.CLAIMED if self._exists(claims.pod) else Lane.STRANGER
+            task = self._begin(key, token, claims.pod, Lane.KNOWN if good is not None else lane)
+            if task is None:
+                raise TooManyChecks(f"too many tokens wait for their check; of this one is known: {lane.value}")
+        # Concurrent reports of one pod share a single check, which outlives whichever of them gives up first.
+        return await asyncio.shield(task) or Refusal(NOT_VALID)
 
     def forget(self) -> None:
         """Drop every answer, as a new leader does."""
-        self._answers.clear()
+        self._good.clear()
+        self._tokens_of.clear()
+        self._refused.clear()
+
+    @property
+    def checks(self) -> int:
+        """How many are under way or wait."""
+        return len(self._pending)
+
+    def _begin(
+        self, key: bytes, token: str, claimed: PodIdentity, lane: Lane
+    ) -> asyncio.Task[PodIdentity | None] | None:
+        """None: the lane is full, or the pod or its namespace has its share of it."""
+        # Without the job: until a token is checked, all that it may name is its own pod.
+        tenant = Tenant(claimed.namespace, claimed.pod_uid, claimed.pod_uid)
+        room = self._rooms[lane]
+        if not room.take(tenant):
+            return None
+        task = asyncio.create_task(self._check(key, token, claimed, lane))
+        self._pending[key] = task
+
+        def settled(done: asyncio.Task[PodIdentity | None]) -> None:
+            room.give_back(tenant)
+            del self._pending[key]
+            if not done.cancelled():
+                done.exception()  # seen, also when every caller has gone
+
+        task.add_done_callback(settled)
+        return task
+
+    async def _check(self, key: bytes, token: str, claimed: PodIdentity, lane: Lane) -> PodIdentity | None:
+        async with self._slots[lane]:
+            identity = await self._authenticate(token)
+        if identity == claimed:
+            self._accept(key, identity)
+            return identity
+        self._drop(key)
+        self._refused[key] = self._monotonic() + self._limits.refused_ttl
+        self._refused.move_to_end(key)
+        while len(self._refused) > self._limits.refused:
+            self._refused.popitem(last=False)
+        return None
+
+    def _accept(self, key: bytes, identity: PodIdentity) -> None:
+        self._refused.pop(key, None)
+        self._good[key] = _Good(identity, self._monotonic())
+        self._good.move_to_end(key)
+        own = self._tokens_of.setdefault(identity.pod_uid, [])
+        if key not in own:
+            own.append(key)
+        if len(own) > MAX_OF_POD:
+            self._drop(own[0])
+        while len(self._good) > self._limits.accepted:
+            self._drop(next(iter(self._good)))
+
+    def _drop(self, key: bytes) -> None:
+        good = self._good.pop(key, None)
+        if good is None:
+            return
+        own = self._tokens_of[good.identity.pod_uid]
+        own.remove(key)
+        if not own:
+            del self._tokens_of[good.identity.pod_uid]

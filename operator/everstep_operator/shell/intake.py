@@ -16,8 +16,9 @@ from typing import TypeAlias
 from aiohttp import web
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, MessageError, Report
-from everstep_operator.shell.gate import Answer, Gate, later
-from everstep_operator.shell.identity import PodIdentity
+from everstep_operator.shell.claims import PodIdentity
+from everstep_operator.shell.gate import Answer, Gate, Sender
+from everstep_operator.shell.tenants import Shares
 from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics, ReportResult
 
 log = logging.getLogger("everstep.intake")
@@ -37,7 +38,7 @@ class IntakeSettings:
 
     host: str = "0.0.0.0"  # noqa: S104  # pods and the kubelet reach it through the pod's own address
     port: int = 8080  # 0: any free one, see `ReportIntake.port`
-    max_in_flight: int = 512  # reports handled at once; more are answered 503
+    max_in_flight: int = 512  # reports handled at once; who asks for more than a share of it is answered 503
     keepalive_seconds: float = 75.0
     stop_seconds: float = 5.0
     backlog: int = 1024
@@ -61,7 +62,7 @@ class ReportIntake:
         self._gate, self._accept, self._metrics, self._routes = gate, accept, metrics, routes
         self._ready, self._alive = dict(ready or {}), dict(alive or {})
         self._settings = settings or IntakeSettings()
-        self._in_flight = 0
+        self._room = Shares(self._settings.max_in_flight)
         self._runner: web.AppRunner | None = None
         self.port = self._settings.port
 
@@ -82,6 +83,7 @@ class ReportIntake:
             shutdown_timeout=s.stop_seconds,
             lingering_time=1.0,  # seconds that the rest of an unwanted body is still read and thrown away
             handle_signals=False,
+            auto_decompress=False,  # no worker compresses, and a small body could become a large one
         )
         await runner.setup()
         try:
@@ -108,31 +110,22 @@ class ReportIntake:
         await self.stop()
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
-        if self._in_flight >= self._settings.max_in_flight:
-            answer = later("too many reports at once", ReportResult.BUSY)
-        else:
-            self._in_flight += 1
-            try:
-                answer = await self._answer(request)
-            finally:
-                self._in_flight -= 1
+        async with self._gate.admitted(request, self._room) as sender:
+            answer = sender if isinstance(sender, Answer) else await self._answer(request, sender)
         self._metrics.report(answer.result)
         return answer.response(request)
 
-    async def _answer(self, request: web.Request) -> Answer:
-        identity = await self._gate.admit(request)
-        if isinstance(identity, Answer):
-            return identity
-        body = await self._gate.body(request, MAX_REPORT_BYTES)
+    async def _answer(self, request: web.Request, sender: Sender) -> Answer:
+        body = await self._gate.body(request, MAX_REPORT_BYTES, sender)
         if isinstance(body, Answer):
             return body
         try:
             report = Report.decode(body)
         except MessageError as e:
             return Answer(400, str(e), ReportResult.MALFORMED)
-        who = {"namespace": identity.namespace, "pod": identity.pod_name}
+        who = {"namespace": sender.pod.namespace, "pod": sender.pod.pod_name}
         try:
-            self._accept(identity, report)
+            self._accept(sender.pod, report)
         except ReportRefused as e:
             log.debug("report refused", extra={**who, "reason": str(e)})
             return Answer(403, str(e), ReportResult.FORBIDDEN)

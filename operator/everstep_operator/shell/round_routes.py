@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from aiohttp import web
 
@@ -26,16 +27,20 @@ from everstep.contract.rounds import (
     VERSION_HEADER,
 )
 from everstep_operator.runtime.errors import NotLeading
-from everstep_operator.shell.gate import Answer, Gate, later
-from everstep_operator.shell.identity import PodIdentity
+from everstep_operator.shell.claims import PodIdentity
+from everstep_operator.shell.document_shape import check_shape
+from everstep_operator.shell.gate import Answer, Gate, Sender, later
 from everstep_operator.shell.presence import PresenceFull, PresenceRefused
 from everstep_operator.shell.round_documents import RoundsRefused, RoundsUnavailable
 from everstep_operator.shell.rounds import Agent, Rounds, Sight
+from everstep_operator.shell.tenants import Shares
 from everstep_operator.telemetry.metrics import Metrics, ReportResult
 
 log = logging.getLogger("everstep.rounds")
 
 _JSON = "application/json"
+
+Call: TypeAlias = Callable[[web.Request, Agent, Sender], Awaitable[web.Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,6 @@ class RoundLimits:
 
     watches: int = 10_000
     calls: int = 2048  # other than watches, at once
-    documents: int = 64  # being written at once: each may be a megabyte
 
 
 class RoundRoutes:
@@ -60,8 +64,8 @@ class RoundRoutes:
         limits: RoundLimits | None = None,
     ) -> None:
         self._rounds, self._gate, self._agent, self._metrics = rounds, gate, agent, metrics
-        self._limits = limits or RoundLimits()
-        self._calls = self._documents = self._watches = 0
+        limits = limits or RoundLimits()
+        self._calls, self._watches = Shares(limits.calls), Shares(limits.watches)
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         presence = PRESENCE_PATH + "/{agent}"
@@ -72,18 +76,10 @@ class RoundRoutes:
         router.add_post(presence, self._route("renew", self._renew))
         router.add_delete(presence, self._route("withdraw", self._withdraw))
 
-    def _route(
-        self, name: str, call: Callable[[web.Request, Agent], Awaitable[web.Response]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _route(self, name: str, call: Call) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            if self._calls >= self._limits.calls:
-                response = later("too many calls at once", ReportResult.BUSY).response(request)
-            else:
-                self._calls += 1
-                try:
-                    response = await self._answer(request, call)
-                finally:
-                    self._calls -= 1
+            async with self._gate.admitted(request, self._calls) as sender:
+                response = await self._answer(request, sender, call)
             self._metrics.round_request(name, response.status)
             return response
 
@@ -93,73 +89,62 @@ class RoundRoutes:
         """Reads and watches: of watches there may be many more."""
         if "wait" not in request.query:
             return await self._route("read", self._read)(request)
-        if self._watches >= self._limits.watches:
-            response = later("too many watches", ReportResult.BUSY).response(request)
-        else:
-            self._watches += 1
-            self._metrics.round_watches(self._watches)
-            try:
-                response = await self._answer(request, self._watch)
-            finally:
-                self._watches -= 1
-                self._metrics.round_watches(self._watches)
+        async with self._gate.admitted(request, self._watches) as sender:
+            self._metrics.round_watches(int(self._watches.used))
+            response = await self._answer(request, sender, self._watch)
+        self._metrics.round_watches(int(self._watches.used))
         self._metrics.round_request("watch", response.status)
         return response
 
-    async def _answer(
-        self, request: web.Request, call: Callable[[web.Request, Agent], Awaitable[web.Response]]
-    ) -> web.Response:
-        identity = await self._gate.admit(request)
-        if isinstance(identity, Answer):
-            return identity.response(request)
+    async def _answer(self, request: web.Request, sender: Sender | Answer, call: Call) -> web.Response:
+        if isinstance(sender, Answer):
+            return sender.response(request)
+        who = {"pod": sender.pod.pod_name, "namespace": sender.pod.namespace}
         try:
-            return await call(request, await self._agent(identity))
+            return await call(request, await self._agent(sender.pod), sender)
         except DocumentInvalid as e:
             answer = Answer(400, str(e), ReportResult.MALFORMED)
         except (RoundsRefused, PresenceRefused) as e:
-            log.debug("refused", extra={"pod": identity.pod_name, "namespace": identity.namespace, "reason": str(e)})
+            log.debug("refused", extra={**who, "reason": str(e)})
             answer = Answer(403, str(e), ReportResult.FORBIDDEN)
         except (RoundsUnavailable, PresenceFull) as e:
             answer = later(str(e), ReportResult.UNAVAILABLE)
         except NotLeading as e:
             answer = self._gate.elsewhere(request) or later(str(e), ReportResult.NO_LEADER)
         except Exception:
-            log.exception("a call failed in the operator", extra={"path": request.path, "pod": identity.pod_name})
+            log.exception("a call failed in the operator", extra={**who, "path": request.path})
             answer = Answer(500, "the operator failed on this call; see its log", ReportResult.UNAVAILABLE)
         return answer.response(request)
 
-    async def _read(self, request: web.Request, agent: Agent) -> web.Response:
+    async def _read(self, request: web.Request, agent: Agent, _: Sender) -> web.Response:
         version, lapses = _known(request)
         sight = await self._rounds.read(agent, version)
         return web.Response(status=304) if (sight.version, sight.lapses) == (version, lapses) else _seen(sight)
 
-    async def _watch(self, request: web.Request, agent: Agent) -> web.Response:
+    async def _watch(self, request: web.Request, agent: Agent, _: Sender) -> web.Response:
         version, lapses = _known(request)
         sight = await self._rounds.watch(agent, version, lapses, _seconds(request.query["wait"], "wait", MAX_WAIT))
         return web.Response(status=304) if sight is None else _seen(sight)
 
-    async def _swap(self, request: web.Request, agent: Agent) -> web.Response:
+    async def _swap(self, request: web.Request, agent: Agent, sender: Sender) -> web.Response:
         expected = _number(request.headers.get(VERSION_HEADER, ""), VERSION_HEADER)
-        if self._documents >= self._limits.documents:
-            return later("too many documents at once", ReportResult.BUSY).response(request)
-        self._documents += 1
-        try:
-            body = await self._gate.body(request, MAX_BYTES)
-            if isinstance(body, Answer):
-                return body.response(request)
-            version = await self._rounds.swap(agent, expected, body)
-        finally:
-            self._documents -= 1
+        if self._rounds.is_late(agent, expected):
+            return _late()  # its body costs nobody anything
+        body = await self._gate.body(request, MAX_BYTES, sender)
+        if isinstance(body, Answer):
+            return body.response(request)
+        check_shape(body)
+        version = await self._rounds.swap(agent, expected, body)
         if version is None:
-            return web.json_response({"reason": "another document is there: read it"}, status=412)
+            return _late()
         return web.Response(status=204, headers={VERSION_HEADER: str(version)})
 
-    async def _present(self, _: web.Request, agent: Agent) -> web.Response:
+    async def _present(self, _: web.Request, agent: Agent, __: Sender) -> web.Response:
         return web.Response(body=await self._rounds.present(agent), content_type=_JSON)
 
-    async def _announce(self, request: web.Request, agent: Agent) -> web.Response:
+    async def _announce(self, request: web.Request, agent: Agent, sender: Sender) -> web.Response:
         ttl = _seconds(request.headers.get(TTL_HEADER, ""), TTL_HEADER, float("inf"))
-        body = await self._gate.body(request, MAX_WISH_BYTES)
+        body = await self._gate.body(request, MAX_WISH_BYTES, sender)
         if isinstance(body, Answer):
             return body.response(request)
         self._rounds.announce(agent, _agent(request), body, ttl)
@@ -170,14 +155,18 @@ class RoundRoutes:
         response.headers[GRACE_HEADER] = f"{grace:g}"
         return response
 
-    async def _renew(self, request: web.Request, agent: Agent) -> web.Response:
+    async def _renew(self, request: web.Request, agent: Agent, _: Sender) -> web.Response:
         if self._rounds.renew(agent, _agent(request)):
             return web.Response(status=204)
         return web.json_response({"reason": "it has lapsed: announce it again"}, status=410)
 
-    async def _withdraw(self, request: web.Request, agent: Agent) -> web.Response:
+    async def _withdraw(self, request: web.Request, agent: Agent, _: Sender) -> web.Response:
         self._rounds.withdraw(agent, _agent(request))
         return web.Response(status=204)
+
+
+def _late() -> web.Response:
+    return web.json_response({"reason": "another document is there: read it"}, status=412)
 
 
 def _seen(sight: Sight) -> web.Response:

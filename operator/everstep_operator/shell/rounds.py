@@ -106,6 +106,11 @@ class Rounds:
         sight = self._sight(job)
         return None if (sight.version, sight.lapses) == (known, lapses) else sight
 
+    def is_late(self, agent: Agent, expected: int) -> bool:
+        """Whether a swap would be refused whatever it writes: in a crowd most come too late."""
+        kept = self._memory.of(agent.job).kept
+        return kept is not None and expected < kept.version
+
     async def swap(self, agent: Agent, expected: int, data: bytes) -> int | None:
         """Write the document if the version is still `expected`: its new version; None: read again.
 
@@ -113,9 +118,9 @@ class Rounds:
         with, the agent is told to read again, and finds itself in that round. Raises DocumentInvalid, RoundsRefused,
         RoundsUnavailable (it may have been written).
         """
+        if self.is_late(agent, expected):
+            return None
         job = self._memory.of(agent.job)
-        if job.kept is not None and expected < job.kept.version:
-            return None  # in a crowd most come too late: they cost no decoding
         text, document = decoded(data)
         async with job.lock:
             if job.kept is None or job.kept.version < expected:

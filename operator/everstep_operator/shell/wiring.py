@@ -5,6 +5,7 @@ round store. Decides nothing else.
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from everstep.contract import labels
 from everstep.contract.messages import Report
@@ -19,12 +20,16 @@ from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.shell import observe
 from everstep_operator.shell.apply import Key
-from everstep_operator.shell.identity import Authenticate, PodIdentity
+from everstep_operator.shell.claims import PodIdentity
+from everstep_operator.shell.identity import Authenticate
 from everstep_operator.shell.intake import ReportRefused
 from everstep_operator.shell.presence import Worker
 from everstep_operator.shell.reconcile import BY_NODE, Caches, Reconciler
 from everstep_operator.shell.round_documents import JobRef, RoundsRefused, RoundsUnavailable
 from everstep_operator.shell.rounds import Agent, Rounds
+from everstep_operator.shell.tenants import Tenant
+
+log = logging.getLogger("everstep.wiring")
 
 BY_UID = "uid"
 BACKEND = "everstep"  # of spec.rendezvous, and its default
@@ -122,6 +127,17 @@ class Wiring:
             if (key := owner_key(pod)) is not None:
                 self._queue.add(key)
 
+    def exists(self, identity: PodIdentity) -> bool:
+        """Whether the caches know that pod, of this operator's."""
+        pod = self._caches.pods.get(identity.namespace, identity.pod_name)
+        return pod is not None and pod.metadata.uid == identity.pod_uid
+
+    def tenant(self, identity: PodIdentity) -> Tenant:
+        """Whose part of the operator a pod has."""
+        pod = self._caches.pods.get(identity.namespace, identity.pod_name)
+        job = controller_uid(pod.metadata) if pod is not None and pod.metadata.uid == identity.pod_uid else None
+        return Tenant(identity.namespace, job or "", identity.pod_uid)
+
     def accept(self, identity: PodIdentity, report: Report) -> None:
         """Take a report from a pod of a job that exists; raises ReportRefused from any other."""
         pod = self._caches.pods.get(identity.namespace, identity.pod_name)
@@ -210,6 +226,13 @@ def authenticator(client: KubeClient) -> Authenticate:
     async def authenticate(token: str) -> PodIdentity | None:
         review = await client.review_token(token, (labels.TOKEN_AUDIENCE,))
         if not isinstance(review, TokenIdentity) or not review.pod_uid:
+            return None
+        # A server that does not know audiences answers for its own, and names none.
+        if labels.TOKEN_AUDIENCE not in review.audiences:
+            log.warning(
+                "the API server confirmed a token for other audiences: it is refused",
+                extra={"namespace": review.namespace, "pod": review.pod_name, "audiences": review.audiences[:8]},
+            )
             return None
         return PodIdentity(review.namespace, review.pod_name, review.pod_uid)
 

@@ -34,6 +34,7 @@ RESOURCES = (
     "serviceaccounts",
     "poddisruptionbudgets",
     "tokenreviews",
+    "jwks",
 )
 CODES = frozenset(
     {"200", "201", "202", "400", "401", "403", "404", "409", "410", "413", "422", "429", "500", "503", "504"}

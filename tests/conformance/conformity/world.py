@@ -76,7 +76,7 @@ class World(ABC):
 
     @abstractmethod
     def token(self, pod: str, uid: str, audience: str) -> str:
-        """A service-account token that is bound to a pod."""
+        """A service-account token that is bound to a pod; to none, if it is empty."""
 
     @abstractmethod
     async def forgotten_version(self) -> str:
@@ -174,7 +174,7 @@ class ServerWorld(World):
     def token(self, pod: str, uid: str, audience: str) -> str:
         done = self.plane.kubectl(
             "create", "token", "default", "-n", self.namespace, "--audience", audience,
-            "--bound-object-kind", "Pod", "--bound-object-name", pod, "--bound-object-uid", uid,
+            *(("--bound-object-kind", "Pod", "--bound-object-name", pod, "--bound-object-uid", uid) if pod else ()),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return str(done.stdout.strip())

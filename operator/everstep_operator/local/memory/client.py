@@ -265,6 +265,11 @@ class MemoryClient:
             await self._disturbed(Request("review", "tokenreviews"), "review token")
         return self._tokens.review(token, audiences)
 
+    async def signing_keys(self) -> Mapping[str, Any]:
+        if self.faults is not None:
+            await self._disturbed(Request("get", "jwks"), "get jwks")
+        return self._tokens.key_set()
+
     async def _write(self, resource: Resource[T], where: Where, write: Callable[[Kind], Stored]) -> T:
         return _decoded(resource, await self._written(resource, where, write), where)
 

@@ -37,7 +37,7 @@ from everstep_operator.runtime.clock import SystemClock, cancel
 from everstep_operator.runtime.informer import Informer
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.shell import observe
-from everstep_operator.shell.identity import PodIdentity
+from everstep_operator.shell.claims import PodIdentity
 from everstep_operator.telemetry.metrics import Metrics
 
 OPERATOR_NAMESPACE = "everstep-system"

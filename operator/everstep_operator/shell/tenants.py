@@ -1,0 +1,115 @@
+"""Who shares the operator: a pod, its job, its namespace, and how much of anything each may have. Pure.
+
+Two rules for all of it. *Shares* are of what is held at the same time: nobody may hold more than a part of what is
+still free, so that a part is always free for the next one, and one alone may have much (dynamic thresholds: Choudhury
+and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998). *Rates* are token buckets. A job's part is twice its pod's,
+a namespace's twice its job's: a pod that takes all it can leaves room for the others of its job, and so does the job.
+Invariants: what was given back is forgotten; memory is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+# Of what is free, by level: namespace, job, pod.
+PARTS = (1.0, 0.5, 0.25)
+# Of a pod's rate and burst, by the same levels.
+MULTIPLES = (4.0, 2.0, 1.0)
+MAX_BUCKETS = 50_000
+
+Level: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """`job` is a job's UID; empty for a pod of none, and all those of a namespace share as if they were one."""
+
+    namespace: str
+    job: str
+    pod: str
+
+    @property
+    def levels(self) -> tuple[Level, Level, Level]:
+        """Namespace, job, pod: keys that nobody else has."""
+        return ((self.namespace,), (self.namespace, self.job), (self.namespace, self.job, self.pod))
+
+
+class Shares:
+    """`total` of something that is held for a time: calls, waiting checks, bytes."""
+
+    def __init__(self, total: float) -> None:
+        self._total, self.used = total, 0.0
+        self._held: dict[Level, float] = {}
+
+    def take(self, tenant: Tenant, amount: float = 1.0) -> bool:
+        """Whether the tenant may have that much more; then it has it until `give_back`."""
+        free = self._total - self.used
+        if amount > free:
+            return False
+        for level, part in zip(tenant.levels, PARTS, strict=True):
+            held = self._held.get(level, 0.0)
+            if held and held + amount > part * free:
+                return False
+        self.used += amount
+        for level in tenant.levels:
+            self._held[level] = self._held.get(level, 0.0) + amount
+        return True
+
+    def give_back(self, tenant: Tenant, amount: float = 1.0) -> None:
+        self.used -= amount
+        for level in tenant.levels:
+            left = self._held[level] - amount
+            if left > 0:
+                self._held[level] = left
+            else:
+                del self._held[level]
+
+    @contextmanager
+    def taken(self, tenant: Tenant, amount: float = 1.0) -> Iterator[bool]:
+        """`take`, and `give_back` at the end. False: it was not given."""
+        given = self.take(tenant, amount)
+        try:
+            yield given
+        finally:
+            if given:
+                self.give_back(tenant, amount)
+
+    def __len__(self) -> int:
+        """How many hold anything, at all levels."""
+        return len(self._held)
+
+
+class Rates:
+    """`rate` a second and `burst` at once, of a pod; its job and namespace have a multiple of both."""
+
+    def __init__(self, rate: float, burst: float, multiples: tuple[float, ...] = MULTIPLES) -> None:
+        self._rate, self._burst, self._multiples = rate, burst, multiples
+        self._levels: OrderedDict[Level, tuple[float, float]] = OrderedDict()  # what is left, and when that was
+
+    def spend(self, tenant: Tenant, amount: float, now: float, patience: float = 0.0) -> float | None:
+        """Seconds to wait until it may be; None if that is more than `patience`, and then nothing was spent.
+
+        More than a burst at once is possible from a full bucket, and paid for afterwards. `now`: monotonic seconds.
+        """
+        found = [(level, m, self._left(level, m, now)) for level, m in zip(tenant.levels, self._multiples, strict=True)]
+        wait = max(max(0.0, -left) / (self._rate * m) for _, m, left in found)
+        if wait > patience:
+            return None
+        for level, _, left in found:
+            self._levels[level] = (left - amount, now)
+            self._levels.move_to_end(level)
+        while len(self._levels) > MAX_BUCKETS:
+            self._levels.popitem(last=False)
+        return wait
+
+    def _left(self, level: Level, multiple: float, now: float) -> float:
+        full = self._burst * multiple
+        left, at = self._levels.get(level, (full, now))
+        return min(full, left + (now - at) * self._rate * multiple)
+
+    def __len__(self) -> int:
+        return len(self._levels)
