@@ -16,7 +16,8 @@ from everstep.contract import labels
 from everstep_operator.api.status import Status, World
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan import names
-from everstep_operator.plan.actions import CreatePod, DeletePod, Plan
+from everstep_operator.plan.actions import CreatePod, DeletePod
+from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import Exit, JobView, PodPhase, Snapshot, WorkerPod
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plan_world import TEMPLATE, World
+from plan_world import TEMPLATE, WHOLE, Cut, World
 
 from everstep.contract.document import Sizes
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan import roster, sizing
-from everstep_operator.plan.actions import Plan
+from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.snapshot import Progress, RoundView
 
 
@@ -94,9 +94,9 @@ class ElasticWorld(World):
     def do_roster(self) -> str:
         return str(self.published())
 
-    def apply(self, decided: Plan, stop_after: int | None = None) -> None:
+    def apply(self, decided: Plan, cut: Cut = WHOLE) -> None:
         opened = decided.status.recoveries != self.status.recoveries
-        super().apply(decided, stop_after)
+        super().apply(decided, cut)
         if opened and self.status.recoveries and self.status.recoveries[0].first_step_ms is None:
             self.progress = replace(self.progress, lost_at=self.now)  # as the reconciler tells JobProgress
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from everstep.contract.document import Sizes
@@ -11,6 +11,7 @@ from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.actions import (
+    Action,
     CreateBudget,
     CreatePod,
     CreateService,
@@ -18,11 +19,10 @@ from everstep_operator.plan.actions import (
     DeleteJob,
     DeletePod,
     DeleteService,
-    Plan,
     SetSizes,
 )
-from everstep_operator.plan.check import check
 from everstep_operator.plan.explain import explain
+from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import (
     BudgetView,
@@ -35,12 +35,31 @@ from everstep_operator.plan.snapshot import (
     Snapshot,
     WorkerPod,
 )
+from everstep_operator.plan.stages import StageName
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 TEMPLATE = {
     "spec": {"containers": [{"name": "worker", "image": "example/train:1", "command": ["torchrun", "train.py"]}]}
 }
 WORDS = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where an operator dies, and what the API server refuses it: what production can leave behind, and nothing else.
+
+    `stage`: how many stages end; None: all of them, and it lives. Of the stage after them, action i is done if bit i of
+    `done` is set. Of the stages before it, action i of all fails if bit i of `fails` is set. `written` False: it dies
+    before the status is written.
+    """
+
+    stage: int | None = None
+    done: int = 0
+    fails: int = 0
+    written: bool = True
+
+
+WHOLE = Cut()
 
 
 class World:
@@ -91,56 +110,65 @@ class World:
     def reconcile(self) -> str:
         snapshot = self.snapshot()
         decided = plan(snapshot)
-        check(snapshot, decided)
         text = explain(snapshot, decided)
         self.apply(decided)
         return text
 
-    def apply(self, decided: Plan, stop_after: int | None = None) -> None:
-        """Carry out the plan, or only its first writes (a crash in between)."""
-        left = stop_after if stop_after is not None else 10_000
-        if decided.publish:
-            if left == 0:
+    def apply(self, decided: Plan, cut: Cut = WHOLE) -> None:
+        """Carry out the plan as `shell.apply` does, or what is left of it when the operator dies."""
+        if not cut.written:
+            return
+        self.take_status(decided.status)
+        failed: set[StageName] = set()
+        number = 0
+        for place, stage in enumerate(decided.stages):
+            if not stage.may_begin(failed):
+                failed.add(stage.name)
+                continue
+            if cut.stage is not None and place >= cut.stage:
+                for bit, action in enumerate(stage.actions):
+                    if cut.done >> bit & 1:
+                        self.act(action)
                 return
-            left -= 1
-            self.take_status(decided.status)
-        for action in decided.actions:
-            if left == 0:
-                return
-            left -= 1
-            match action:
-                case CreateService():
-                    self.service = "s1"
-                case DeleteService():
-                    self.service = None
-                case CreateBudget(_, body, _):
-                    self.budget = BudgetView("b1", body["spec"]["minAvailable"])
-                case DeleteBudget():
-                    self.budget = None
-                case CreatePod(name, index, incarnation, body, _):
-                    if name not in self.pods:
-                        self.uids += 1
-                        round_ = int(body["metadata"]["labels"].get("everstep.dev/round", "0"))
-                        node = f"n{1 + index % 2}"
-                        self.pods[name] = WorkerPod(
-                            name,
-                            f"p{self.uids}",
-                            index,
-                            incarnation,
-                            round_,
-                            PodPhase.PENDING,
-                            node=node,
-                            created_at=self.now,
-                        )
-                case DeletePod(name, uid, _, _):
-                    if name in self.pods and self.pods[name].uid == uid:
-                        del self.pods[name]
-                case DeleteJob():
-                    self.job_exists = False
-                case SetSizes(sizes, _):
-                    self.take_sizes(sizes)
-        if not decided.publish and left > 0:
-            self.take_status(decided.status)
+            for action in stage.actions:
+                if cut.fails >> number & 1:
+                    failed.add(stage.name)
+                else:
+                    self.act(action)
+                number += 1
+
+    def act(self, action: Action) -> None:
+        match action:
+            case CreateService():
+                self.service = "s1"
+            case DeleteService():
+                self.service = None
+            case CreateBudget(_, body, _):
+                self.budget = BudgetView("b1", body["spec"]["minAvailable"])
+            case DeleteBudget():
+                self.budget = None
+            case CreatePod(name, index, incarnation, body, _):
+                if name not in self.pods:
+                    self.uids += 1
+                    round_ = int(body["metadata"]["labels"].get("everstep.dev/round", "0"))
+                    node = f"n{1 + index % 2}"
+                    self.pods[name] = WorkerPod(
+                        name,
+                        f"p{self.uids}",
+                        index,
+                        incarnation,
+                        round_,
+                        PodPhase.PENDING,
+                        node=node,
+                        created_at=self.now,
+                    )
+            case DeletePod(name, uid, _, _):
+                if name in self.pods and self.pods[name].uid == uid:
+                    del self.pods[name]
+            case DeleteJob():
+                self.job_exists = False
+            case SetSizes(sizes, _):
+                self.take_sizes(sizes)
 
     def take_sizes(self, sizes: Sizes) -> None:
         raise AssertionError(f"nobody is there to be told {sizes}")

@@ -11,9 +11,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import pytest
 
+from everstep.contract import labels
 from everstep.contract.document import Document, Member, Sizes, decode, encode
+from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep_operator.api.events import EventReason
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import NotFound
@@ -322,3 +325,62 @@ async def test_elastic_job_follows_the_rounds_that_its_agents_write() -> None:
         for name in await stage.pods():
             await stage.end(name, 0)
         await stage.until("the job is complete", stage.complete)
+
+
+async def send(stage: Stage, operator: Operator, pod: str, report: Report | bytes) -> int:
+    """What a worker's report is answered, over HTTP and with the pod's own token."""
+    uid = (await stage.pods())[pod].metadata.uid
+    token = stage.cluster.issue_token("default", "default", pod, uid, labels.TOKEN_AUDIENCE, 600)
+    body = report if isinstance(report, bytes) else report.encode()
+    url = f"http://127.0.0.1:{operator.intake.port}{REPORT_PATH}"
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session:
+        posting = asyncio.create_task(session.post(url, data=body))
+        await stage.until("the report is answered", posting.done)
+        return (await posting).status
+
+
+@pytest.mark.parametrize("backend", ["c10d", "everstep", "etcd"])
+@pytest.mark.parametrize("claimed", [2**60, 2**53 - 1, 7])
+async def test_report_of_an_absurd_round_blocks_nothing(backend: str, claimed: int) -> None:
+    """It was believed, every plan was refused from then on, and no pod was replaced until the leader changed."""
+    stage = Stage()
+    etcd = {"etcd": {"endpoints": ["http://etcd:2379"]}} if backend == "etcd" else {}
+    spec = {**ELASTIC["spec"], "rendezvous": {"backend": backend, **etcd}}
+    if backend == "c10d":
+        del spec["elastic"]
+    async with stage.operating() as operator:
+        job = await stage.client.create(JOBS, "default", {**ELASTIC, "spec": spec})
+
+        async def all_run() -> bool:
+            await stage.run_pods()
+            return len(await stage.pods()) == 4
+
+        await stage.until("the pods run", all_run)
+        if backend == "everstep":
+            await form(stage, operator, job, {0: 0, 1: 0, 2: 0, 3: 0})
+        await stage.until("the job runs", stage.run_pods)
+        body = f'{{"phase":"start","rank":1,"world_size":4,"at":1,"round":{claimed}}}'
+        answer = await send(stage, operator, "digits-w1-0", body.encode())
+        assert answer == (400 if claimed >= 2**53 else 204 if backend == "etcd" else 403)
+        await stage.client.delete(PODS, "default", "digits-w2-0", grace_seconds=0)
+        replacement = "digits-w2-1"
+        await stage.until("the lost worker is replaced", lambda: replaced(stage, replacement))
+        # And the figures of the others are taken.
+        status = (await stage.client.get(JOBS, "default", "digits")).status
+        round_ = status["world"]["round"] if backend != "etcd" else 0
+        pod = "digits-w0-1" if backend == "c10d" else "digits-w0-0"
+        if backend == "etcd":
+            await stage.clock.advance(60)
+        trained = Report(Phase.TRAIN, rank=0, world_size=4, at=1.0, round=round_, step=12)
+        assert await send(stage, operator, pod, trained) == 204
+
+        async def told() -> bool:
+            status = (await stage.client.get(JOBS, "default", "digits")).status
+            return bool(status.get("progress", {}).get("step") == 12)
+
+        await stage.until("the step is in the status", told)
+
+
+async def replaced(stage: Stage, name: str) -> bool:
+    await stage.run_pods()
+    return name in await stage.pods()

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan import roster, sizing
-from everstep_operator.plan.actions import CreatePod, DeletePod, Plan
+from everstep_operator.plan.actions import CreatePod, DeletePod
 from everstep_operator.plan.check import PlanError, check
 from everstep_operator.plan.failure import Charge, losses_among
 from everstep_operator.plan.lifecycle import is_finished
+from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import Exit, PodPhase, RoundView, Snapshot, WorkerPod
+from everstep_operator.plan.stages import Stage, StageName, staged
 
 PASSES = 20
 index = st.integers(0, 5)
@@ -48,7 +50,8 @@ faults = st.one_of(
     st.tuples(st.just("refuse"), st.booleans()),
     st.tuples(st.just("keep")),  # an operator keeps this snapshot and will act on it much later
     st.tuples(st.just("wake")),  # … now
-    st.tuples(st.just("crash"), st.integers(0, 6)),
+    st.tuples(st.just("crash"), st.booleans(), st.integers(0, 6), st.integers(0, 255)),
+    st.tuples(st.just("refused_writes"), st.integers(0, 4095)),
     st.tuples(st.just("act")),
     st.tuples(st.just("act")),
 )
@@ -59,6 +62,7 @@ class History:
 
     def __init__(self, module: ModuleType, *, etcd: bool) -> None:
         self.world: Any = module.ElasticWorld()
+        self.cut = module.Cut
         self.world.spec["recovery"] = {"maxRestarts": 50, "noProgressLimit": 1000}
         if etcd:
             self.world.do_etcd()
@@ -146,24 +150,28 @@ class History:
 
     def wake(self) -> None:
         if self.kept is not None:
-            self.carry_out(*self.kept, None)
+            self.carry_out(*self.kept, self.cut())
 
     def act(self) -> None:
-        self.carry_out(self.version, self.world.snapshot(), None)
+        self.carry_out(self.version, self.world.snapshot(), self.cut())
 
-    def crash(self, after: int) -> None:
-        self.carry_out(self.version, self.world.snapshot(), after)
+    def crash(self, written: bool, stage: int, done: int) -> None:
+        """The operator dies: before it writes the status, or within a stage, of which any subset is done."""
+        self.carry_out(self.version, self.world.snapshot(), self.cut(stage, done, 0, written))
 
-    def carry_out(self, version: int, snapshot: Snapshot, stop_after: int | None) -> Plan:
+    def refused_writes(self, fails: int) -> None:
+        """It lives, and some of its writes fail: what depends on them is left out."""
+        self.carry_out(self.version, self.world.snapshot(), self.cut(None, 0, fails))
+
+    def carry_out(self, version: int, snapshot: Snapshot, cut: Any) -> Plan:
         decided = plan(snapshot)
         assert plan(snapshot) == decided, "the same snapshot gave another plan"
-        check(snapshot, decided)
         self.judged(snapshot, decided)
         before, pods = self.world.status, dict(self.world.pods)
         writes = decided.publish or decided.status != snapshot.job.status
         if writes and version != self.version:
             return decided  # the compare-and-swap is refused, and the pass ends
-        self.world.apply(decided, stop_after)
+        self.world.apply(decided, cut)
         if not writes:
             self.world.status = before  # what the plan leaves as it saw it is not written
         self.version += self.world.status != before
@@ -213,7 +221,7 @@ class History:
         self.do("refuse", False)
         for _ in range(PASSES):
             self.do("advance", 400)  # beyond any back-off
-            decided = self.carry_out(self.version, self.world.snapshot(), None)
+            decided = self.carry_out(self.version, self.world.snapshot(), self.cut())
             if self.finished is not None:
                 return
             self.world.pods = {n: p for n, p in self.world.pods.items() if p.deleted_at is None}
@@ -258,16 +266,22 @@ def formed(module: ModuleType, replicas: int = 4, **elastic: Any) -> Any:
 
 
 @settings(max_examples=60, deadline=None)
-@given(lost=st.sets(st.integers(0, 5), min_size=1, max_size=6), stop=st.integers(0, 12), seed=st.integers(0, 3))
+@given(
+    lost=st.sets(st.integers(0, 5), min_size=1, max_size=6),
+    stage=st.integers(0, 3),
+    done=st.integers(0, 63),
+    fails=st.integers(0, 63),
+    seed=st.integers(0, 3),
+)
 def test_any_workers_lost_and_any_crash_of_the_operator_leave_the_others_pods_and_end_at_full_size(
-    elastic_world: ModuleType, lost: set[int], stop: int, seed: int
+    elastic_world: ModuleType, lost: set[int], stage: int, done: int, fails: int, seed: int
 ) -> None:
     world = formed(elastic_world, 6)
     before = {p.index: p.uid for p in world.pods.values()}
     ways = [lambda i: world.do_fail(i, "137"), world.do_gone, world.do_evict, world.do_delete]
     for i in lost:
         ways[(i + seed) % 4](str(i))
-    world.apply(plan(world.snapshot()), stop)
+    world.apply(plan(world.snapshot()), elastic_world.Cut(stage, done, fails))
     world.pods = {n: p for n, p in world.pods.items() if p.deleted_at is None}
     world.do_settle()
     after = {p.index: p.uid for p in world.pods.values()}
@@ -411,14 +425,23 @@ def test_check_refuses_a_plan_that_deletes_a_survivor(elastic_world: ModuleType)
     snapshot = world.snapshot()
     decided = plan(snapshot)
     survivor = world.pods["digits-w2-0"]
-    worse = Plan(
-        decided.status, (*decided.actions, DeletePod(survivor.name, survivor.uid, 1, "no reason")), publish=True
-    )
+    doomed = DeletePod(survivor.name, survivor.uid, 1, "no reason")
+    clear, *others = decided.stages
+    worse = Plan(decided.status, (*staged({StageName.CLEAR: (*clear.actions, doomed)}), *others), publish=True)
     with pytest.raises(PlanError, match="digits-w2-0 is one of the published workers"):
         check(snapshot, worse)
-    unpublished = Plan(decided.status, decided.actions)
+    unpublished = Plan(decided.status, decided.stages)
     with pytest.raises(PlanError, match="not published"):
         check(snapshot, unpublished)
+    backwards = Plan(decided.status, decided.stages[::-1], publish=True)
+    with pytest.raises(PlanError, match="not in their order"):
+        check(snapshot, backwards)
+    misplaced = Plan(decided.status, (Stage(StageName.CREATE, clear.actions),), publish=True)
+    with pytest.raises(PlanError, match="stage create has the action delete pod"):
+        check(snapshot, misplaced)
+    late = Stage(StageName.CLEAR, clear.actions, frozenset({StageName.SIZES}))
+    with pytest.raises(PlanError, match="which come later"):
+        check(snapshot, Plan(decided.status, (late,), publish=True))
 
 
 def test_thirty_pods_lost_one_after_the_other_are_one_incident(elastic_world: ModuleType) -> None:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from everstep_operator.api.conditions import ConditionType
 from everstep_operator.api.status import Restarts, Status
 from everstep_operator.api.types import RendezvousBackend, TrainingJobSpec
-from everstep_operator.plan.actions import CreatePod, DeleteJob, Plan
-from everstep_operator.plan.check import check
+from everstep_operator.plan.actions import CreatePod, DeleteJob
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.lifecycle import is_finished
+from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, RoundView, Snapshot, WorkerPod
 
@@ -63,7 +63,8 @@ faults = st.one_of(
     st.tuples(st.just("refuse"), st.booleans()),
     st.tuples(st.just("keep")),  # an operator keeps this snapshot and will act on it much later
     st.tuples(st.just("wake")),  # … now
-    st.tuples(st.just("crash"), st.integers(0, 5)),
+    st.tuples(st.just("crash"), st.booleans(), st.integers(0, 4), st.integers(0, 31)),
+    st.tuples(st.just("refused_writes"), st.integers(0, 255)),
     st.tuples(st.just("act")),
     st.tuples(st.just("act")),
 )
@@ -74,6 +75,7 @@ class History:
 
     def __init__(self, module: ModuleType) -> None:
         self.world: Any = module.World()
+        self.cut = module.Cut
         template = copy.deepcopy(module.TEMPLATE)
         template["spec"]["containers"][0]["env"] = [{"name": "WANDB_API_KEY", "value": SECRET}]
         self.world.spec = {"replicas": 2, "rendezvous": {"backend": "c10d"}, "template": template, "recovery": {}}
@@ -157,25 +159,29 @@ class History:
         """A stale operator acts: its publish and its status are refused if the job has moved on."""
         if self.kept is not None:
             version, snapshot = self.kept
-            self.carry_out(version, snapshot, None)
+            self.carry_out(version, snapshot, self.cut())
 
     def act(self) -> None:
-        self.carry_out(self.version, self.world.snapshot(), None)
+        self.carry_out(self.version, self.world.snapshot(), self.cut())
 
-    def crash(self, after: int) -> None:
-        self.carry_out(self.version, self.world.snapshot(), after)
+    def crash(self, written: bool, stage: int, done: int) -> None:
+        """The operator dies: before it writes the status, or within a stage, of which any subset is done."""
+        self.carry_out(self.version, self.world.snapshot(), self.cut(stage, done, 0, written))
 
-    def carry_out(self, version: int, snapshot: Snapshot, stop_after: int | None) -> Plan:
+    def refused_writes(self, fails: int) -> None:
+        """It lives, and some of its writes fail: what depends on them is left out."""
+        self.carry_out(self.version, self.world.snapshot(), self.cut(None, 0, fails))
+
+    def carry_out(self, version: int, snapshot: Snapshot, cut: Any) -> Plan:
         decided = plan(snapshot)
         assert plan(snapshot) == decided, "the same snapshot gave another plan"
-        check(snapshot, decided)
         self.said.append(explain(snapshot, decided) + repr(decided.status) + repr(decided.events) + decided.reason)
         before = self.world.status
         writes = decided.publish or decided.status != snapshot.job.status
         if writes and version != self.version:
             return decided  # the compare-and-swap is refused, and the pass ends
         newest = {uid: p for uid, p in self.world.pods.items() if p.round >= before.world.round}
-        self.world.apply(decided, stop_after)
+        self.world.apply(decided, cut)
         if not writes:
             # A status that the plan leaves as it saw it is not written: it may be older than what is there.
             self.world.status = before
@@ -210,7 +216,7 @@ class History:
         self.do("refuse", False)
         for _ in range(PASSES):
             self.do("advance", 400)  # beyond any back-off
-            decided = self.carry_out(self.version, self.world.snapshot(), None)
+            decided = self.carry_out(self.version, self.world.snapshot(), self.cut())
             self.do("keep")
             self.world.pods = {
                 n: p for n, p in self.world.pods.items() if p.deleted_at is None or p.round == self.now_round
@@ -374,7 +380,6 @@ def test_snapshot_of_odd_values_has_a_plan_that_can_be_stored(
         world=view,
     )
     decided = plan(snapshot)
-    check(snapshot, decided)
     assert plan(snapshot) == decided
     wire = str(decided.status.to_wire()) + explain(snapshot, decided)
     wire.encode()  # what cannot be encoded cannot be written

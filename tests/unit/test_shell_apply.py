@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from datetime import UTC, datetime
+from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from everstep.contract.document import Sizes
 from everstep_operator.api.status import Status
@@ -22,7 +26,9 @@ from everstep_operator.kube.errors import (
 )
 from everstep_operator.kube.wire import KubeObject, ObjectMeta, OwnerReference
 from everstep_operator.plan.actions import CreatePod, CreateService, DeletePod, SetSizes
+from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import JobView
+from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.shell.apply import Applied, Applier
 
@@ -117,27 +123,117 @@ def pod(index: int) -> CreatePod:
 SERVICE = CreateService("svc", {"metadata": {"name": "svc"}, "owner": "job-1"}, "")
 
 
-async def test_service_comes_first_and_deletes_come_before_creates(hand: Hand) -> None:
+def creating(*pods: CreatePod) -> tuple[Stage, ...]:
+    return staged({StageName.CREATE: pods})
+
+
+def deleting(name: str) -> DeletePod:
+    return DeletePod(name, "u", 1, "")
+
+
+async def test_stages_are_carried_out_one_after_the_other(hand: Hand) -> None:
     hand.server.uids["old"] = "u"
-    await hand.applier.apply(JOB, (pod(0), DeletePod("old", "u", 1, ""), pod(1), SERVICE))
-    assert hand.server.log == ["create svc", "delete old", "create w0", "create w1"]
+    stages = staged(
+        {StageName.CREATE: (pod(0), pod(1)), StageName.CLEAR: (deleting("old"),), StageName.NETWORK: (SERVICE,)}
+    )
+    await hand.applier.apply(JOB, stages)
+    assert hand.server.log == ["delete old", "create svc", "create w0", "create w1"]
     assert hand.waits_for() == {"w0", "w1", "u"}
 
 
-async def test_no_pod_comes_or_goes_before_the_agents_were_told_the_sizes(hand: Hand) -> None:
-    hand.server.uids["old"] = "u"
-    actions = (pod(0), DeletePod("old", "u", 1, ""), SetSizes(Sizes(1, 2), ""))
+async def test_sizes_that_cannot_be_told_stop_the_release_of_healthy_workers_and_nothing_else(hand: Hand) -> None:
+    """One `RoundsUnavailable` stopped all pod calls of a pass."""
+    hand.server.uids.update(lost="u", healthy="u")
+    stages = staged(
+        {
+            StageName.CLEAR: (deleting("lost"),),
+            StageName.CREATE: (pod(0),),
+            StageName.SIZES: (SetSizes(Sizes(1, 2), ""),),
+            StageName.RELEASE: (deleting("healthy"),),
+        },
+        {StageName.RELEASE: (StageName.SIZES,)},
+    )
     hand.server.refuses["sizes"] = ServerError("etcd has no leader")
     with pytest.raises(ServerError):
-        await hand.applier.apply(JOB, actions)
-    assert hand.server.log == []
+        await hand.applier.apply(JOB, stages)
+    assert hand.server.log == ["delete lost", "create w0"]
     hand.server.refuses.clear()
-    await hand.applier.apply(JOB, actions)
-    assert hand.server.log == ["sizes 1:2", "delete old", "create w0"]
+    await hand.applier.apply(JOB, stages)
+    assert hand.server.log[2:] == ["sizes 1:2", "delete healthy"]
+
+
+@pytest.mark.parametrize("error", [ServerError("etcd has no leader"), Forbidden("exceeded quota")])
+async def test_service_that_cannot_be_made_stops_the_pods_that_need_it(hand: Hand, error: KubeError) -> None:
+    hand.server.refuses["svc"] = error
+    actions = {StageName.NETWORK: (SERVICE,), StageName.CREATE: (pod(0),)}
+    if isinstance(error, Forbidden):
+        applied = await hand.applier.apply(JOB, staged(actions, {StageName.CREATE: (StageName.NETWORK,)}))
+        assert applied.create_refused == str(error)
+    else:
+        with pytest.raises(ServerError):
+            await hand.applier.apply(JOB, staged(actions, {StageName.CREATE: (StageName.NETWORK,)}))
+    assert hand.server.log == []
+
+
+async def test_of_two_errors_the_one_that_passes_sooner_decides_when_to_come_back(hand: Hand) -> None:
+    hand.server.refuses["old"] = Forbidden("a policy protects this pod")
+    hand.server.refuses["w0"] = ServerError("etcd has no leader")
+    with pytest.raises(ServerError):
+        await hand.applier.apply(JOB, staged({StageName.CLEAR: (deleting("old"),), StageName.CREATE: (pod(0), pod(1))}))
+    assert hand.server.log == ["create w1"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    elastic=st.booleans(),
+    lost=st.sets(st.integers(0, 3)),
+    replicas=st.integers(2, 6),
+    fails=st.integers(0, 2**12 - 1),
+    service=st.booleans(),
+)
+def test_toy_cluster_of_the_property_tests_fails_as_this_does(
+    plan_world: ModuleType,
+    elastic_world: ModuleType,
+    elastic: bool,
+    lost: set[int],
+    replicas: int,
+    fails: int,
+    service: bool,
+) -> None:
+    """What they find holds only if they cut plans where this cuts them."""
+    world = elastic_world.ElasticWorld() if elastic else plan_world.World()
+    world.spec["replicas"] = 4
+    world.do_settle()
+    world.do_ready(*map(str, range(4)))
+    world.do_settle()
+    for i in lost:
+        world.do_fail(str(i), "137")
+    world.spec["replicas"] = replicas
+    if not service:
+        world.service = None
+    decided = plan(world.snapshot())
+    expected: list[str] = []
+    world.act = lambda action: expected.append(str(action))
+    world.apply(decided, plan_world.Cut(fails=fails))
+
+    done: list[str] = []
+    hand = Hand()
+    numbers = iter(range(1000))
+
+    async def one(job: JobView, action: Any, refusals: Any) -> bool:
+        if fails >> next(numbers) & 1:
+            raise ServerError("no")
+        done.append(str(action))
+        return True
+
+    hand.applier._one = one  # type: ignore[method-assign]
+    with contextlib.suppress(ServerError):
+        asyncio.run(hand.applier.apply(JOB, decided.stages))
+    assert sorted(done) == sorted(expected)
 
 
 async def test_many_creates_run_in_parallel_up_to_a_bound(hand: Hand) -> None:
-    await hand.applier.apply(JOB, tuple(pod(i) for i in range(100)))
+    await hand.applier.apply(JOB, creating(*(pod(i) for i in range(100))))
     assert len(hand.server.owners) == 100
     assert 1 < hand.server.most <= 16
 
@@ -145,35 +241,35 @@ async def test_many_creates_run_in_parallel_up_to_a_bound(hand: Hand) -> None:
 async def test_replica_that_lost_its_lead_writes_nothing_more(hand: Hand) -> None:
     hand.leads = False
     with pytest.raises(PermissionError):
-        await hand.applier.apply(JOB, (SERVICE, pod(0)))
+        await hand.applier.apply(JOB, staged({StageName.NETWORK: (SERVICE,), StageName.CREATE: (pod(0),)}))
     assert hand.server.log == []
 
 
 async def test_pod_that_exists_already_is_taken_as_created_if_it_is_ours(hand: Hand) -> None:
     hand.server.owners["w0"] = "job-1"
-    assert await hand.applier.apply(JOB, (pod(0), pod(1))) == Applied()
+    assert await hand.applier.apply(JOB, creating(pod(0), pod(1))) == Applied()
 
 
 async def test_name_that_another_owner_holds_is_reported_and_not_waited_for(hand: Hand) -> None:
     """Case 8: the pod of a deleted job of the same name is not ours."""
     hand.server.owners["w0"] = "job-of-the-same-name-before"
-    assert await hand.applier.apply(JOB, (pod(0), pod(1))) == Applied(collisions=("w0",))
+    assert await hand.applier.apply(JOB, creating(pod(0), pod(1))) == Applied(collisions=("w0",))
     assert hand.waits_for() == {"w1"}
 
 
 async def test_name_that_was_just_freed_is_tried_again_soon(hand: Hand) -> None:
     hand.server.owners["w0"] = "gone"
     with pytest.raises(Conflict):
-        await hand.applier.apply(JOB, (pod(0), pod(1)))
+        await hand.applier.apply(JOB, creating(pod(0), pod(1)))
     assert hand.waits_for() == {"w1"}
 
 
 async def test_create_whose_answer_is_lost_is_not_waited_for_and_found_the_next_time(hand: Hand) -> None:
     hand.server.loses.add("w0")
     with pytest.raises(ConnectionFailed):
-        await hand.applier.apply(JOB, (pod(0),))
+        await hand.applier.apply(JOB, creating(pod(0)))
     assert hand.waits_for() == set()
-    assert await hand.applier.apply(JOB, (pod(0),)) == Applied()
+    assert await hand.applier.apply(JOB, creating(pod(0))) == Applied()
     assert hand.server.log == ["create w0"]
 
 
@@ -182,7 +278,7 @@ async def test_refusals_are_shown_the_same_way_whichever_came_last(hand: Hand) -
     for index in (3, 1, 2):
         hand.server.refuses[f"w{index}"] = Forbidden(f"w{index}: exceeded quota")
     for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
-        applied = await hand.applier.apply(JOB, tuple(pod(i) for i in order))
+        applied = await hand.applier.apply(JOB, creating(*(pod(i) for i in order)))
         assert applied.create_refused is not None
         assert "w1: exceeded quota" in applied.create_refused
     assert hand.waits_for() == {"w0"}
@@ -191,7 +287,7 @@ async def test_refusals_are_shown_the_same_way_whichever_came_last(hand: Hand) -
 async def test_error_that_may_pass_is_raised_after_the_other_creates(hand: Hand) -> None:
     hand.server.refuses["w0"] = ServerError("etcd has no leader")
     with pytest.raises(ServerError):
-        await hand.applier.apply(JOB, tuple(pod(i) for i in range(3)))
+        await hand.applier.apply(JOB, creating(*(pod(i) for i in range(3))))
     assert set(hand.server.owners) == {"w1", "w2"}
     assert hand.waits_for() == {"w1", "w2"}
 
@@ -202,6 +298,6 @@ async def test_delete_of_a_pod_that_is_gone_or_replaced_is_done_and_not_waited_f
 ) -> None:
     if known is not None:
         hand.server.uids["old"] = known
-    await hand.applier.apply(JOB, (DeletePod("old", "u", 1, ""),))
+    await hand.applier.apply(JOB, staged({StageName.CLEAR: (deleting("old"),)}))
     assert hand.waits_for() == set()
     assert hand.server.uids == ({"old": known} if known else {})

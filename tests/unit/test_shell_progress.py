@@ -181,3 +181,23 @@ def test_any_sequence_of_reports_keeps_rounds_and_steps_growing(events: list[Rep
         assert seen.productive_seconds >= before.productive_seconds
         assert seen.trained_at is not None or seen.first_step_at is None
         before = seen
+
+
+def test_absurd_round_of_one_pod_silences_the_others_for_half_a_minute_only() -> None:
+    """With etcd only the agents know their rounds: a pod's word is all there is."""
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, step=1, round=3), at(0), "pod-0")
+    progress.accept(report(Phase.START, 1, round=2**53 - 1), at(1), "pod-1")
+    progress.accept(report(Phase.TRAIN, step=2, round=3), at(2), "pod-0")
+    assert progress.snapshot().step == 1
+    progress.accept(report(Phase.TRAIN, step=40, round=3), at(40), "pod-0")
+    seen = progress.snapshot()
+    assert (seen.round, seen.step) == (3, 40)
+
+
+def test_late_report_of_an_older_round_is_ignored_when_others_speak_of_the_newer_one() -> None:
+    progress = fresh()
+    progress.accept(report(Phase.START, 0, round=4), at(0), "pod-0")
+    progress.accept(report(Phase.START, 1, round=4), at(1), "pod-1")
+    progress.accept(report(Phase.TRAIN, step=9, round=3), at(60), "pod-2")
+    assert (progress.snapshot().round, progress.snapshot().step) == (4, None)

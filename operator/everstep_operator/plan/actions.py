@@ -1,18 +1,15 @@
 """What a plan may ask for. A closed union: `shell.apply` matches on it and has no other way to change the cluster.
 
-Ordering duty: when `Plan.publish` is set, the status must be written (compare-and-swap on the job's resourceVersion)
-*before* any action; if that write is refused, no action may be taken. Actions are taken in their order; it is safe to
-stop after any prefix, because every one of them is derived again from what is then observed.
+Each is safe to leave out and to take twice: it is derived again from what is then observed. In which order they are
+taken is said by `stages`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from everstep.contract.document import Sizes
-from everstep_operator.api.status import Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ class DeleteJob:
 
 @dataclass(frozen=True, slots=True)
 class SetSizes:
-    """Tell the agents, through the round store, which sizes a round may have. Before any pod comes or goes for it."""
+    """Tell the agents, through the round store, which sizes a round may have. Before a healthy worker goes for it."""
 
     sizes: Sizes
     why: str
@@ -105,35 +102,3 @@ class SetSizes:
 
 
 Action = CreateService | CreatePod | DeletePod | DeleteService | CreateBudget | DeleteBudget | DeleteJob | SetSizes
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A Kubernetes event about the job, recorded only if the plan's status write succeeded."""
-
-    reason: str
-    message: str
-    warning: bool = False
-
-    def __str__(self) -> str:
-        return f"event {'Warning' if self.warning else 'Normal'} {self.reason}: {self.message}"
-
-
-@dataclass(frozen=True, slots=True)
-class Requeue:
-    """Look again after this long even if nothing is seen to change."""
-
-    after: timedelta
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """`status` is the whole status wanted; the shell writes it only if it differs from what is there."""
-
-    status: Status
-    actions: tuple[Action, ...] = ()
-    events: tuple[Event, ...] = ()
-    requeue: Requeue | None = None
-    publish: bool = False  # the status carries a new round: write it first
-    reason: str = ""  # what this pass decided, or what it waits for

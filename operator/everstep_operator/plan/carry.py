@@ -1,4 +1,4 @@
-"""From the pods that should exist to actions: what is over goes, what is missing comes, and what keeps it from coming.
+"""From the pods that should exist to actions: delete superseded pods, create missing ones, report what blocks creation.
 
 It does not know why a pod should exist. Invariants: what is taken away was named by the caller; what is created is made
 at most so often a pass as the settings allow, and never before the back-off is over.
@@ -12,9 +12,11 @@ from datetime import timedelta
 
 from everstep_operator.api.status import Status
 from everstep_operator.plan import budget, lifecycle, names, pods
-from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, Requeue
+from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod
 from everstep_operator.plan.failure import on_lost_node
+from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
+from everstep_operator.plan.stages import StageName
 
 # What a worker that is not wanted holds, the commit log or its peers hold too; its accelerators are needed at once.
 SURVIVOR_GRACE_SECONDS = 1
@@ -23,18 +25,19 @@ REFUSED_RETRY = timedelta(seconds=15)
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A pod that must go, and how long it may take to end."""
+    """A pod that must go, and how long it may take to end. `released`: it is healthy, and not wanted any more."""
 
     pod: WorkerPod
     why: str
     grace_seconds: int
+    released: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """`waits` is what is waited for, empty if nothing is."""
+    """`actions` by the stage that they belong to; `waits` is what is waited for, empty if nothing is."""
 
-    actions: tuple[Action, ...]
+    actions: Mapping[StageName, Sequence[Action]]
     requeue: Requeue | None = None
     waits: str = ""
 
@@ -50,23 +53,28 @@ def carry(
 ) -> Carried:
     """`over` are pods that must go; `missing` are indices without a pod, of `workers`."""
     job = snapshot.job
-    actions: list[Action] = [a for one in over if (a := _remove(snapshot, one)) is not None]
+    actions: dict[StageName, list[Action]] = {StageName.CLEAR: [], StageName.RELEASE: []}
+    for one in over:
+        if (removal := _remove(snapshot, one)) is not None:
+            healthy = one.released and not one.pod.finished and not _is_lost(snapshot, one.pod)
+            actions[StageName.RELEASE if healthy else StageName.CLEAR].append(removal)
     if snapshot.service_uid is None and workers > 0:
-        actions.insert(0, CreateService(names.service_name(job.name), pods.service(job), "workers need host names"))
+        service = CreateService(names.service_name(job.name), pods.service(job), "workers need host names")
+        actions[StageName.NETWORK] = [service]
     if not missing:
-        return Carried(tuple(actions))
+        return Carried(actions)
     start = budget.not_before(job.spec.recovery, wanted.restarts)
     if start is not None and snapshot.now < start:
         left = start - snapshot.now
-        return Carried(tuple(actions), Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
-    actions += [create(index) for index in missing[: snapshot.settings.max_pods_per_plan]]
+        return Carried(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
+    actions[StageName.CREATE] = [create(index) for index in missing[: snapshot.settings.max_pods_per_plan]]
     # Tried again in every pass, and after a while even if nothing is seen to change: what frees a name sends no event.
     if snapshot.name_collisions:
         taken = f"{snapshot.name_collisions[0]} is not ours"
-        return Carried(tuple(actions), Requeue(REFUSED_RETRY, "name taken"), taken)
+        return Carried(actions, Requeue(REFUSED_RETRY, "name taken"), taken)
     if snapshot.create_refused is not None:
-        return Carried(tuple(actions), Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
-    return Carried(tuple(actions))
+        return Carried(actions, Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
+    return Carried(actions)
 
 
 def or_deadline(snapshot: Snapshot, requeue: Requeue | None) -> Requeue | None:
@@ -79,11 +87,15 @@ def _remove(snapshot: Snapshot, over: Over) -> DeletePod | None:
     """Take a pod away. On a lost node nobody would confirm it, so it is taken by force: what may still run there is
     fenced by the commit log."""
     pod = over.pod
-    lost = on_lost_node(pod, snapshot.nodes, snapshot.now)
+    lost = _is_lost(snapshot, pod)
     if pod.deleted_at is not None and not lost:
         return None
     grace = 0 if lost or pod.finished else over.grace_seconds
     return DeletePod(pod.name, pod.uid, grace, f"node {pod.node} is lost" if lost else over.why)
+
+
+def _is_lost(snapshot: Snapshot, pod: WorkerPod) -> bool:
+    return on_lost_node(pod, snapshot.nodes, snapshot.now)
 
 
 def blocked(snapshot: Snapshot, current: Mapping[int, WorkerPod]) -> str | None:

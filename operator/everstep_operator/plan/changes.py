@@ -8,7 +8,7 @@ from everstep_operator.api.conditions import ConditionStatus, ConditionType, Rea
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Status, World
 from everstep_operator.plan import recovery
-from everstep_operator.plan.actions import Event
+from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.snapshot import Snapshot
 
 

@@ -1,4 +1,4 @@
-"""What no plan may do, checked on every plan before it is carried out.
+"""What no plan may do, checked by the planner on each of its plans, with the very snapshot that it was made of.
 
 The planner is tested not to break these rules; this is the last line, so that a planner defect stops one job with a
 clear error instead of deleting its pods.
@@ -9,9 +9,11 @@ from __future__ import annotations
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import RendezvousBackend
 from everstep_operator.plan import lifecycle, names, roster
-from everstep_operator.plan.actions import CreatePod, DeletePod, Plan
+from everstep_operator.plan.actions import CreatePod, DeletePod
+from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.roster import Roster
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
+from everstep_operator.plan.stages import broken_rule
 
 
 class PlanError(Exception):
@@ -21,6 +23,8 @@ class PlanError(Exception):
 def check(snapshot: Snapshot, plan: Plan) -> None:
     """Raise PlanError for the first broken rule."""
     old, new = snapshot.job.status, plan.status
+    if (wrong := broken_rule(plan.stages)) is not None:
+        raise PlanError(wrong)
     created = [a for a in plan.actions if isinstance(a, CreatePod)]
     deleted = [a for a in plan.actions if isinstance(a, DeletePod)]
     if new.world.round < old.world.round:

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
 from everstep_operator.plan import sizing
-from everstep_operator.plan.actions import Requeue
 from everstep_operator.plan.carry import blocked
+from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.roster import Roster
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
 from everstep_operator.plan.standing import Standing

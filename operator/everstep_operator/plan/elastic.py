@@ -27,12 +27,14 @@ from everstep_operator.plan import (
     standing,
     status,
 )
-from everstep_operator.plan.actions import CreatePod, Event, Plan, SetSizes
+from everstep_operator.plan.actions import CreatePod, SetSizes
 from everstep_operator.plan.carry import SURVIVOR_GRACE_SECONDS, Carried, Over, carry, or_deadline
 from everstep_operator.plan.failure import Loss, losses_among
 from everstep_operator.plan.lifecycle import Failed
+from everstep_operator.plan.outcome import Event, Plan
 from everstep_operator.plan.roster import Roster
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.plan.standing import Standing
 
 # Losses of workers that were there when an incident began, so soon after it, are part of it.
@@ -207,7 +209,7 @@ def _publish(snapshot: Snapshot, change: _Revise) -> Plan:
     news = () if change.event is None else (change.event,)
     return Plan(
         wanted,
-        (*_told(snapshot), *drains.actions(snapshot), *carried.actions),
+        _stages(snapshot, carried),
         events=(*news, *_events(snapshot, wanted, current)),
         requeue=carried.requeue,
         publish=True,
@@ -222,11 +224,17 @@ def _converge(snapshot: Snapshot, published: Roster, current: dict[int, WorkerPo
     ready = observed.condition(ConditionType.READY)
     return Plan(
         observed,
-        (*_told(snapshot), *drains.actions(snapshot), *carried.actions),
+        _stages(snapshot, carried),
         _events(snapshot, observed, current),
         or_deadline(snapshot, requeue),
         reason=carried.waits or (ready.message if ready is not None else ""),
     )
+
+
+def _stages(snapshot: Snapshot, carried: Carried) -> tuple[Stage, ...]:
+    """Workers are released when those that stay may train without them; nothing else waits for the store."""
+    actions = {**carried.actions, StageName.GUARD: drains.actions(snapshot), StageName.SIZES: _told(snapshot)}
+    return staged(actions, {StageName.RELEASE: (StageName.SIZES,)})
 
 
 def _told(snapshot: Snapshot) -> tuple[SetSizes, ...]:
@@ -284,7 +292,7 @@ def _carry(snapshot: Snapshot, wanted: Status, made: Roster, current: dict[int, 
         if pod.index in made.lives:
             return Over(pod, "it was replaced", SURVIVOR_GRACE_SECONDS)
         # It is healthy, so it gets the time that its template asks for.
-        return Over(pod, "it is not wanted any more", pods.grace_seconds(job))
+        return Over(pod, "it is not wanted any more", pods.grace_seconds(job), released=True)
 
     return carry(
         snapshot,

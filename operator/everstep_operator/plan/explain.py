@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep_operator.api.conditions import ConditionType
 from everstep_operator.plan import roster
-from everstep_operator.plan.actions import Plan
+from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.snapshot import Snapshot
 
 

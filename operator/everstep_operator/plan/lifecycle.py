@@ -10,9 +10,11 @@ from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Failure, Status
 from everstep_operator.api.types import PodCleanup
 from everstep_operator.plan import drains, names, status
-from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService, Event, Plan, Requeue
+from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
 from everstep_operator.plan.failure import Loss
+from everstep_operator.plan.outcome import Event, Plan, Requeue
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
+from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.plan.status import Verdict
 
 # A finished job's process has nothing left to save; the kubelet still gets to stop it in order.
@@ -93,8 +95,12 @@ def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
     return Plan(ended, clean_up(snapshot), (event,), publish=True, reason=failure.message)
 
 
-def clean_up(snapshot: Snapshot) -> tuple[Action, ...]:
+def clean_up(snapshot: Snapshot) -> tuple[Stage, ...]:
     """What `podCleanup` says of the pods of a finished job."""
+    return staged({StageName.CLEAN: _left_over(snapshot)})
+
+
+def _left_over(snapshot: Snapshot) -> tuple[Action, ...]:
     policy = snapshot.job.spec.pod_cleanup
     if policy is PodCleanup.NONE:
         return drains.gone(snapshot)
@@ -114,7 +120,8 @@ def after_finish(snapshot: Snapshot) -> Plan:
     if ttl is not None and ended is not None:
         due = ended + timedelta(seconds=ttl)
         if snapshot.now >= due:
-            return Plan(job.status, (DeleteJob(job.uid, f"finished {ttl} s ago"),), reason="time to live is over")
+            end = staged({StageName.END: (DeleteJob(job.uid, f"finished {ttl} s ago"),)})
+            return Plan(job.status, end, reason="time to live is over")
         left = Requeue(due - snapshot.now, "time to live")
         return Plan(job.status, clean_up(snapshot), requeue=left, reason="finished; waits for its time to live")
     return Plan(job.status, clean_up(snapshot), reason="finished; nothing to do")

@@ -5,6 +5,7 @@ The shape of a pass:
   2. judge: is it complete, past its deadline, has it lost a worker, was it resized?
   3. a change of what should exist is *published* first (a compare-and-swap on the job's status) and carried out after;
   4. otherwise converge: the pods that were published, all of them, and no others.
+What is to be done comes in stages, which say what depends on what (`stages`).
 
 Invariant: which pods should exist is a function of the published status and the spec alone. An operator that wakes up
 with an old status can therefore only create pods that were replaced since, which the commit log refuses (ADR 0001).
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 from everstep_operator.api.types import RendezvousBackend
 from everstep_operator.plan import elastic, lifecycle, recreate
-from everstep_operator.plan.actions import Plan
+from everstep_operator.plan.check import check
+from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.untrusted import harmless
 
@@ -25,8 +27,17 @@ OUR_NAME = "everstep.dev/operator"
 
 
 def plan(snapshot: Snapshot) -> Plan:
-    """Decide what to do about one job. Pure and total: every snapshot has a plan."""
+    """Decide what to do about one job. Pure and total: every snapshot has a plan.
+
+    Raises PlanError when the plan breaks a rule of `check`, which is a defect of the planner.
+    """
     snapshot = harmless(snapshot)
+    decided = _decide(snapshot)
+    check(snapshot, decided)
+    return decided
+
+
+def _decide(snapshot: Snapshot) -> Plan:
     job = snapshot.job
     if job.deleting:
         return Plan(job.status, reason="the job is being deleted; garbage collection removes what it owns")

@@ -13,11 +13,13 @@ from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import RecoveryRecord, Restarts, Status, World
 from everstep_operator.plan import budget, changes, lifecycle, names, pods, recovery, status
-from everstep_operator.plan.actions import CreatePod, Event, Plan, Requeue
+from everstep_operator.plan.actions import CreatePod
 from everstep_operator.plan.carry import SURVIVOR_GRACE_SECONDS, Carried, Over, blocked, carry, or_deadline
 from everstep_operator.plan.failure import Loss, losses
 from everstep_operator.plan.lifecycle import Failed
+from everstep_operator.plan.outcome import Event, Plan, Requeue
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.plan.status import Verdict
 
 # Peers' failures are often seen before the failure that caused them: wait this long for it before judging.
@@ -142,7 +144,7 @@ def _publish(snapshot: Snapshot, change: _NewRound) -> Plan:
     carried = _carry(snapshot, wanted, {})
     return Plan(
         wanted,
-        carried.actions,
+        _stages(carried),
         events=_publish_events(snapshot, change),
         requeue=carried.requeue,
         publish=True,
@@ -169,7 +171,12 @@ def _converge(snapshot: Snapshot, current: dict[int, WorkerPod]) -> Plan:
     requeue = or_deadline(snapshot, carried.requeue)
     ready = observed.condition(ConditionType.READY)
     reason = carried.waits or (ready.message if ready is not None else "")
-    return Plan(observed, carried.actions, changes.events(snapshot, observed), requeue, reason=reason)
+    return Plan(observed, _stages(carried), changes.events(snapshot, observed), requeue, reason=reason)
+
+
+def _stages(carried: Carried) -> tuple[Stage, ...]:
+    """A worker finds worker 0 by the host name that the service gives it, and waits in vain without."""
+    return staged(carried.actions, {StageName.CREATE: (StageName.NETWORK,)})
 
 
 def _converged_status(snapshot: Snapshot, current: dict[int, WorkerPod]) -> Status:

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from everstep_operator.kube.errors import KubeError, TerminalError
 from everstep_operator.runtime.clock import Clock, within
-from everstep_operator.runtime.errors import NotLeading, QueueShutDown
+from everstep_operator.runtime.errors import NotLeading, Outage, QueueShutDown
 from everstep_operator.runtime.queue import WorkQueue
 
 K = TypeVar("K", bound=Hashable)
@@ -167,8 +167,8 @@ class Controller(Generic[K]):
                 self._say(key, logging.INFO, "reconciled", result.reason, None)
             case WillRetry(error, delay):
                 self._troubles[key] = outcome
-                # A Kubernetes error explains itself; any other is a bug of ours and needs its traceback.
-                trace = None if isinstance(error, KubeError | TimeoutError) else error
+                # What comes from outside explains itself; any other is a bug of ours and needs its traceback.
+                trace = None if isinstance(error, KubeError | Outage | TimeoutError) else error
                 self._say(key, logging.WARNING, f"pass failed, again in {delay:.2f} s", repr(error), trace)
             case Blocked(error, delay):
                 self._troubles[key] = outcome

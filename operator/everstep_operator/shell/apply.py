@@ -1,4 +1,4 @@
-"""Carries out the actions of a plan, and nothing that is not in it.
+"""Carries out the stages of a plan, in the order and with the dependencies that the plan says, and nothing else.
 
 Every write is preceded by a check that this replica still leads. Creates run in parallel up to a bound; an object that
 exists already is taken as created if it is ours by UID, else it is reported as a collision. A refused create (quota,
@@ -14,7 +14,16 @@ from typing import TypeVar, assert_never
 
 from everstep.contract.document import Sizes
 from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound, Rejected
+from everstep_operator.kube.errors import (
+    AlreadyExists,
+    Conflict,
+    Forbidden,
+    Invalid,
+    KubeError,
+    NotFound,
+    Rejected,
+    TerminalError,
+)
 from everstep_operator.kube.resources import PDBS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import KubeObject, Unstructured, controller_uid
 from everstep_operator.plan.actions import (
@@ -29,6 +38,7 @@ from everstep_operator.plan.actions import (
     SetSizes,
 )
 from everstep_operator.plan.snapshot import JobView
+from everstep_operator.plan.stages import Stage, StageName
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.parallel import Failed, run_bounded
 
@@ -72,32 +82,42 @@ class Applier:
         self._monotonic = monotonic
         self._set_sizes = set_sizes
 
-    async def apply(self, job: JobView, actions: tuple[Action, ...]) -> Applied:
-        """Carry out `actions`. Raises the first error that a later pass may overcome, after trying all of them."""
+    async def apply(self, job: JobView, stages: tuple[Stage, ...]) -> Applied:
+        """Carry out `stages`. Raises an error after trying all that may be tried, one that passes soon before others.
+
+        At once if this replica does not lead any more.
+        """
         refusals = _Refusals()
-        # Services first: pods need the host names. Sizes too: who stays after a delete must be allowed to go on.
-        # Deletes before creates: replacements need the room.
-        groups: tuple[list[Action], ...] = ([], [], [])
-        for action in actions:
-            groups[_order(action)].append(action)
-        for group in groups:
-            outcomes = await run_bounded([partial(self._one, job, action, refusals) for action in group], MAX_PARALLEL)
-            for outcome in outcomes:
+        failed: set[StageName] = set()
+        errors: list[Exception] = []
+        for stage in stages:
+            if not stage.may_begin(failed):
+                failed.add(stage.name)
+                continue
+            self._require_leading()
+            calls = [partial(self._one, job, action, refusals) for action in stage.actions]
+            for outcome in await run_bounded(calls, MAX_PARALLEL):
                 if isinstance(outcome, Failed):
-                    raise outcome.error
+                    errors.append(outcome.error)
+                if isinstance(outcome, Failed) or not outcome.value:
+                    failed.add(stage.name)
+        if errors:
+            self._require_leading()
+            raise min(errors, key=lambda error: isinstance(error, TerminalError))
         # Creates run in parallel: of several refusals the one to show must not depend on which came last.
         first = min(refusals.refused, default=None)
         return Applied(tuple(sorted(refusals.collisions)), None if first is None else refusals.refused[first])
 
-    async def _one(self, job: JobView, action: Action, refusals: _Refusals) -> None:
+    async def _one(self, job: JobView, action: Action, refusals: _Refusals) -> bool:
+        """Whether what the action asks for is so now; False if the API server refused it."""
         self._require_leading()
         match action:
             case CreatePod():
-                await self._create_pod(job, action, refusals)
+                return await self._create_pod(job, action, refusals)
             case CreateService():
-                await self._create(SERVICES, job, action.name, action.body, refusals)
+                return await self._create(SERVICES, job, action.name, action.body, refusals)
             case CreateBudget():
-                await self._create(PDBS, job, action.name, action.body, refusals)
+                return await self._create(PDBS, job, action.name, action.body, refusals)
             case DeleteBudget():
                 await self._delete(PDBS, job, action.name, action.uid)
             case DeletePod():
@@ -110,8 +130,9 @@ class Applier:
                 await self._set_sizes(job, action.sizes)
             case other:
                 assert_never(other)
+        return True
 
-    async def _create_pod(self, job: JobView, action: CreatePod, refusals: _Refusals) -> None:
+    async def _create_pod(self, job: JobView, action: CreatePod, refusals: _Refusals) -> bool:
         key = (job.namespace, job.name)
         self._expectations.expect(key, creations=[action.name], now=self._monotonic())
         try:
@@ -122,6 +143,7 @@ class Applier:
             raise
         if not created:
             self._expectations.cancel_creation(key, action.name)
+        return created
 
     async def _create(
         self, resource: Resource[T], job: JobView, name: str, body: dict[str, object], refusals: _Refusals
@@ -165,15 +187,3 @@ class Applier:
         except Conflict:
             return False  # the UID precondition: the name belongs to a successor
         return True
-
-
-def _order(action: Action) -> int:
-    match action:
-        case SetSizes() | CreateService() | CreateBudget():
-            return 0
-        case DeletePod() | DeleteService() | DeleteBudget():
-            return 1
-        case CreatePod() | DeleteJob():
-            return 2
-        case other:
-            assert_never(other)

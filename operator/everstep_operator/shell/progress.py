@@ -7,13 +7,15 @@ Invariant: reports of an earlier round never change the facts of a later one.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from everstep.contract.messages import Phase, Report
 from everstep_operator.api.status import Status
 from everstep_operator.plan.snapshot import Progress
 
 MAX_RANKS = 65_536
+# So long after a round that only one pod speaks of, another pod that still reports an older one is believed.
+DOUBTED = timedelta(seconds=30)
 
 
 class JobProgress:
@@ -38,6 +40,8 @@ class JobProgress:
 
     def _open_round(self, round_: int, published_at: datetime | None) -> None:
         self._round, self._published_at = round_, published_at
+        self._claimed_by: set[str] = set()
+        self._claimed_at: datetime | None = None
         self._started: set[int] = set()
         self._restored: set[int] = set()
         self._stepped: set[int] = set()
@@ -59,13 +63,19 @@ class JobProgress:
         """This operator has just noticed the loss that is now recovered from, in a job whose agents form the rounds."""
         self._lost_at = now
 
-    def accept(self, report: Report, now: datetime) -> bool:
-        """Take in one report; whether it changed something that should be acted on at once."""
-        if report.round < self._round or report.rank >= MAX_RANKS:
+    def accept(self, report: Report, now: datetime, claimant: str | None = None) -> bool:
+        """Take in one report; whether it changed something that should be acted on at once.
+
+        `claimant`: the pod, where nothing but its word says that there is such a round.
+        """
+        if report.rank >= MAX_RANKS or (report.round < self._round and not self._is_doubted(claimant, now)):
             return False
-        if report.round > self._round:
+        if report.round != self._round:
             # Formed by the agents, or published by a leader whose status write has not reached this cache yet.
             self._open_round(report.round, None)
+        if claimant is not None and len(self._claimed_by) < MAX_RANKS:
+            self._claimed_at = self._claimed_at or now
+            self._claimed_by.add(claimant)
         self._updated_at = now
         self._world_size = max(1, report.world_size)
         healed = self._committed(report)
@@ -82,6 +92,12 @@ class JobProgress:
                 changed = self._error is None
                 self._error = report.checkpoint_error or "the worker gave no reason"
                 return changed
+
+    def _is_doubted(self, claimant: str | None, now: datetime) -> bool:
+        """Whether the newest round may be a false claim: one pod with an absurd one must not silence all others."""
+        if claimant is None or self._claimed_at is None or claimant in self._claimed_by:
+            return False
+        return len(self._claimed_by) == 1 and now - self._claimed_at >= DOUBTED
 
     def _start(self, report: Report, now: datetime) -> bool:
         self._started.add(report.rank)

@@ -1,8 +1,8 @@
-"""One pass over one job: observe, plan, check, publish, apply, record.
+"""One pass over one job: observe, plan, write the status, act, tell.
 
-The order is the protocol (ADR 0001): a plan that publishes a round writes the status first, by compare-and-swap, and
-acts only if that was accepted. A pass never acts on a view that is older than its own last write. Being cut anywhere
-is harmless: the next pass derives what is missing.
+The order is the protocol (ADR 0001): the status is written first, by compare-and-swap, and only if that was accepted
+are the plan's stages carried out, and its events written. A pass never acts on a view that is older than its own last
+write. Being cut anywhere is harmless: the next pass derives what is missing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from everstep_operator.api.status import Condition, Status
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
 from everstep_operator.plan import names, recovery
-from everstep_operator.plan.actions import Plan
-from everstep_operator.plan.check import check
 from everstep_operator.plan.explain import explain
+from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import JobView, NodeView, Settings, Snapshot, WorkerPod
 from everstep_operator.runtime.cache import is_not_newer
@@ -115,7 +114,6 @@ class Reconciler:
             return await self._refuse(obj, memory, e)
         snapshot = self._snapshot(job, memory)
         decided = plan(snapshot)
-        check(snapshot, decided)
         return await self._carry_out(obj, memory, snapshot, decided)
 
     async def _carry_out(self, obj: Unstructured, memory: _Memory, snapshot: Snapshot, decided: Plan) -> Result:
@@ -130,12 +128,21 @@ class Reconciler:
                     "plan": explain(snapshot, decided).splitlines()[:50],
                 },
             )
-        held_back = False
+        held_back = written = False
         if decided.publish or not self._only_progress_changed(job.status, decided.status):
-            await self._write(obj, memory, job, decided)
+            written = await self._write(obj, memory, job, decided)
         elif decided.status != job.status:
-            held_back = not await self._write_progress(obj, memory, job, decided)
-        before, memory.applied = memory.applied, await self._applier.apply(job, decided.actions)
+            held_back = self._wrote_just_now(memory)
+            written = not held_back and await self._write(obj, memory, job, decided)
+        # Events come after the pods, which must not wait for what only people read; and also if some were not made.
+        events = decided.events if written else ()
+        before = memory.applied
+        try:
+            memory.applied = await self._applier.apply(job, decided.stages)
+        except Exception:
+            await self._recorder.write_events(job, events)
+            raise
+        await self._recorder.write_events(job, events)
         after = decided.requeue.after.total_seconds() if decided.requeue is not None else None
         if memory.applied != before:
             # The next plan has to know it; what is refused again for the same reason waits as that plan says.
@@ -145,10 +152,11 @@ class Reconciler:
             after = left if after is None else min(after, left)
         return Result(decided.reason, None if after is None else max(0.0, after))
 
-    async def _write(self, obj: Unstructured, memory: _Memory, job: JobView, decided: Plan) -> None:
+    async def _write(self, obj: Unstructured, memory: _Memory, job: JobView, decided: Plan) -> bool:
+        """Whether something had to be written."""
         version = await self._recorder.write_status(obj, decided.status)
         if version is None:
-            return
+            return False
         now = self._clock.now()
         memory.written, memory.written_at = version, now
         old, new = job.status, decided.status
@@ -157,14 +165,11 @@ class Reconciler:
         if recovery.is_open(new.recoveries) and new.recoveries != old.recoveries:
             memory.progress.lost(now)
         self._count(old, new)
-        await self._recorder.write_events(job, decided.events)
-
-    async def _write_progress(self, obj: Unstructured, memory: _Memory, job: JobView, decided: Plan) -> bool:
-        """Write figures that only inform, unless some were written just now; whether they were."""
-        if memory.written_at is not None and self._clock.now() - memory.written_at < PROGRESS_INTERVAL:
-            return False
-        await self._write(obj, memory, job, decided)
         return True
+
+    def _wrote_just_now(self, memory: _Memory) -> bool:
+        """Whether figures that only inform have to wait."""
+        return memory.written_at is not None and self._clock.now() - memory.written_at < PROGRESS_INTERVAL
 
     @staticmethod
     def _only_progress_changed(old: Status, new: Status) -> bool:

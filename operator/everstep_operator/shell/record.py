@@ -20,7 +20,7 @@ from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import AlreadyExists, KubeError
 from everstep_operator.kube.resources import EVENTS, Resource
 from everstep_operator.kube.wire import Unstructured, micro_time
-from everstep_operator.plan.actions import Event
+from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.snapshot import JobView
 
 log = logging.getLogger("everstep.record")

@@ -18,6 +18,7 @@ from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
 from everstep_operator.kube.resources import CONFIGMAPS, Resource
 from everstep_operator.kube.wire import ConfigMap, Unstructured, controller_uid
+from everstep_operator.runtime.errors import Outage
 
 KEY = "document"
 # Of the agents: presence is in the leader's memory, and the next one must know its patience. Not in the data, of which
@@ -26,7 +27,7 @@ LEASE = f"{labels.GROUP}/lease-seconds"
 TRIES = 8  # of a publication that meets the planner's own status writes
 
 
-class RoundsUnavailable(Exception):
+class RoundsUnavailable(Outage):
     """The API server did not do it, or it is not known whether it did: try again."""
 
 
@@ -120,7 +121,7 @@ class RoundDocuments:
                 found = await self._client.get(self._jobs, job.namespace, job.name)
                 if found.metadata.uid != job.uid or found.metadata.deletion_timestamp is not None:
                     raise RoundsRefused(f"job {job.name} is gone, or another has its name now")
-                number = max(above, _published(found)) + 1
+                number = max(above, published_round(found)) + 1
                 if number >= MAX_NUMBER:
                     raise RoundsRefused(f"round {number} cannot be counted")
                 self._require_leading()
@@ -154,7 +155,8 @@ class RoundDocuments:
         return Kept(found.data.get(KEY, ""), int(meta.resource_version), _seconds(meta.annotations.get(LEASE, "")))
 
 
-def _published(job: Unstructured) -> int:
+def published_round(job: Unstructured) -> int:
+    """`status.world.round`: no round of the job has a greater number."""
     world = job.status.get("world")
     number = world.get("round", 0) if isinstance(world, dict) else 0
     return number if isinstance(number, int) else 0

@@ -25,7 +25,7 @@ from everstep_operator.shell.identity import Authenticate
 from everstep_operator.shell.intake import ReportRefused
 from everstep_operator.shell.presence import Worker
 from everstep_operator.shell.reconcile import BY_NODE, Caches, Reconciler
-from everstep_operator.shell.round_documents import JobRef, RoundsRefused, RoundsUnavailable
+from everstep_operator.shell.round_documents import JobRef, RoundsRefused, RoundsUnavailable, published_round
 from everstep_operator.shell.rounds import Agent, Rounds
 from everstep_operator.shell.tenants import Tenant
 
@@ -151,10 +151,22 @@ class Wiring:
         # A pod whose agent joins rounds has none of its own; its reports are sorted by the round that each names.
         if worker.round > 0 and report.round != worker.round:
             raise ReportRefused(f"pod {identity.pod_name} is of round {worker.round}, not {report.round}")
-        if self._reconciler.progress_of(job).accept(report, self._clock.now()):
+        newest = worker.round or self._newest_round(job)
+        if newest is not None and report.round > newest:
+            raise ReportRefused(f"round {report.round} has not begun: the newest of {job.metadata.name} is {newest}")
+        claimant = pod.metadata.uid if newest is None else None
+        if self._reconciler.progress_of(job).accept(report, self._clock.now(), claimant):
             self._queue.add(key)
         else:
             self._queue.add_after(key, _REPORT_DELAY)
+
+    def _newest_round(self, job: Unstructured) -> int | None:
+        """The round that no worker can be ahead of; None: nobody but the agents knows their rounds."""
+        if rendezvous_backend(job) != BACKEND:
+            return None
+        view = self._rounds.view(job_ref(job))
+        # Not read yet by a leader that has just begun: the number is in the status before any agent hears of it.
+        return view.round if view is not None else published_round(job)
 
     async def agent(self, identity: PodIdentity) -> Agent:
         """The pod as an agent of a job whose rounds are kept here. Raises RoundsRefused, RoundsUnavailable."""

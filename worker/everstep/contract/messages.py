@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from everstep.contract.document import MAX_NUMBER
+
 MAX_REPORT_BYTES = 16 * 1024
 MAX_METRICS = 8
 MAX_METRIC_NAME = 40
@@ -84,7 +86,7 @@ class Report:
             rank=_int(body, "rank", 0) or 0,
             world_size=_int(body, "world_size", 1) or 1,
             at=_float(body, "at") or 0.0,
-            round=_int(body, "round") or 0,
+            round=_int(body, "round", below=MAX_NUMBER) or 0,
             step=_int(body, "step"),
             total_steps=_int(body, "total_steps"),
             epoch=_int(body, "epoch"),
@@ -99,12 +101,12 @@ class Report:
         )
 
 
-def _int(body: dict[str, Any], name: str, low: int = 0) -> int | None:
+def _int(body: dict[str, Any], name: str, low: int = 0, below: int = 2**63) -> int | None:
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
-        raise MessageError(f"{name}: {value!r} is not an integer of at least {low}")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < below:
+        raise MessageError(f"{name}: {value!r} is not an integer from {low} to {below - 1}")
     return value
 
 

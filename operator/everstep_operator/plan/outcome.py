@@ -1,0 +1,52 @@
+"""A plan: what the status should be, what is done for it, what is told, and when to look again.
+
+Ordering duty: the status is written first (compare-and-swap on the job's resourceVersion), the stages are carried out
+after it, and events are written last. If the write is refused, no action may be taken and no event written. `publish`
+says that the actions follow from this very status, so that it must be written even if only figures differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from everstep_operator.api.status import Status
+from everstep_operator.plan.actions import Action
+from everstep_operator.plan.stages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A Kubernetes event about the job, recorded only if the plan's status write succeeded."""
+
+    reason: str
+    message: str
+    warning: bool = False
+
+    def __str__(self) -> str:
+        return f"event {'Warning' if self.warning else 'Normal'} {self.reason}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """Look again after this long even if nothing is seen to change."""
+
+    after: timedelta
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`status` is the whole status wanted; the shell writes it only if it differs from what is there."""
+
+    status: Status
+    stages: tuple[Stage, ...] = ()
+    events: tuple[Event, ...] = ()
+    requeue: Requeue | None = None
+    publish: bool = False  # the status carries a new round: write it first
+    reason: str = ""  # what this pass decided, or what it waits for
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Of all stages."""
+        return tuple(action for stage in self.stages for action in stage.actions)

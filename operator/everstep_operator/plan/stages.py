@@ -1,0 +1,90 @@
+"""In which order the actions of a plan are taken, and what a failed one stops.
+
+A plan is a list of stages. The actions of one stage do not depend on each other: they run in parallel, and each may
+succeed or fail. A stage begins when every action of the stages before it has ended, and only if none of the stages
+that it needs has failed. A stage that is left out counts as failed. Nothing else is stopped by a failure.
+
+So an operator that dies leaves this behind, and nothing else: the status, the stages before the running one, and any
+subset of the running one. The property tests cut plans in exactly these places (`tests/unit/plan_world.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from everstep_operator.plan.actions import (
+    Action,
+    CreateBudget,
+    CreatePod,
+    CreateService,
+    DeleteBudget,
+    DeleteJob,
+    DeletePod,
+    DeleteService,
+    SetSizes,
+)
+
+
+class StageName(StrEnum):
+    """In the order in which they are carried out."""
+
+    CLEAR = "clear"  # pods that were lost, replaced, or are of an older round: their successors need the room
+    NETWORK = "network"  # the service that gives pods their host names
+    GUARD = "guard"  # the disruption budget
+    CREATE = "create"  # pods
+    SIZES = "sizes"  # what the agents are told
+    RELEASE = "release"  # healthy workers that are not wanted any more
+    CLEAN = "clean"  # what is left of a finished job
+    END = "end"  # the job itself
+
+
+ORDER = tuple(StageName)
+ALLOWED: Mapping[StageName, tuple[type[Action], ...]] = {
+    StageName.CLEAR: (DeletePod,),
+    StageName.NETWORK: (CreateService,),
+    StageName.GUARD: (CreateBudget, DeleteBudget),
+    StageName.CREATE: (CreatePod,),
+    StageName.SIZES: (SetSizes,),
+    StageName.RELEASE: (DeletePod,),
+    StageName.CLEAN: (DeletePod, DeleteService, DeleteBudget),
+    StageName.END: (DeleteJob,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Actions that may run in any order. `needs`: earlier stages without which this one must not begin."""
+
+    name: StageName
+    actions: tuple[Action, ...]
+    needs: frozenset[StageName] = frozenset()
+
+    def may_begin(self, failed: Collection[StageName]) -> bool:
+        """`failed` are the stages of which an action failed, and those that were left out."""
+        return self.needs.isdisjoint(failed)
+
+
+def staged(
+    actions: Mapping[StageName, Collection[Action]], needs: Mapping[StageName, Collection[StageName]] | None = None
+) -> tuple[Stage, ...]:
+    """The stages that have actions, in their order."""
+    asked = needs or {}
+    return tuple(
+        Stage(name, tuple(actions[name]), frozenset(asked.get(name, ()))) for name in ORDER if actions.get(name)
+    )
+
+
+def broken_rule(stages: tuple[Stage, ...]) -> str | None:
+    """What is wrong with the stages of a plan, if anything is."""
+    places = [ORDER.index(stage.name) for stage in stages]
+    if places != sorted(set(places)):
+        return f"stages {[str(stage.name) for stage in stages]} are not in their order, each once"
+    for stage in stages:
+        if any(ORDER.index(needed) >= ORDER.index(stage.name) for needed in stage.needs):
+            return f"stage {stage.name} needs {sorted(stage.needs)}, which come later"
+        for action in stage.actions:
+            if not isinstance(action, ALLOWED[stage.name]):
+                return f"stage {stage.name} has the action {action}"
+    return None
