@@ -189,7 +189,10 @@ class Operator:
         if self.elector.is_leader():
             return gate.Leading()
         address = self.elector.holder_address()
-        return gate.Following(f"http://{address}") if address is not None else gate.NoLeader()
+        if address is not None:
+            return gate.Following(f"http://{address}")
+        starting = self._caches_synced()
+        return gate.NoLeader(f"this replica starts: it {starting}") if starting else gate.NoLeader()
 
     def _caches_synced(self) -> str | None:
         waiting = [

@@ -121,12 +121,12 @@ class OperatorServer:
 
     # --- replicas
 
-    def start(self, port: int = 0) -> Replica:
+    def start(self, port: int = 0, *, cut: bool = False) -> Replica:
         """One more replica, at a port of one that was killed or at its own; returns when it serves, whether it leads or
-        not."""
-        return self.do(self._start(port or self._ports.take()))
+        not. `cut`: it does not reach its API server, and returns when it listens."""
+        return self.do(self._start(port or self._ports.take(), cut))
 
-    async def _start(self, port: int) -> Replica:
+    async def _start(self, port: int, cut: bool) -> Replica:
         number = len(self.replicas)
         settings = OperatorSettings.from_env(
             {
@@ -135,13 +135,15 @@ class OperatorServer:
             }
         )  # fmt: skip
         faults = Faults()
+        if cut:
+            faults.cut()
         client = self.cluster.client(manager=labels.MANAGER, faults=faults)
         operator = Operator(client, settings, Metrics(process=False), SystemClock())
         replica = Replica(operator, faults)
-        serving = asyncio.Event()
-        replica.task = asyncio.create_task(self._run(replica, serving))
+        listening, serving = asyncio.Event(), asyncio.Event()
+        replica.task = asyncio.create_task(self._run(replica, listening, serving))
         self.replicas.append(replica)
-        waiting = asyncio.ensure_future(serving.wait())
+        waiting = asyncio.ensure_future((listening if cut else serving).wait())
         await asyncio.wait((waiting, replica.task), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if replica.task.done():
@@ -149,13 +151,14 @@ class OperatorServer:
         return replica
 
     @staticmethod
-    async def _run(replica: Replica, serving: asyncio.Event) -> None:
+    async def _run(replica: Replica, listening: asyncio.Event, serving: asyncio.Event) -> None:
         operator = replica.operator
         async with operator.intake, asyncio.TaskGroup() as group:
+            listening.set()
             # The Lease names the port, which is known only now.
             operator.elector._identity = f"{operator.elector.identity.partition('_')[0]}_127.0.0.1:{replica.port}"
             caches = operator.caches
-            informers = (caches.jobs, caches.pods, caches.services, caches.nodes)
+            informers = (caches.jobs, caches.pods, caches.services, caches.nodes, caches.budgets)
             for informer in informers:
                 group.create_task(informer.run())
             for informer in informers:

@@ -28,6 +28,7 @@ class Operator:
         self.reports: list[Report] = []
         self.tokens: list[str | None] = []
         self.answer: Callable[[], tuple[int, dict[str, str]]] = lambda: (204, {})
+        self.words = b""  # of a refusal
         operator = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,6 +42,7 @@ class Operator:
                 for name, value in headers.items():
                     self.send_header(name, value)
                 self.end_headers()
+                self.wfile.write(operator.words)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -315,12 +317,27 @@ def test_report_that_is_refused_is_dropped_and_the_next_one_sent(
 ) -> None:
     answers: Iterator[tuple[int, dict[str, str]]] = iter([(400, {}), (413, {})])
     operator.answer = lambda: next(answers, (204, {}))
+    operator.words = b'{"reason": "step: it is no number"}'
     reporter = Reporter(operator.url)
     reporter.restored(1)
     reporter.step(2)
     assert reporter.flush(30)
     assert operator.phases == ["train"]
-    assert "answered 400" in caplog.text
+    assert "answered 400: step: it is no number" in caplog.text
+
+
+@pytest.mark.parametrize("status", [200, 201, 301, 302, 400, 403, 404, 405, 413, 502, 503])
+@pytest.mark.parametrize("says", [b"", b"<html></html>", b'{"kind": "Status", "reason": "NotFound"}'])
+def test_report_that_another_answers_in_the_operators_place_is_kept(
+    operator: Operator, status: int, says: bytes
+) -> None:
+    answers: Iterator[tuple[int, dict[str, str]]] = iter([(status, {"Location": "https://127.0.0.1:9/"})])
+    operator.answer, operator.words = lambda: next(answers, (204, {})), says
+    reporter = Reporter(operator.url)
+    reporter.restored(1)
+    reporter.step(2)
+    assert reporter.flush(30)
+    assert operator.phases == ["start", "restore", "train"]
 
 
 def test_operator_that_never_answers_does_not_hold_up_the_end(operator: Operator) -> None:

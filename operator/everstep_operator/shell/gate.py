@@ -41,7 +41,9 @@ class Following:
 
 @dataclass(frozen=True, slots=True)
 class NoLeader:
-    """Nobody is known to hold the Lease."""
+    """Nobody is known to hold the Lease; `reason` is told to who asks."""
+
+    reason: str = "no replica leads at the moment"
 
 
 Leadership: TypeAlias = Leading | Following | NoLeader
@@ -123,8 +125,8 @@ class Gate:
             case Following(base_url=url):
                 location = {"Location": url.rstrip("/") + request.path_qs}
                 return Answer(307, "another replica leads", ReportResult.REDIRECTED, location)
-            case NoLeader():
-                return later("no replica leads at the moment", ReportResult.NO_LEADER)
+            case NoLeader(reason):
+                return later(reason, ReportResult.NO_LEADER)
             case other:
                 assert_never(other)
 

@@ -178,8 +178,11 @@ class Wiring:
         key = owner_key(pod)
         job = self._caches.jobs.get(*key) if key is not None else None
         worker = observe.worker_pod(pod)
-        if job is None or worker is None or controller_uid(pod.metadata) != job.metadata.uid:
+        if key is None or worker is None:
             raise RoundsRefused(f"pod {identity.pod_name} belongs to no TrainingJob")
+        if job is None or controller_uid(pod.metadata) != job.metadata.uid:
+            # Not for good: the two caches are of different moments. A job that is gone takes its pods with it.
+            raise RoundsUnavailable(f"pod {identity.pod_name}: its TrainingJob {key[1]} is not known at the moment")
         backend = rendezvous_backend(job)
         if backend != BACKEND:
             raise RoundsRefused(

@@ -8,7 +8,7 @@ of the operator has counted.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -55,9 +55,9 @@ class HttpStore(Watching):
 
     def compare_and_swap(self, expected: int, document: bytes) -> int | None:
         reply = self._calls.call(
-            "PUT", DOCUMENT_PATH, body=document, headers={VERSION_HEADER: str(expected)}, limit=MAX_BYTES
+            "PUT", DOCUMENT_PATH, expect=(204, 412), body=document, headers={VERSION_HEADER: str(expected)}
         )
-        if reply.status != 204:
+        if reply.status == 412:
             return None
         version = _number(reply, VERSION_HEADER)
         with self._changed:
@@ -65,37 +65,43 @@ class HttpStore(Watching):
         return version
 
     def announce(self, agent: str, value: bytes, ttl: float) -> None:
-        self._announce(agent, value, {TTL_HEADER: f"{ttl:g}"}, 0)
+        self._announce(agent, value, {TTL_HEADER: f"{ttl:g}"})
 
     def ask(self, agent: str, value: bytes, ttl: float) -> float:
         known = self._known()
-        reply = self._announce(agent, value, {TTL_HEADER: f"{ttl:g}", JOIN_HEADER: "1"}, MAX_BYTES)
+        reply = self._announce(agent, value, {TTL_HEADER: f"{ttl:g}", JOIN_HEADER: "1"}, (200, 204))
         grace = _grace(reply)
         if grace:
             self._merge(_seen(reply), known)
         return grace
 
     def renew(self, agent: str) -> bool:
-        return self._calls.call("POST", _presence(agent), limit=0).status != 410
+        return self._calls.call("POST", _presence(agent), expect=(204, 410)).status == 204
 
     def withdraw(self, agent: str) -> None:
-        self._calls.call("DELETE", _presence(agent), limit=0)
+        self._calls.call("DELETE", _presence(agent), expect=(204,))
 
     def present(self) -> Mapping[str, bytes]:
-        reply = self._calls.call("GET", PRESENCE_PATH, limit=2 * MAX_PRESENT_BYTES)
+        reply = self._calls.call("GET", PRESENCE_PATH, expect=(200,), limit=2 * MAX_PRESENT_BYTES)
         try:
-            return {str(agent): str(value).encode() for agent, value in dict(json.loads(reply.data)).items()}
-        except (ValueError, TypeError) as e:
+            found = json.loads(reply.data)
+        except (ValueError, RecursionError) as e:
             raise StoreUnavailable(f"the operator's list of agents cannot be read: {e}") from e
+        # Whoever is missing in it counts as lapsed: it is believed only if it is one.
+        if not isinstance(found, dict) or any(not (isinstance(v, str) and v[:1] == "{") for v in found.values()):
+            raise StoreUnavailable("what answers for the operator gives no list of agents")
+        return {agent: value.encode() for agent, value in found.items()}
 
     # --- inside
 
-    def _announce(self, agent: str, value: bytes, headers: Mapping[str, str], limit: int) -> Reply:
-        return self._calls.call("PUT", _presence(agent), body=value, headers=headers, limit=limit)
+    def _announce(
+        self, agent: str, value: bytes, headers: Mapping[str, str], expect: Collection[int] = (204,)
+    ) -> Reply:
+        return self._calls.call("PUT", _presence(agent), expect=expect, body=value, headers=headers, limit=MAX_BYTES)
 
     def _look(self, path: str, reply: float | None = None) -> View | None:
         """What the operator holds; None if it says that nothing is new."""
-        answer = self._calls.call("GET", path, limit=MAX_BYTES, reply=reply)
+        answer = self._calls.call("GET", path, expect=(200, 204, 304), limit=MAX_BYTES, reply=reply)
         return None if answer.status == 304 else _seen(answer)
 
     def _known(self) -> Known:

@@ -2,17 +2,17 @@
 
 Knows no rendezvous. The token is sent to the address that was configured, and to the one that this address names in a
 redirect (307, its leader): same scheme, same path, one step, remembered until it fails. What the leader's address
-answers is final only if the configured address says so too: an address in a cluster may be another's by now.
+answers is final only if the configured address says so too: an address in a cluster may be another's by now. So may
+the configured one, for a moment: what is not an answer to the call, or not the operator's own refusal, is an outage.
 Invariants: a call is bounded in time and size; connections belong to the process that made them; the token is in no
 message.
 """
 
 from __future__ import annotations
 
-import json
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ import urllib3
 from urllib3.exceptions import HTTPError, NameResolutionError
 from urllib3.exceptions import SSLError as TransportSSLError
 
+from everstep.contract.answers import is_refusal, words
 from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
 from everstep.rendezvous.forks import after_fork
 
 MAX_TOKEN = 8000  # characters: more would not fit into a header
 MAX_ERROR = 64 * 1024
-_EXPECTED = (200, 204, 304, 307, 410, 412)
+PIECE = 64 * 1024  # bytes read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,7 @@ class Reply:
     @property
     def reason(self) -> str:
         """What the server says about it."""
-        try:
-            body = json.loads(self.data)
-            text = str(body["reason"]) if isinstance(body, dict) and "reason" in body else ""
-        except ValueError:
-            text = ""
-        return text[:300] or self.data[:100].decode(errors="replace").strip() or "no reason given"
+        return words(self.data) or self.data[:100].decode(errors="replace").strip() or "no reason given"
 
 
 def base_url(text: str, default_port: int, *, tls: bool = False) -> str:
@@ -86,23 +82,25 @@ class OperatorCalls:
         method: str,
         path: str,
         *,
+        expect: Collection[int],
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-        limit: int,
+        limit: int = 0,
         reply: float | None = None,
     ) -> Reply:
-        """200, 204, 304, 410 and 412 are returned, with at most `limit` bytes. Raises StoreUnavailable, StoreRefused.
+        """An answer with one of the statuses `expect`, and at most `limit` bytes if it is 200.
 
-        A call may have been carried out by an address that did not answer, and is then carried out again.
+        Raises StoreRefused where the operator itself refuses, and StoreUnavailable whatever else is answered. A call
+        may have been carried out by an address that did not answer, and is then carried out again.
         """
-        wanted = _Call(method, path, body, dict(headers or {}), limit, reply or self._limits.reply)
+        wanted = _Call(method, path, body, dict(headers or {}), frozenset(expect), limit, reply or self._limits.reply)
         leader = self._leader
         if leader is not None:
             try:
                 found = self._send(leader, wanted)
             except (HTTPError, StoreUnavailable):
                 found = None
-            if found is not None and found.status in _EXPECTED and found.status != 307:
+            if found is not None and found.status in wanted.expect:
                 return found
             self._leader = None
         return self._ask(wanted)
@@ -127,7 +125,7 @@ class OperatorCalls:
                 continue
             if found.status == 307:
                 raise StoreUnavailable(f"{at} was named as the operator's leader and names another: it is not settled")
-            if found.status not in _EXPECTED:
+            if found.status not in wanted.expect:
                 raise _error(at, found)
             if at != self._url:
                 self._leader = at
@@ -135,7 +133,7 @@ class OperatorCalls:
         raise StoreUnavailable(f"the operator at {self._url} does not answer: {why}")
 
     def _target(self, found: Reply, wanted: _Call) -> str:
-        """Where a redirect leads; refused if the token would go where nobody may have meant it to."""
+        """Where a redirect leads; not followed if the token would go where nobody may have meant it to."""
         location = found.headers.get("Location", "")
         url = location.removesuffix(wanted.path)
         try:
@@ -147,7 +145,7 @@ class OperatorCalls:
         except ValueError:
             good = False
         if not good:
-            raise StoreRefused(
+            raise StoreUnavailable(
                 f"{self._url} redirects to {location[:200]!r}: only the same scheme and path at another host:port are"
                 " followed, because the pod's token goes with it"
             )
@@ -187,9 +185,12 @@ class OperatorCalls:
         )
         limit = wanted.limit if response.status == 200 else MAX_ERROR
         try:
-            data = response.read(limit + 1, decode_content=False)
-            if len(data) > limit:
-                raise StoreUnavailable(f"{url} answers with more than {limit} bytes")
+            data = b""
+            # To its end, which one `read` does not tell: a body that was cut off is no answer.
+            while part := response.read(PIECE, decode_content=False):
+                data += part
+                if len(data) > limit:
+                    raise StoreUnavailable(f"{url} answers with more than {limit} bytes")
         except BaseException:
             response.close()
             raise
@@ -209,6 +210,7 @@ class _Call:
     path: str
     body: bytes | None
     headers: dict[str, str]
+    expect: frozenset[int]
     limit: int
     reply: float
 
@@ -222,12 +224,12 @@ def _context(ca_file: str) -> ssl.SSLContext:
 
 def _error(url: str, found: Reply) -> Exception:
     text = f"{url} answers {found.status}: {found.reason}"
-    if found.status in (408, 425, 429) or found.status >= 500:
+    if not is_refusal(found.status, found.data):
+        if found.status == 404:
+            text += " (it is no Everstep operator, or one of an older release without a round store)"
         return StoreUnavailable(text)
-    if found.status == 404:
-        return StoreRefused(f"{url} has no round store (404): it is no Everstep operator, or one of an older release")
     if found.status == 401:
-        return StoreRefused(f"{text} (the token is that of this pod, from EVERSTEP_TOKEN_FILE or `token_file`)")
+        text += " (the token is that of this pod, from EVERSTEP_TOKEN_FILE or `token_file`)"
     return StoreRefused(text)
 
 

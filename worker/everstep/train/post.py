@@ -1,7 +1,8 @@
 """One bounded HTTP POST that follows the operator's redirect to its leader.
 
 `urllib.request` refuses to repeat a POST after a 307, hence `http.client`. Knows nothing of what it sends. Every
-wait has a bound, and the token leaves only over the configured scheme: a redirect from https to http is refused.
+wait has a bound, and the token leaves only over the configured scheme: a redirect from https to http is not followed.
+Only what the operator itself says is final: whatever else answers in its place does so for a while.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import http.client
 import ssl
 from urllib.parse import SplitResult, urljoin, urlsplit
 
+from everstep.contract.answers import is_refusal, words
+
 TIMEOUT = 2.0  # seconds, of connecting and of each read
 MAX_REDIRECTS = 3
-MAX_REASON = 300
+MAX_ANSWER = 16 * 1024
 
 
 class PostError(Exception):
@@ -24,34 +27,46 @@ class Refused(PostError):
 
 
 def post(url: str, token: str | None, body: bytes) -> None:
-    """Deliver `body` as JSON. Raises Refused for 4xx, PostError for everything else that is not a success."""
-    target = _parse(url)
+    """Deliver `body` as JSON. Raises Refused where the operator cannot take it, PostError for all but its 204."""
+    try:
+        target = _parse(url)
+    except ValueError as e:
+        raise Refused(str(e)) from e
     for _ in range(MAX_REDIRECTS + 1):
-        status, location, reason = _once(target, token, body)
-        if 200 <= status < 300:
+        status, location, answer = _once(target, token, body)
+        if status == 204:
             return
         if status in (307, 308) and location:
-            onward = _parse(urljoin(target.geturl(), location))
-            if onward.scheme != target.scheme:
-                raise Refused(f"{target.geturl()} redirects from {target.scheme} to {onward.scheme}")
-            target = onward
+            target = _onward(target, location)
             continue
+        reason = words(answer) or answer[:300].decode(errors="replace").strip() or "no reason given"
         text = f"{target.geturl()} answered {status}: {reason}"
-        # 401 and 403 stay retryable for a while on the server's side (a pod that its informer has not seen yet).
-        if 400 <= status < 500 and status not in (401, 403, 408, 425, 429):
+        # 401 and 403 may be another's soon: a token that is replaced, a pod that the operator has not seen yet.
+        if is_refusal(status, answer) and status not in (401, 403):
             raise Refused(text)
         raise PostError(text)
     raise PostError(f"{url} redirects more than {MAX_REDIRECTS} times: the operator has no settled leader")
 
 
+def _onward(target: SplitResult, location: str) -> SplitResult:
+    try:
+        onward = _parse(urljoin(target.geturl(), location))
+    except ValueError as e:
+        raise PostError(f"{target.geturl()} redirects to {location[:200]!r}: {e}") from e
+    if onward.scheme != target.scheme:
+        raise PostError(f"{target.geturl()} redirects from {target.scheme} to {onward.scheme}")
+    return onward
+
+
 def _parse(url: str) -> SplitResult:
+    """Raises ValueError."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Refused(f"{url!r} is not an http or https URL")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"{url!r} is not an http or https URL")
     return parts
 
 
-def _once(target: SplitResult, token: str | None, body: bytes) -> tuple[int, str | None, str]:
+def _once(target: SplitResult, token: str | None, body: bytes) -> tuple[int, str | None, bytes]:
     assert target.hostname is not None
     connection: http.client.HTTPConnection
     if target.scheme == "https":
@@ -66,8 +81,7 @@ def _once(target: SplitResult, token: str | None, body: bytes) -> tuple[int, str
     try:
         connection.request("POST", path, body, headers)
         response = connection.getresponse()
-        reason = response.read(MAX_REASON).decode(errors="replace").strip() or response.reason
-        return response.status, response.getheader("Location"), reason
+        return response.status, response.getheader("Location"), response.read(MAX_ANSWER)
     except http.client.HTTPException as e:
         raise PostError(f"{target.geturl()} broke off: {type(e).__name__} {e}") from e
     finally:
