@@ -4,11 +4,13 @@
 
 Three agents with one process each on this machine, minimum two. A trial kills a training process; kills an agent with
 its process and starts a new one; does the same to the agent that hosts the store of the world (that of rank 0); stops
-an agent (SIGSTOP). After each fault it waits until all ranks of the world that is left have made a step ("survivors"),
+an agent (SIGSTOP), and wakes one that the others went on without (SIGCONT). After each fault it waits until all ranks of the world that is left have made a step ("survivors"),
 and until there are three again ("all").
 `detect`, `rendezvous`, `restore` and `first_step` are the parts of the last member's way there: until it was started
 anew or heard of the next round, until its process group had formed, until it had the state, until its step.
-`regrow` is the longest pause between two steps of a survivor while the new agent comes in. `lost_steps` counts the
+`slow` is the share of the killed after which the survivors took longer than 0.25 s: a second attempt at a dead peer.
+`regrow` is the longest pause between two steps of a survivor while the new agent comes in; `woken` the same while a
+woken one comes back, and `woken.all` the time from SIGCONT to the first step of all. `lost_steps` counts the
 steps that were taken again, `equal` the faults after which all members had the same parameters, bit by bit, in every
 step. What does not happen within its limit counts as a failure, and ends the trial; `recovered` says how many did not.
 The store of ours is a real etcd. Two more columns take the store away: `session_etcd3` the member of three that the
@@ -49,6 +51,8 @@ WAYS = (
     Way("session_etcd3", AGENT, "etcd-v3", OURS, session=True, store="etcd3"),
     Way("session_operator", AGENT, "everstep", OURS, session=True, store="operator"),
 )
+SLOW = 0.25  # seconds
+KILLS = ("process.survivors", "agent.survivors", "host.survivors")
 STORE_DOWN = 3.0  # seconds that a store is away while nothing else happens
 LIMITS = {"stock_default": 130.0, "stock_tuned": 75.0}
 LIMIT = 60.0
@@ -105,6 +109,8 @@ class Trials:
                 after = self._process(job)
             case "store":
                 after = self._store_dies(job)
+            case "woken":
+                after = self._woken(job)
             case _:
                 after = self._agent(job, fault)
         self.equal += not job.differing(after)
@@ -141,6 +147,19 @@ class Trials:
         if self._way.session:
             self._note("regrow.pause", job.longest_pause(pids, began))
             self._note("regrow.lost_steps", job.lost_steps(everybody))
+        return left
+
+    def _woken(self, job: Job) -> dict[int, Line]:
+        victim = job.others()[0]
+        survivors = [a for a in job.alive() if a is not victim]
+        at = job.stop(victim)
+        left = job.world(2, at, self._limit, survivors)
+        pids = [job.trainer(a) for a in survivors]
+        began = job.wake(victim)
+        everybody = job.world(3, began, self._limit)
+        self._note("woken.all", last(everybody).at - began)
+        self._note("woken.pause", job.longest_pause(pids, began))
+        self._note("woken.lost_steps", job.lost_steps(everybody))
         return left
 
     def _store_dies(self, job: Job) -> dict[int, Line]:
@@ -197,6 +216,7 @@ def last(firsts: dict[int, Line]) -> Line:
 def measure(ways: list[Way], trials: dict[str, int], faults: tuple[str, ...], deadline: float) -> list[Figure]:
     samples: Samples = defaultdict(list)
     figures = []
+    ways_by_name = {way.name: way for way in ways}
     for way in ways:
         store = STORES[way.store]()
         runs = Trials(way, store, samples)
@@ -213,6 +233,10 @@ def measure(ways: list[Way], trials: dict[str, int], faults: tuple[str, ...], de
                 figures.append(Figure(f"{name}.{way.name}", good / runs.faults, "", Better.HIGHER, runs.faults, goal))
     for (way_name, name), values in samples.items():
         figures += distribution(way_name, name, values)
+        if name in KILLS and ways_by_name[way_name].module == AGENT:
+            share = sum(value > SLOW for value in values) / len(values)
+            goal = 0.02 if ways_by_name[way_name].session else None
+            figures.append(Figure(f"{name}.slow.{way_name}", share, "", Better.LOWER, len(values), goal))
     if not figures:
         raise FigureError("nothing was measured")
     return figures
@@ -235,7 +259,7 @@ def main() -> int:
     )
     p.add_argument("--trials", type=int, default=100, help="of each way of ours; the tuned stock one has a tenth")
     p.add_argument("--default-trials", type=int, default=5, help="of stock torchrun with its defaults")
-    p.add_argument("--faults", default="process,agent,host,stop,store")
+    p.add_argument("--faults", default="process,agent,host,stop,woken,store")
     args = p.parse_args()
     names = args.ways.split(",")
     ways = [w for w in WAYS if w.name in names]

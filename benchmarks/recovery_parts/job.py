@@ -152,6 +152,13 @@ class Job:
             os.kill(pid, signal.SIGSTOP)
         return at
 
+    def wake(self, agent: subprocess.Popen[bytes]) -> float:
+        """SIGCONT to all that was stopped; when."""
+        at = time.monotonic()
+        for pid in (agent.pid, *self.below(agent)):
+            os.kill(pid, signal.SIGCONT)
+        return at
+
     def close(self) -> None:
         for agent in self.agents:
             if agent.poll() is None:

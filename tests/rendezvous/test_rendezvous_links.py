@@ -5,6 +5,8 @@ No process does anything but keep its links here; `tests/agent/test_agent_partit
 
 from __future__ import annotations
 
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,8 @@ from slow_network import SlowNetwork
 
 from everstep.contract.document import Member
 from everstep.rendezvous import links as links_module
-from everstep.rendezvous.links import DETECTED, SMALL, Links, _around, probation
+from everstep.rendezvous.links import DETECTED, PAUSE, SMALL, SOON, Links, _around, _Follower, pause, probation
+from everstep.rendezvous.meeting import HELLO
 from everstep.rendezvous.participant import Round
 
 
@@ -208,3 +211,46 @@ def test_a_bad_network_separates_nobody(
             assert crew.said() == []
         finally:
             crew.close()
+
+
+class Pauses(threading.Event):
+    """What a follower waits for between its attempts, in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.asked.append(timeout or 0.0)
+        return super().wait(timeout)
+
+
+def peer(listener: socket.socket) -> Member:
+    return Member(1, "b", address="127.0.0.1", link_port=listener.getsockname()[1])
+
+
+def test_connection_that_a_dying_listener_still_took_is_looked_at_again_at_once() -> None:
+    """The kernel of a process that dies closes its connections, and its listener a moment later."""
+    heard, pauses = Heard(), Pauses()
+    listener = socket.create_server(("127.0.0.1", 0))
+    follower = _Follower(peer(listener), heard, stopped=pauses)
+    held, _ = listener.accept()
+    held.sendall(f"{HELLO}b\n".encode())
+    until(lambda: follower._met)
+    held.close()
+    assert select.select([listener], [], [], LIMIT)[0], "it connects again, and nobody accepts that"
+    listener.close()
+    heard.when("lost", "b")
+    assert sum(pauses.asked) < 0.05, pauses.asked
+
+
+def test_peer_that_ends_each_connection_is_asked_ever_less_often() -> None:
+    heard, pauses = Heard(), Pauses()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        follower = _Follower(peer(listener), heard, stopped=pauses)
+        for _ in range(10):
+            listener.accept()[0].close()
+        follower.stop()
+    assert pauses.asked[:10] == [pause(times) for times in range(1, len(pauses.asked[:10]) + 1)]
+    assert (pause(1), pause(7), pause(10_000)) == (SOON, PAUSE, PAUSE)
+    assert heard.said == []

@@ -35,7 +35,8 @@ SMALL = 16
 BEAT = 0.5  # seconds between two bytes over a connection
 DETECTED = 5.0  # seconds at most: two beats, QUIET, ATTEMPTS and their rest
 REFUSALS = 3  # by a port that was never open to this agent
-PAUSE = 0.3  # seconds after an attempt that showed nothing
+SOON = 0.005  # seconds after the first attempt in a row that showed nothing
+PAUSE = 0.3  # seconds after a later one, at most
 TELL_AGAIN = 0.2  # seconds until a death that could not be told is told again: all wait for that
 LOOK_AGAIN = 1.0  # seconds between attempts, where none came through
 PATIENCE = 5.0  # seconds for each of these
@@ -67,6 +68,15 @@ class Listener(Protocol):
 def probation(times: int) -> float:
     """Seconds for which a connection must hold that failed so often."""
     return min(MOST_PROBATION, FIRST_PROBATION * 4.0 ** min(max(0, times - 1), 8))
+
+
+def pause(times: int) -> float:
+    """Seconds after so many attempts in a row that showed nothing.
+
+    The first one comes at the end of a connection, most often of a process that dies: its kernel closes one descriptor
+    after the other, and still takes a connection that it resets a moment later.
+    """
+    return min(PAUSE, SOON * 2.0 ** min(max(0, times - 1), 8))
 
 
 def key_of(member: Member) -> Key:
@@ -131,13 +141,16 @@ def _around(formed: Round) -> tuple[dict[Key, Member], list[Member]]:
 class _Follower:
     """The connection to one member, in a thread that ends when the member is gone; or reached, if it is not to stay."""
 
-    def __init__(self, member: Member, listener: Listener, *, stays: bool = True) -> None:
+    def __init__(
+        self, member: Member, listener: Listener, *, stays: bool = True, stopped: threading.Event | None = None
+    ) -> None:
         self._member, self._listener = member, listener
         self.stays, self.unreached, self.over = stays, False, False
         self._met, self._refusals = False, 0
+        self._unclear = 0  # attempts in a row that showed nothing
         self._times = 0  # that the two have lost each other; 0: nobody was told
         self._rest = meeting.MOST_REST
-        self._stopped = threading.Event()
+        self._stopped = stopped or threading.Event()
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         threading.Thread(target=self._run, name=f"everstep-link-{member.agent}", daemon=True).start()
@@ -167,8 +180,10 @@ class _Follower:
             case Met(connection):
                 self._met, self._refusals, began = True, 0, time.monotonic()
                 self._hold(connection)
-                if time.monotonic() - began < PAUSE:
-                    self._stopped.wait(PAUSE)
+                if time.monotonic() - began >= PAUSE:
+                    self._unclear = 0
+                else:
+                    self._rest_after_nothing()
                 return self.stays or self.unreached
             case Gone(why):
                 if self._stopped.is_set():
@@ -186,10 +201,14 @@ class _Follower:
                     self._not_reached(why)
                     self._stopped.wait(LOOK_AGAIN)
             case Unclear():
-                self._stopped.wait(LOOK_AGAIN if self.unreached else PAUSE)
+                self._rest_after_nothing()
             case _:
                 assert_never(found)
         return True
+
+    def _rest_after_nothing(self) -> None:
+        self._unclear += 1
+        self._stopped.wait(LOOK_AGAIN if self.unreached else pause(self._unclear))
 
     def _not_reached(self, why: str) -> None:
         if not self.unreached:
