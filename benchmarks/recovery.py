@@ -4,8 +4,8 @@
 
 Three agents with one process each on this machine, minimum two. A trial kills a training process; kills an agent with
 its process and starts a new one; does the same to the agent that hosts the store of the world (that of rank 0); stops
-an agent (SIGSTOP), and wakes one that the others went on without (SIGCONT). After each fault it waits until all ranks of the world that is left have made a step ("survivors"),
-and until there are three again ("all").
+an agent (SIGSTOP), and wakes one that the others went on without (SIGCONT). After each fault it waits until all ranks
+of the world that is left have made a step ("survivors"), and until there are three again ("all").
 `detect`, `rendezvous`, `restore` and `first_step` are the parts of the last member's way there: until it was started
 anew or heard of the next round, until its process group had formed, until it had the state, until its step.
 `slow` is the share of the killed after which the survivors took longer than 0.25 s: a second attempt at a dead peer.
