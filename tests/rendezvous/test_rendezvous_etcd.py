@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import shutil
 import socket
 import threading
 import time
@@ -171,7 +172,7 @@ def test_a_watch_that_broke_misses_nothing_of_either_kind() -> None:
 
     class Breaking(Gateway):
         def call(self, path: str, body: Any) -> dict[str, Any]:
-            return {"header": {"revision": "5"}}
+            return {"header": {"revision": "50" if asked else "5"}}
 
         def stream(self, path: str, requests: Any, silence: float) -> Iterator[dict[str, Any]]:
             asked.append({r["create_request"]["watch_id"]: r["create_request"]["start_revision"] for r in requests})
@@ -391,3 +392,40 @@ def test_endpoints_that_are_none_are_refused(text: str) -> None:
 def test_configuration_that_is_wrong_is_refused_by_key(config: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigurationInvalid, match=named):
         read({"timeout": 900, **config}, "etcd:2379")
+
+
+# --- etcd that loses what it held
+
+
+@pytest.mark.parametrize("stay", ["ab", "a", ""], ids=["all stay", "one stays", "none stays"])
+def test_agents_of_an_etcd_that_lost_everything_meet_in_a_newer_round(etcd_folder: Path, job: str, stay: str) -> None:
+    """Without a volume, say: its pod is created anew."""
+    cluster = EtcdCluster(etcd_folder / "etcd", 1)
+    cluster.start()
+    try:
+        with crew(lambda: EtcdStore(Gateway(cluster.urls), job), Sizes(2, 2)) as agents:
+            agents.start("ab")
+            for _ in range(3):
+                before = agents.join("ab")
+            cluster.members[0].kill()
+            shutil.rmtree(cluster.folder / "m0")
+            for name in set("ab") - set(stay):
+                agents.drivers.pop(name).stop()
+            cluster.start()
+            for name in stay:
+                until(lambda n=name: "lost" in getattr(agents.drivers[n].standing(), "why", ""))  # type: ignore[misc]
+            names = stay + "cd"[: 2 - len(stay)]
+            for name in names[len(stay) :]:
+                agents.add(name)
+            rounds = agents.join(names)
+            assert len({(r.number, r.members, r.rendezvous) for r in rounds.values()}) == 1
+            found, then = rounds[names[0]], before["a"]
+            if stay:
+                assert found.number > then.number, "the count goes on while anybody knows it"
+            else:
+                assert found.rendezvous != then.rendezvous, "or it is another one"
+            assert all(until(lambda d=d: d.standing() == Whole()) for d in agents.drivers.values())  # type: ignore[misc]
+            agents.drivers[names[0]].leave()
+            assert isinstance(agents.drivers[names[1]].wait(LIMIT), Broken), "the others are heard of, as before"
+    finally:
+        cluster.stop()

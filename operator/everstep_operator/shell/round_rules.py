@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from everstep.contract.document import FINISHED, Document, DocumentInvalid, Sizes, Wish, decode, encode, under
 from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.participant import without_lapsed
+from everstep.rendezvous.participant import above, without_lapsed
 from everstep.rendezvous.rounds import Close, Join, Refused, apply, join_all
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.shell.round_documents import RoundsRefused
@@ -81,7 +81,7 @@ def with_wishes(text: str | None, document: Document | None, wishes: Mapping[str
     if not asking:
         return None
     begun = Document(asking[0].sizes, id=asking[0].member.agent) if document is None else document
-    cleared, _ = without_lapsed(begun, "", wishes)
+    cleared, _ = without_lapsed(above(begun, asking), "", wishes)
     joined, let_in = join_all(cleared, (Join(wish.member, wish.sizes) for wish in asking))
     if not let_in:
         return None  # each is told why when it tries by itself

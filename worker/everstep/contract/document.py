@@ -138,10 +138,12 @@ class Document:
 
     `id` is the agent that began the document, or "" if the operator did, which never gives a round's number twice. A
     store that lost its document gets another, with rounds of its own; agents are unique, so it has another id.
+    `floor`: the next round's number is above it; agents that were in a document before this one know that round.
     """
 
     sizes: Sizes
     id: str = ""
+    floor: int = 0
     round: int = 0
     members: tuple[Member, ...] = ()
     gone: tuple[Loss, ...] = ()
@@ -177,6 +179,7 @@ def encode(document: Document) -> bytes:
     body: dict[str, Any] = {
         "version": VERSION,
         "id": document.id,
+        "floor": document.floor,
         "sizes": _sizes_row(document.sizes),
         "round": document.round,
         "members": [member_row(member) for member in document.members],
@@ -210,7 +213,9 @@ def decode(data: bytes) -> Document:
     broken, boundary, closed = body.get("broken"), body.get("boundary"), body.get("closed")
     document = Document(
         sizes=_read_sizes(body.get("sizes"), "sizes", "sizes"),
-        id=text(body.get("id", ""), "id", MAX_AGENT),  # a release that does not know this field writes none
+        # A release that does not know these fields writes none.
+        id=text(body.get("id", ""), "id", MAX_AGENT),
+        floor=number(body.get("floor", 0), "floor"),
         round=number(body.get("round"), "round"),
         members=tuple(_each(body.get("members"), "members", MAX_MEMBERS, read_member)),
         gone=tuple(_each(body.get("gone"), "gone", MAX_MEMBERS, _loss)),

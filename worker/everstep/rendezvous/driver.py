@@ -340,8 +340,8 @@ class Driver:
 
     def _see(self, view: View) -> None:
         with self._changed:
-            # What another thread saw before this round was formed says nothing about it. (0: the document was deleted.)
-            if self._joining or self._round is None or 0 < view.version < self._view.version:
+            # What another thread saw before this round was formed says nothing about it.
+            if self._joining or self._round is None or _is_older(view, self._view):
                 return
             self._view = view
             before, self._standing = self._standing, self._read_standing(view)
@@ -370,3 +370,11 @@ class Driver:
             if not reasons or self._store.compare_and_swap(view.version, encode(after)) is not None:
                 self._see(self._store.read())
                 return
+
+
+def _is_older(view: View, seen: View) -> bool:
+    """Versions of one document grow. (0: it is gone. Another in its place has another id, or a higher floor.)"""
+    if view.version == 0 or view.version >= seen.version:
+        return False
+    then, now = decoded(seen), decoded(view)
+    return then is not None and now is not None and then.id == now.id and now.floor <= then.floor

@@ -3,7 +3,8 @@
 The document's version is its mod revision; presence is a key on a lease of its own. A thread watches the document, and
 presences that end: not those that begin, or each of a thousand agents that start would be told of every other. A watch
 goes on from the revision after the last one seen; where etcd has compacted that away, the document is read again and a
-lapse is assumed. Invariant: a view never goes back.
+lapse is assumed. So are they where etcd has lost what it held, which its revision tells. Invariant: a view never goes
+back, unless what was seen is lost.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class EtcdStore(Watching):
         key = _b64(self._document)
         compare = {"key": key, "target": "MOD", "result": "EQUAL", "mod_revision": str(expected)}
         put = {"request_put": {"key": key, "value": _b64(document)}}
+        known = self._known
         answer = self._gateway.call("/v3/kv/txn", {"compare": [compare], "success": [put]})
+        version = self._revision(answer, known)
         if not answer.get("succeeded"):
             return None
-        version = int(answer["header"]["revision"])
         self._merge(View(document, version), version)
         return version
 
@@ -109,12 +111,24 @@ class EtcdStore(Watching):
 
     def _range(self) -> tuple[View, int]:
         """The document now, and the revision of the store."""
+        known = self._known
         answer = self._gateway.call("/v3/kv/range", {"key": _b64(self._document)})
         rows = answer.get("kvs", [])
-        revision = int(answer["header"]["revision"])
+        revision = self._revision(answer, known)
         if not rows:
             return View(None, 0, self._lapses), revision
         return View(_unb64(rows[0].get("value", "")), int(rows[0]["mod_revision"]), self._lapses), revision
+
+    def _revision(self, answer: Mapping[str, Any], known: int) -> int:
+        """The store's revision in an answer to a call that was made when `known` was. Reads and writes of etcd are
+        linearizable, so a smaller one is of a store that was emptied, or put back to an older state."""
+        revision = int(answer["header"]["revision"])
+        with self._changed:
+            if revision < known and known == self._known:
+                log.warning("etcd has lost what it held: revision %d, after %d", revision, known)
+                self._known, self._view, self._next = 0, None, {}
+                self._lapse()
+        return revision
 
     def _merge(self, view: View, revision: int) -> View:
         """What is known after this was seen; an older sight than the last changes nothing."""
@@ -127,8 +141,8 @@ class EtcdStore(Watching):
             return self._view
 
     def _follow(self) -> bool:
+        view, revision = self._range()  # each time: a watch on revisions to come would not notice that they come again
         if not self._next:
-            view, revision = self._range()
             self._next = {_DOCUMENT: revision + 1, _LAPSES: revision + 1}
             self._lapse()  # what lapsed before is not known
             self._merge(view, revision)

@@ -6,8 +6,8 @@ is seen, so an agent that died before or after a write, or never learnt whether 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from everstep.contract.document import Document, Member, Wish
@@ -147,6 +147,7 @@ def propose_join(
     before = document
     agent = wish.member.agent
     now = Document(wish.sizes, id=agent) if document is None else document
+    now = above(now, (wish, *present.values()))
     # First: who lapsed needs no sizes and no index any more, and must bar nobody.
     cleared, reasons = without_lapsed(now, agent, present)
     joined = apply(cleared, Join(wish.member, wish.sizes))
@@ -161,6 +162,13 @@ def propose_join(
     if not isinstance(formed, Refused):
         return Proposal(formed, (*reasons, f"round {formed.round} of {len(formed.members)}"))
     return Proposal(now, tuple(reasons)) if now != before else Wait(formed.reason)
+
+
+def above(document: Document, wishes: Iterable[Wish]) -> Document:
+    """The document, whose next round will be newer than all that these agents were in: its store may have lost one in
+    which they were."""
+    known = max((wish.after for wish in wishes), default=0)
+    return replace(document, floor=known) if known > max(document.floor, document.round) else document
 
 
 def without_lapsed(document: Document, by: str, present: Mapping[str, Wish]) -> tuple[Document, list[str]]:

@@ -359,15 +359,16 @@ def _close(document: Document, event: Close) -> Document | Refused:
     members = closing.next_members(document, event.waited, shrink=event.shrink)
     if isinstance(members, str):
         return Refused(members)
-    if document.round + 1 >= MAX_NUMBER:
-        return Refused(f"round {document.round} is the last that can be counted", final=True)
+    number = max(document.round, document.floor) + 1
+    if number >= MAX_NUMBER:
+        return Refused(f"round {number - 1} is the last that can be counted", final=True)
     taken = {member.agent for member in members}
     left = tuple(member for member in document.joining if member.agent not in taken)
     # A pair's report outlives the round while both hold their seats: forgotten, it would be met again.
     seated = {seat.agent for seat in document.seats}
     return replace(
         document,
-        round=document.round + 1,
+        round=number,
         members=members,
         gone=(),
         broken=None,
