@@ -17,7 +17,10 @@ DEMO ?= .everstep/demo
 DEMO_STEPS ?= 700
 EXTRAS := operator,worker,s3,gcs,azure,obstore,dev
 
-.PHONY: help demo setup test unit lint e2e soak bench cluster-up cluster-down clean
+# The files that are committed are sources: what a tool makes is named in .gitignore.
+GENERATED := '*.stamp' '*.log' '*.pyc'
+
+.PHONY: help demo setup check test unit lint e2e soak bench clean-root cluster-up cluster-down clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -36,7 +39,9 @@ $(VENV)/.stamp: pyproject.toml
 	$(INSTALL) $(TORCH) && $(INSTALL) -e '.[$(EXTRAS)]' || ( $(PIP) $(TORCH) && $(PIP) -e '.[$(EXTRAS)]' )
 	@touch $@
 
-lint: setup  ## ruff, mypy strict, import rules
+lint: setup  ## ruff, mypy strict, import rules, no generated file in the repository
+	@made="$$(git ls-files -- $(GENERATED))"; if [ -n "$$made" ]; then \
+	  echo "generated, and in the repository: $$made"; echo 'git rm --cached them, and name them in .gitignore'; exit 1; fi
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -45,15 +50,13 @@ unit: setup  ## tests that need no server
 	$(BIN)/pytest -m "not s3 and not apiserver and not kind and not long" tests/unit tests/worker tests/model tests/data \
 	  tests/checkpoint tests/storage tests/train tests/recovery tests/adapters tests/conformance tests/local tests/run
 
-# Fast ones first, so that a mistake shows within a minute; then servers; then nodes. Nothing is skipped silently: -ra
-# prints each skip with its reason.
+# tests/lanes/lanes.py says which tests are in which lane. A test that fails in its lane is repeated once, alone; the end
+# of the output lists those that needed it. Nothing is skipped silently: -ra prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
-	$(BIN)/pytest -x tests/unit
-	$(BIN)/pytest -x -n 3 --dist loadfile --no-loadscope-reorder -m "not kind and not long" tests/run tests/train \
-	  tests/adapters tests/agent tests/rendezvous tests/recovery tests/worker tests/checkpoint tests/storage tests/apiserver \
-	  tests/conformance tests/data tests/model tests/local tests/cluster
-	$(BIN)/pytest -n 3 --dist worksteal -m "kind and not alone" tests/cluster tests/e2e
-	$(BIN)/pytest -m alone tests/cluster tests/e2e
+	$(BIN)/python tests/lanes/lanes.py unit servers nodes alone
+
+check: lint  ## what one runs while working: lint, unit tests and a local run with a kill, in three minutes
+	$(BIN)/python tests/lanes/lanes.py unit run
 
 e2e: setup  ## the scenarios on a real cluster with nodes
 	$(BIN)/pytest tests/e2e
@@ -68,6 +71,9 @@ soak: setup  ## what takes long: a hundred local runs with kills at random momen
 
 bench: setup  ## every benchmark, briefly
 	@for script in $(filter-out benchmarks/figures.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script --quick || exit 1; done
+
+clean-root: setup  ## set-up and tests on a Debian with what the README names and nothing else: run it when set-up changes
+	$(BIN)/python tests/lanes/clean_root.py
 
 cluster-up: ## the test cluster: kind with a control plane and two workers (see tests/cluster/README.md)
 	$(PYTHON) tests/cluster/cluster.py up

@@ -1,28 +1,94 @@
 """The fixtures that stand for real things: a control plane, an S3 server, a cluster with nodes.
 
-What they need is made before the first test, because it can take longer than any test may.
+What they need is made before the first test, because it can take longer than any test may. So are the system programs
+that the chosen tests start, by the list in `testcluster/packages.py`; a test that starts another one fails.
 """
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "cluster"))
 sys.path.insert(0, str(Path(__file__).parent / "warm"))
 
-from testcluster import handle, programs, project, stores
+from testcluster import handle, packages, programs, project, stores
 from testcluster.controlplane import ControlPlane
+from testcluster.proc import ClusterError
 from testcluster.s3 import S3Server
 
-STORE_PROGRAMS = {
+ROOT = Path(__file__).parent
+FIXTURE_PROGRAMS = {
+    "control_plane": programs.link_all,
+    "s3_server": programs.versitygw,
     "careless_s3_server": stores.s3rver,
     "gcs_server": programs.fake_gcs_server,
     "azure_server": stores.azurite,
+    "etcd_program": programs.etcd,
 }
 
 
+class Declared:
+    """Which system programs the present test may start. The hook sees what this process starts, not its children."""
+
+    def __init__(self) -> None:
+        self.test = ""
+        self.allowed: set[str] = set()
+        sys.addaudithook(self._on_event)
+
+    def enter(self, item: pytest.Item) -> None:
+        self.test, self.allowed = item.nodeid, programs_of(item)
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen" and self.test:
+            executable = str(arguments[0])
+            if not packages.declared(executable, self.allowed):
+                raise RuntimeError(
+                    f"{self.test} starts {executable}, which tests/cluster/testcluster/packages.py does not declare "
+                    "for its folder: it would fail on a machine without that program"
+                )
+
+
+DECLARED = pytest.StashKey[Declared]()
+
+
+def programs_of(item: pytest.Item) -> set[str]:
+    folder = item.path.relative_to(ROOT).parts[0] if item.path.is_relative_to(ROOT) else ""
+    return packages.of(folder, (mark.name for mark in item.iter_markers()))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--prepare", action="store_true", help="install and build what the chosen tests need, and run none of them"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[DECLARED] = Declared()
+    if config.option.collectonly or hasattr(config, "workerinput"):  # xdist's workers have what their controller has
+        return
+    for folder in folders_of(config.args):
+        try:
+            packages.ensure(packages.of(folder), f"tests/{folder}")
+        except ClusterError as e:
+            raise pytest.UsageError(str(e)) from e
+
+
+def folders_of(arguments: list[str]) -> list[str]:
+    """Names of the folders below tests/ that pytest's arguments are or are in; all that declare programs, if none."""
+    paths = [Path(argument.partition("::")[0]).resolve() for argument in arguments]
+    parts = {path.relative_to(ROOT).parts[:1] for path in paths if path.is_relative_to(ROOT)}
+    return sorted(packages.FOLDERS) if () in parts or not parts else sorted(part for (part,) in parts)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.config.stash[DECLARED].enter(item)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build what the chosen tests need: minutes on a new machine, nothing on a warm one."""
     if session.config.option.collectonly:
@@ -32,11 +98,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         handle.obtain()
     if "project_images" in wanted and not handle.obtain().external:
         handle.obtain().load_project()
-    if wanted & {"control_plane", "s3_server"}:
-        programs.link_all()
-    for fixture, make in STORE_PROGRAMS.items():
+    for fixture, make in FIXTURE_PROGRAMS.items():
         if fixture in wanted:
             make()
+    if session.config.option.prepare:
+        pytest.exit("prepared, as --prepare asks", returncode=0)
+
+
+@pytest.fixture(scope="session")
+def etcd_program() -> Path:
+    """Path of etcd. Whoever starts one asks for it, so that it is built before the first test."""
+    return programs.etcd()
 
 
 @pytest.fixture(scope="session")

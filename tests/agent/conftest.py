@@ -16,19 +16,11 @@ for folder in (HERE, HERE.parent / "rendezvous"):
 
 from agent_job import Job  # noqa: E402
 from etcd_server import EtcdCluster  # noqa: E402
-from testcluster import programs  # noqa: E402  tests/conftest.py put it on the path
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Building takes longer than any test may."""
-    if not session.config.option.collectonly and any(
-        "agents_etcd" in getattr(i, "fixturenames", ()) for i in session.items
-    ):
-        programs.etcd()
 
 
 @pytest.fixture(scope="session")
-def agents_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+def agents_etcd(etcd_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    del etcd_program  # built before the first test
     cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"), 1)
     cluster.start()
     yield cluster

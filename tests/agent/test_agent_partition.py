@@ -17,7 +17,6 @@ from agent_job import HERE, LAPSING, Agent, Job
 from etcd_server import EtcdCluster
 from netspaces import Machines
 from slow_network import SlowNetwork
-from testcluster import programs
 
 pytestmark = pytest.mark.timeout(420)
 SESSION = HERE / "session_script.py"
@@ -25,13 +24,9 @@ NAMES = "abc"
 STEPS = 3
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _etcd_is_built() -> None:
-    programs.etcd()
-
-
 @pytest.fixture
-def machines() -> Iterator[Machines]:
+def machines(etcd_program: Path) -> Iterator[Machines]:
+    del etcd_program  # built before the first test
     with Machines("store", *NAMES) as made:
         yield made
 

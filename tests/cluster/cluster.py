@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The test cluster's command line: from a bare machine to a multi-node Kubernetes, and back.
 
-Needs only Python 3.11, Go and package registries; everything it makes is kept in `$EVERSTEP_CACHE`.
+Needs only Python 3.11 and package registries; everything it makes is kept in `$EVERSTEP_CACHE`.
 """
 
 import argparse

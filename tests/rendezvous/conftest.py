@@ -1,4 +1,4 @@
-"""Puts the helpers of these tests on the path, and builds etcd before the first test that needs it."""
+"""Puts the helpers of these tests on the path. Whoever starts an etcd asks for `etcd_program` (tests/conftest.py)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from agents import until
 from etcd_server import EtcdCluster
 from operator_server import OperatorServer
-from testcluster import programs  # tests/conftest.py put it on the path
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Building takes longer than any test may."""
-    if not session.config.option.collectonly and any(
-        {"etcd", "etcd_folder"} & set(getattr(item, "fixturenames", ())) for item in session.items
-    ):
-        programs.etcd()
 
 
 @pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+def etcd(etcd_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     """One member, on the loopback. Tests use job names of their own."""
+    del etcd_program  # built before the first test
     cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"), 1)
     cluster.start()
     yield cluster
@@ -34,8 +26,9 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 
 @pytest.fixture
-def etcd_folder(tmp_path: Path) -> Path:
+def etcd_folder(etcd_program: Path, tmp_path: Path) -> Path:
     """Where a test makes an etcd of its own; asking for this builds the program first."""
+    del etcd_program
     return tmp_path
 
 

@@ -1,39 +1,96 @@
-"""Debian packages, installed only where a program they bring is missing.
+"""The system programs that the tests start: which folder of tests uses which, and where a missing one comes from.
 
-A new machine has no package lists, so the lists are read first; the whole is skipped when nothing is missing.
+This is the one list. A program that Debian's base lacks stands in `PACKAGES`, and in `FOLDERS` or `MARKERS` for the
+tests that start it. `tests/conftest.py` makes sure of what the chosen folders need before the first test, and fails a
+test that starts a program which is not declared for it.
 """
 
 import os
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 from testcluster import cache
 from testcluster.proc import ClusterError, run, which
 
-# What a program is looked up by, and the package that brings it.
-DOCKER = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables"}
-BOOTSTRAP = {"mmdebstrap": "mmdebstrap"}
-CERTIFICATES = {"openssl": "openssl"}
+# Program → Debian package that brings it.
+PACKAGES = {
+    "docker": "docker.io",
+    "dockerd": "docker.io",
+    "git": "git",
+    "ip": "iproute2",
+    "iptables": "iptables",
+    "make": "make",
+    "mmdebstrap": "mmdebstrap",
+    "openssl": "openssl",
+}
+
+DOCKER = ("dockerd", "docker", "iptables")
+BOOTSTRAP = ("mmdebstrap",)
+CERTIFICATES = ("openssl",)
+NETWORKS = ("ip", "iptables")  # tests/rendezvous/netspaces.py
+
+# Folder below tests/ → programs that its tests and their fixtures start. Folders that are not named need none.
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "agent": NETWORKS,
+    "apiserver": CERTIFICATES,
+    "cluster": CERTIFICATES,
+    "conformance": CERTIFICATES,
+    "rendezvous": (*NETWORKS, *CERTIFICATES),
+    "run": ("make",),
+    "soak": ("git", "make"),
+}
+# Marker → further programs of the tests that have it.
+MARKERS: dict[str, tuple[str, ...]] = {"kind": (*DOCKER, *BOOTSTRAP, *CERTIFICATES)}
+
+# Debian's are too old: `toolchains.py` gets newer ones where a program has to be built, without root.
+TOOLCHAINS = frozenset({"go", "npm"})
+# What every Debian has: the packages marked "Essential", and what they depend on.
+ESSENTIAL = frozenset({"bash", "cat", "env", "false", "kill", "sh", "sleep", "tar", "true"})
 
 
-def ensure(wanted: dict[str, str]) -> None:
-    """Install the packages whose program is missing. Raises `ClusterError` where that needs root or apt."""
-    missing = sorted({package for program, package in wanted.items() if which(program) is None})
-    label = "packages " + " ".join(sorted(set(wanted.values())))
-    if not missing:
-        cache.say(0, label, "skipped, installed")
-        return
+def of(folder: str, markers: Iterable[str] = ()) -> set[str]:
+    """Programs that a test of `tests/<folder>` with these markers may start, beside Debian's essential ones."""
+    return {*FOLDERS.get(folder, ()), *(program for marker in markers for program in MARKERS.get(marker, ()))}
+
+
+def declared(executable: str, allowed: Iterable[str]) -> bool:
+    """Whether a test may start `executable`: a program of the system must be essential or among `allowed`.
+
+    A path that is not in one of the system's folders is the project's own: of a virtual environment, the cache, or
+    the test itself.
+    """
+    path = Path(executable)
+    system = path.parent == Path(".") or str(path.parent) in {"/bin", "/sbin", "/usr/bin", "/usr/sbin"}
+    return not system or path.name.startswith("python") or path.name in {*ESSENTIAL, *TOOLCHAINS, *allowed}
+
+
+def ensure(wanted: Iterable[str], by: str = "the test cluster") -> None:
+    """Install what brings the missing ones of `wanted`; `by` says who uses them.
+
+    Raises `ClusterError` that names program, package and user where that needs root or apt.
+    """
+    missing = sorted(program for program in set(wanted) if which(program) is None)
+    if missing:
+        _install(missing, by)
+
+
+def _install(missing: list[str], by: str) -> None:
+    """A new machine has no package lists, so the lists are read first."""
+    needed = sorted({PACKAGES[program] for program in missing})
     if os.geteuid() != 0 or which("apt-get") is None:
-        raise ClusterError(f"missing: {', '.join(missing)}. Install them (this needs root on Debian) and run again.")
+        raise ClusterError(
+            f"{by}: uses {', '.join(missing)}, not installed here. Install Debian's {' '.join(needed)} (only root on "
+            "Debian could do it for you) and run again."
+        )
     began = time.monotonic()
     with cache.lock("apt"):
         environment = {"DEBIAN_FRONTEND": "noninteractive"}
         run("apt-get", "update", "-qq", env=environment, log=cache.logs() / "apt-update.log")
-        if "docker" in {p for p in wanted if which(p) is None} and "docker-cli" in run(
-            "apt-cache", "pkgnames", "docker-cli"
-        ):
-            missing.append("docker-cli")  # Debian 13 took the client out of docker.io
+        if "docker" in missing and "docker-cli" in run("apt-cache", "pkgnames", "docker-cli"):
+            needed.append("docker-cli")  # Debian 13 took the client out of docker.io
         run(
-            "apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing,
+            "apt-get", "install", "-y", "-qq", "--no-install-recommends", *needed,
             env=environment, log=cache.logs() / "apt-install.log",
         )  # fmt: skip
-    cache.say(time.monotonic() - began, label, f"installed {' '.join(missing)}")
+    cache.say(time.monotonic() - began, f"packages for {by}", f"installed {' '.join(needed)}")

@@ -1,13 +1,14 @@
 """The Go programs: Kubernetes, etcd, CoreDNS, kind, helm, versitygw and the small ones in `go/`.
 
-All are static builds of tagged modules, verified against go.sum or Go's checksum database. They need Go and its module
-proxy, no compiler for C, no root and no docker: the control plane without nodes is made of nothing else.
+All are static builds of tagged modules, verified against go.sum or Go's checksum database. They need Go
+(`toolchains.py`) and its module proxy, no compiler for C, no root and no docker: the control plane without nodes is
+made of nothing else.
 """
 
 from pathlib import Path
 
-from testcluster import cache, versions
-from testcluster.proc import ClusterError, run, which
+from testcluster import cache, toolchains, versions
+from testcluster.proc import run
 
 SOURCES = cache.HERE / "go"
 ENVIRONMENT = {"GOFLAGS": "-buildvcs=false", "CGO_ENABLED": "0"}
@@ -38,12 +39,8 @@ def _stamp() -> str:
 
 
 def _go(name: str, *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
-    if which("go") is None:
-        raise ClusterError(
-            "Go is not installed, and the test cluster is built from Go modules: install Go 1.24 or newer."
-        )
     run(
-        "go",
+        str(toolchains.go()),
         *arguments,
         env={**ENVIRONMENT, **(env or {})},
         cwd=cwd,

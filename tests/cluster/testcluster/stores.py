@@ -10,9 +10,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from testcluster import cache, programs, versions
+from testcluster import cache, programs, toolchains, versions
 from testcluster.daemon import Daemon, free_ports
-from testcluster.proc import ClusterError, run, which
+from testcluster.proc import run
 
 NPM_LIMIT = 600.0  # seconds; azurite takes 60 on two cold cores
 PROBE_LIMIT = 2.0  # seconds
@@ -25,13 +25,12 @@ CARELESS_KEY = "S3RVER"  # the server's only account, name and secret
 
 def _npm(name: str, version: str, program: str) -> Path:
     """A program of an npm package, in a folder of its own."""
-    if which("npm") is None:
-        raise ClusterError(f"npm is not installed, and the test server {name} comes from it: install Node 20 or newer.")
 
     def make(out: Path) -> None:
         run(
-            "npm", "install", "--no-audit", "--no-fund", "--omit=dev", "--ignore-scripts", "--prefix", str(out),
-            f"{name}@{version}",
+            str(toolchains.npm()), "install", "--no-audit", "--no-fund", "--omit=dev", "--ignore-scripts",
+            "--prefix", str(out), f"{name}@{version}",
+            env=toolchains.beside(toolchains.npm()),
             timeout=NPM_LIMIT,
             log=cache.logs() / f"npm-{name}.log",
         )  # fmt: skip
@@ -83,6 +82,9 @@ class CarelessS3(_Server):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "s3rver")
+
+    def settings(self) -> dict[str, str]:
+        return toolchains.beside(toolchains.npm())
 
     def argv(self) -> list[str]:
         return [str(s3rver()), "-d", str(self.data), "-a", "127.0.0.1", "-p", str(self.port), "--silent"]
@@ -140,6 +142,9 @@ class AzureServer(_Server):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "azurite")
+
+    def settings(self) -> dict[str, str]:
+        return toolchains.beside(toolchains.npm())
 
     def argv(self) -> list[str]:
         return [

@@ -16,3 +16,7 @@ PYTHON = "3.11"
 # Where images can be pulled: the node image that kind 0.30 was released with.
 KIND_NODE_IMAGE = "kindest/node:v1.34.0"
 PYTHON_IMAGE = "python:3.11-slim"
+
+# Programs of the machine are used from these versions on; where there are none, a wheel of the second.
+GO_LEAST, GO = (1, 24), "1.26.6"
+NODE_LEAST, NODE = (20, 0), "22.20.0"

@@ -1,0 +1,90 @@
+"""The lanes of tests: `lanes.py LANE…` runs them one after another, and ends with the tests that had to be repeated.
+
+A lane that fails is the last one that runs. What its tests start is made sure of first (`testcluster/packages.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent / "cluster")]
+
+from repeats import Repeated, play, report  # noqa: E402
+from testcluster import packages  # noqa: E402
+from testcluster.proc import ClusterError  # noqa: E402
+
+STATE = ROOT / ".everstep" / "lanes"
+REPEATED = ROOT / ".everstep" / "repeated-tests.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """`chosen` selects its tests; `workers` run it side by side, so that a crash costs one test and not the lane."""
+
+    folders: tuple[str, ...]
+    chosen: tuple[str, ...]
+    workers: int
+    spread: tuple[str, ...]
+    markers: tuple[str, ...] = ()
+
+    def arguments(self) -> list[str]:
+        return [*self.chosen, *(f"tests/{folder}" for folder in self.folders)]
+
+    def parallel(self) -> list[str]:
+        return ["-n", str(self.workers), *self.spread]
+
+    def programs(self) -> set[str]:
+        return {program for folder in self.folders for program in packages.of(folder.partition("/")[0], self.markers)}
+
+
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
+BY_TEST = ("--dist", "worksteal")
+# Fast ones first, so that a mistake shows within a minute; then servers; then nodes.
+LANES = {
+    "unit": Lane(("unit",), (), 2, BY_FILE),
+    "servers": Lane(
+        ("run", "train", "adapters", "agent", "rendezvous", "recovery", "worker", "checkpoint", "storage",
+         "apiserver", "conformance", "data", "model", "local", "cluster"),
+        ("-m", "not kind and not long"), 3, BY_FILE,
+    ),
+    "run": Lane(("run/test_run_demo.py",), (), 1, ()),
+    "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone"), 3, BY_TEST, ("kind",)),
+    "alone": Lane(("cluster", "e2e"), ("-m", "alone"), 1, (), ("kind",)),
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("lane", nargs="+", choices=sorted(LANES))
+    names = parser.parse_args().lane
+    os.chdir(ROOT)  # the names of tests count from here
+    repeated: list[Repeated] = []
+    problem, began = "", time.monotonic()
+    for name in names:
+        lane = LANES[name]
+        try:
+            packages.ensure(lane.programs(), f"lane {name}")
+        except ClusterError as e:
+            problem = str(e)
+            break
+        outcome = play(name, lane.arguments(), lane.parallel(), STATE)
+        repeated += outcome.repeated
+        problem = outcome.problem
+        print(f"##### lane {name}: {time.monotonic() - began:.0f} s since the first began\n", flush=True)
+        if problem:
+            break
+    print(report(repeated, REPEATED))
+    if problem:
+        print(f"##### FAILED: {problem}")
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

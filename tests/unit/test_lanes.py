@@ -1,0 +1,130 @@
+"""A failed test is repeated once, alone; what was repeated is told; nothing that did not run counts as passed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[1]
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {lanes!r})
+import repeats
+outcome = repeats.play("tried", ["."], sys.argv[1:], Path("records"), most=3, limit=100)
+print(repeats.report(outcome.repeated, Path("repeated.txt")))
+print("problem:", outcome.problem)
+sys.exit(bool(outcome.problem))
+"""
+ONCE = """
+import os, pytest
+from pathlib import Path
+
+def first(name):
+    here = Path(__file__).with_name(name + ".seen")
+    seen = here.exists()
+    here.touch()
+    return not seen
+"""
+GOOD = "def test_good(): pass\n"
+
+
+def lane(folder: Path, *parallel: str, **files: str) -> subprocess.CompletedProcess[str]:
+    """A small lane of its own, with these test files; what was printed is in `stdout`."""
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p xdist -p no:cacheprovider\n")
+    for name, text in files.items():
+        (folder / f"test_{name}.py").write_text(ONCE + text)
+    program = PROGRAM.format(lanes=str(HERE / "lanes"))
+    return subprocess.run(
+        [sys.executable, "-c", program, *parallel],
+        cwd=folder, capture_output=True, text=True, timeout=110, check=False,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # a third of the time of each of these runs
+    )  # fmt: skip
+
+
+def test_a_failure_a_crash_and_a_fixtures_error_that_do_not_come_again_pass_and_are_listed(tmp_path: Path) -> None:
+    shared = """
+@pytest.fixture(scope="session")
+def server():
+    assert not first("server"), "the server does not answer"
+
+@pytest.mark.parametrize("number", range(12))
+def test_of_the_server(server, number): pass
+"""
+    crash = "def test_crash():\n    if first('crash'): os._exit(7)\ndef test_after(): pass\n"
+    fails = "def test_fails():\n    assert not first('fails'), 'it was the load'\n"
+    done = lane(tmp_path, "-n", "2", "--dist", "loadfile", shared=shared, crash=crash, fails=fails, good=GOOD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = (tmp_path / "repeated.txt").read_text()
+    assert sorted(line for line in told.splitlines() if not line.startswith(" ")) == [
+        "passed alone  test_crash.py::test_crash  (lane tried)",
+        "passed alone  test_fails.py::test_fails  (lane tried)",
+        "passed alone  test_shared.py::test_of_the_server[0] and 11 more with it  (lane tried)",
+    ]
+    assert "    first: AssertionError: it was the load" in told
+    assert "the server does not answer" in told
+    assert "crashed while running" in told
+    assert told in done.stdout
+    assert "2 failed, 3 passed, 12 errors" in done.stdout, "pytest's own closing line of the lane"
+
+
+def test_what_fails_twice_fails_the_lane(tmp_path: Path) -> None:
+    fails = "def test_fails(): assert 1 == 2\ndef test_once():\n    assert not first('once')\n"
+    skips = "def test_skips():\n    assert not first('skips')\n    pytest.skip('not now')\n"
+    done = lane(tmp_path, "-n", "2", fails=fails, skips=skips, good=GOOD)
+    assert done.returncode == 1
+    told = (tmp_path / "repeated.txt").read_text()
+    assert "FAILED TWICE  test_fails.py::test_fails" in told
+    assert "FAILED TWICE  test_skips.py::test_skips" in told, "a test that was skipped did not pass"
+    assert "passed alone  test_fails.py::test_once" in told
+    assert "failed twice: test_fails.py::test_fails, test_skips.py::test_skips" in done.stdout
+
+
+def test_more_failures_than_accidents_stop_the_lane_and_none_is_repeated(tmp_path: Path) -> None:
+    many = '@pytest.mark.parametrize("number", range(50))\ndef test_fails(number): assert number < 0\n'
+    for parallel in ((), ("-n", "2")):
+        done = lane(tmp_path, *parallel, many=many)
+        assert done.returncode == 1
+        assert "problem: lane tried: more than 3 failures of different causes; none is repeated" in done.stdout
+        assert (tmp_path / "repeated.txt").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "parallel", "problem"),
+    [
+        ("import nothing_like_that", (), "could not be collected: ModuleNotFoundError"),
+        ("def test_crash(): os._exit(7)\ndef test_after(): pass", (), "pytest ended with 7, 3 tests did not run"),
+        (
+            "def test_crash(): os._exit(7)\ndef test_after(): pass",
+            ("-n", "1", "--max-worker-restart", "0"),
+            "2 tests did not run: test_broken.py::test_after, test_good.py::test_good",
+        ),
+        ("def test_interrupts(): raise KeyboardInterrupt", (), "pytest ended with 2, "),
+    ],
+)
+def test_a_run_that_breaks_is_no_pass_whatever_it_had_passed(
+    text: str, parallel: tuple[str, ...], problem: str, tmp_path: Path
+) -> None:
+    done = lane(tmp_path, *parallel, broken=text, good=GOOD)
+    assert done.returncode == 1
+    assert problem in done.stdout.partition("problem: ")[2], done.stdout
+
+
+def test_a_lane_without_tests_is_no_pass(tmp_path: Path) -> None:
+    done = lane(tmp_path)
+    assert done.returncode == 1
+    assert "problem: lane tried: pytest ended with 5" in done.stdout
+
+
+def test_a_run_over_its_limit_is_ended_and_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE / "lanes"))
+    import repeats  # noqa: PLC0415 - found on the path of this test only
+
+    hangs = tmp_path / "test_hangs.py"
+    hangs.write_text("import threading\ndef test_hangs(): threading.Event().wait()\n")
+    record = repeats.run([str(hangs), "-p", "no:cacheprovider"], tmp_path / "record", 3, 3.0)
+    assert repeats.judge(record, 3) == "it ran longer than 3 s"
