@@ -56,7 +56,8 @@ test: lint  ## everything: unit, model, worker, API server, S3, and a real clust
 	$(BIN)/python tests/lanes/lanes.py unit servers nodes alone
 
 check: lint  ## what one runs while working: lint, unit tests and a local run with a kill, in three minutes
-	$(BIN)/python tests/lanes/lanes.py unit run
+	$(BIN)/python tests/lanes/lanes.py unit
+	$(MAKE) -s demo DEMO=.everstep/check DEMO_STEPS=500
 
 e2e: setup  ## the scenarios on a real cluster with nodes
 	$(BIN)/pytest tests/e2e

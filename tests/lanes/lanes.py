@@ -41,7 +41,7 @@ class Lane:
         return ["-n", str(self.workers), *self.spread]
 
     def programs(self) -> set[str]:
-        return {program for folder in self.folders for program in packages.of(folder.partition("/")[0], self.markers)}
+        return {program for folder in self.folders for program in packages.of(folder, self.markers)}
 
 
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
@@ -54,7 +54,6 @@ LANES = {
          "apiserver", "conformance", "data", "model", "local", "cluster"),
         ("-m", "not kind and not long"), 3, BY_FILE,
     ),
-    "run": Lane(("run/test_run_demo.py",), (), 1, ()),
     "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone"), 3, BY_TEST, ("kind",)),
     "alone": Lane(("cluster", "e2e"), ("-m", "alone"), 1, (), ("kind",)),
 }  # fmt: skip
