@@ -38,12 +38,13 @@ class Lane:
         return [*self.chosen, *(f"tests/{folder}" for folder in self.folders)]
 
     def parallel(self) -> list[str]:
-        return ["-n", str(self.workers), *self.spread]
+        return ["-n", str(self.workers), *self.spread, f"--durations={SLOWEST}"]
 
     def programs(self) -> set[str]:
         return {program for folder in self.folders for program in packages.of(folder, self.markers)}
 
 
+SLOWEST = 15  # tests whose seconds are told at the end of a lane: what has to leave when it takes too long
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 BY_TEST = ("--dist", "worksteal")
 # Fast ones first, so that a mistake shows within a minute; then servers; then nodes.
