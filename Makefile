@@ -47,7 +47,7 @@ lint: setup  ## ruff, mypy strict, import rules, no generated file in the reposi
 	$(BIN)/lint-imports
 
 unit: setup  ## tests that need no server
-	$(BIN)/pytest -m "not s3 and not apiserver and not kind and not long" tests/unit tests/worker tests/model tests/data \
+	$(BIN)/pytest -n 2 --dist loadfile -m "not s3 and not apiserver and not kind and not long" tests/unit tests/worker tests/model tests/data \
 	  tests/checkpoint tests/storage tests/train tests/recovery tests/adapters tests/conformance tests/local tests/run
 
 # tests/lanes/lanes.py says which tests are in which lane. A test that fails in its lane is repeated once, alone; the end

@@ -16,6 +16,7 @@ def pods(job: LocalJob) -> set[str]:
     return {row["pod"] for row in job.view()["workers"]}
 
 
+@pytest.mark.long  # `every_pod_deleted_in_turn` on the cluster each time, and the demo's kill in local mode
 def test_fixed_job_waits_for_one_replaced_worker_and_ends_as_if_undisturbed(new_job: Callable[..., LocalJob]) -> None:
     job = new_job()
     job.apply(workers=2, steps=200, pause=0.02, every=20)

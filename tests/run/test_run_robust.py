@@ -16,7 +16,9 @@ from everstep_operator.plan.elastic import INCIDENT
 
 pytestmark = pytest.mark.timeout(300)
 RUNS = int(os.environ.get("EVERSTEP_RUNS", "0"))  # `make soak` takes a hundred
-SEEDS = range(RUNS) if RUNS else (2,)  # 2: two kills, the second while the first is being recovered from
+# 2: two kills, the second while the first is being recovered from. `torchrun_killed` is on the cluster each time, and
+# so is `training_process_killed`.
+SEEDS = range(RUNS) if RUNS else (pytest.param(2, marks=pytest.mark.long),)
 
 
 def test_operator_that_dies_and_comes_back_touches_no_process(new_job: Callable[..., LocalJob]) -> None:
