@@ -31,38 +31,50 @@ def environment(
     found = dict(setting.inherited)
     if "OMP_NUM_THREADS" not in found and setting.processes > 1:
         found["OMP_NUM_THREADS"] = "1"
-    first = round_.members[0] if round_ is not None else None
-    rank = round_.first_process + slot if round_ is not None else 0
-    size = round_.processes if round_ is not None else 1
+    for name in (env.ROUND, env.RENDEZVOUS):  # of whatever started the agent
+        found.pop(name, None)
+    found |= of_round(slot, round_)
     found |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(slot),
         "LOCAL_WORLD_SIZE": str(setting.processes),
-        "GROUP_RANK": str(round_.rank if round_ is not None else 0),
-        "GROUP_WORLD_SIZE": str(round_.world_size if round_ is not None else 1),
         "ROLE_NAME": setting.role,
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(size),
-        "MASTER_ADDR": first.address if first is not None else "127.0.0.1",
-        "MASTER_PORT": str(first.store_port if first is not None else 0),
         "TORCHELASTIC_RUN_ID": setting.run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(max(0, round_.number - 1) if round_ is not None else 0),
         "TORCHELASTIC_MAX_RESTARTS": str(setting.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
         ERROR_FILE: error_file,
         env.AGENT_SOCKET: setting.socket,
-        env.MOST_PROCESSES: str(max(size, setting.most)),
+        env.MOST_PROCESSES: str(max(round_.processes if round_ is not None else 1, setting.most)),
         env.CALLS_FILE: calls_file,
     }
     found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    for name in (env.ROUND, env.RENDEZVOUS):  # of whatever started the agent
-        found.pop(name, None)
-    if round_ is not None:
-        found |= {env.ROUND: str(round_.number), env.RENDEZVOUS: round_.rendezvous}
     if setting.virtual_local_rank:
         found["LOCAL_RANK"] = "0"
         devices = found.get("CUDA_VISIBLE_DEVICES", "")
         shown = devices.split(",") if devices else [str(i) for i in range(setting.processes)]
         found["CUDA_VISIBLE_DEVICES"] = shown[slot] if slot < len(shown) else ""
+    return found
+
+
+def of_round(slot: int, round_: Round | None) -> dict[str, str]:
+    """What changes with the round: a process that goes on in the next one sets these anew."""
+    if round_ is None:
+        rank, size, group_rank, group_size, address, port, before = 0, 1, 0, 1, "127.0.0.1", 0, 0
+    else:
+        rank, size = round_.first_process + slot, round_.processes
+        group_rank, group_size = round_.rank, round_.world_size
+        address, port = round_.members[0].address, round_.members[0].store_port
+        before = max(0, round_.number - 1)
+    found = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "GROUP_RANK": str(group_rank),
+        "GROUP_WORLD_SIZE": str(group_size),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(before),
+    }
+    if round_ is not None:
+        found |= {env.ROUND: str(round_.number), env.RENDEZVOUS: round_.rendezvous}
     return found

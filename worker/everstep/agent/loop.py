@@ -19,7 +19,7 @@ from typing import Any, assert_never
 from everstep.agent import events as e
 from everstep.agent import state as machine
 from everstep.agent.arguments import Arguments, UsageError
-from everstep.agent.environ import Setting, environment
+from everstep.agent.environ import Setting, environment, of_round
 from everstep.agent.faults import FirstError, judge, memory_kills
 from everstep.agent.hang import Watch
 from everstep.agent.membership import Membership, open_driver
@@ -292,6 +292,7 @@ class Agent:
             store=[first.address, first.store_port],
             rendezvous=round_.rendezvous,
             whole=whole,
+            environment=of_round(slot, round_),
         )
 
     async def _elapse(self, timer: e.Timer) -> None:

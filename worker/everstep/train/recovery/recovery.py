@@ -179,6 +179,7 @@ class Recovery:
             round_ = self._meet(step)
             if round_ is None:
                 continue
+            os.environ.update(round_.environment)  # before anything of the script's reads where it is
             try:
                 moved()
                 made = time.monotonic()

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from everstep.contract import env
@@ -25,13 +25,15 @@ MAX_LINE = 64 * 1024
 @dataclass(frozen=True, slots=True)
 class Round:
     """A world that was agreed on. `store`: host and port of a TCPStore that is this round's alone. `rendezvous`: what
-    counts the rounds, if no operator does."""
+    counts the rounds, if no operator does. `environment`: variables by which a script knows its place in it, as a
+    launcher sets them."""
 
     number: int
     rank: int
     world_size: int
     store: tuple[str, int]
     rendezvous: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,10 @@ class AgentRounds:
             case "round":
                 host, port = message["store"]
                 rendezvous = message.get("rendezvous", "")
-                found = Round(message["round"], message["rank"], message["world_size"], (host, port), rendezvous)
+                variables = {str(k): str(v) for k, v in message.get("environment", {}).items()}
+                found = Round(
+                    message["round"], message["rank"], message["world_size"], (host, port), rendezvous, variables
+                )
                 with self._changed:
                     if self._newest is not None and found.number <= self._newest.number:
                         return
