@@ -107,11 +107,12 @@ def test_agent_that_is_gone_or_cannot_be_read_ends_the_waiting(agent: Agent, rou
 def test_agent_is_told_what_the_process_does(agent: Agent, rounds: AgentRounds) -> None:
     rounds.ready()
     rounds.broken(4, "x" * 1000, (Call(7, "barrier()"),), " at train.py:31 in main")
-    rounds.joined(5, 17)
+    rounds.joined(5, 17, 0.25, 0.5, "state from rank 1")
     assert agent.hear() == {"kind": "ready"}
     calls = {"recent": [[7, "barrier()"]], "at": " at train.py:31 in main"}
     assert agent.hear() == {"kind": "broken", "round": 4, "reason": "x" * 500, **calls}
-    assert agent.hear() == {"kind": "joined", "round": 5, "step": 17}
+    took = {"formed": 0.25, "settled": 0.5, "how": "state from rank 1"}
+    assert agent.hear() == {"kind": "joined", "round": 5, "step": 17, **took}
 
 
 @pytest.mark.parametrize("quality", [Quality.NONE, Quality.WHOLE])

@@ -105,7 +105,7 @@ class OneRound:
             raise RoundsOver("there is no other round")
         return self.round
 
-    def joined(self, number: int, step: int) -> None:
+    def joined(self, number: int, step: int, *_: object) -> None:
         self.joins.append((number, step))
 
     def __getattr__(self, name: str) -> Callable[..., None]:

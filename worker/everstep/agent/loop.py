@@ -14,9 +14,11 @@ import signal
 import tempfile
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, assert_never
 
 from everstep.agent import events as e
+from everstep.agent import stacks
 from everstep.agent import state as machine
 from everstep.agent.arguments import Arguments, UsageError
 from everstep.agent.environ import Setting, environment, of_round
@@ -26,7 +28,7 @@ from everstep.agent.membership import Membership, open_driver
 from everstep.agent.output import Output
 from everstep.agent.processes import Switchboard, WarmError, WarmParent
 from everstep.agent.program import ERROR_FILE
-from everstep.agent.running import Running
+from everstep.agent.running import Running, Settling
 from everstep.agent.slots import Config, Life, begin, started
 from everstep.agent.tasks import Tasks
 from everstep.agent.watcher import Watcher
@@ -50,6 +52,7 @@ class Agent:
         self._folder = tempfile.mkdtemp(prefix="everstep-agent-")
         self._warm = WarmParent(arguments.preload, self._warm_environ(), self._exited)
         self._switchboard = Switchboard(os.path.join(self._folder, "s"), self._said)
+        self._stores_log = Path(self._folder) / "stores.log"
         self._running: dict[int, Running] = {}
         self._pids: dict[int, int] = {}  # by slot
         self._early: list[tuple[int, Mapping[str, Any] | int]] = []  # of processes whose fork is under way
@@ -61,6 +64,7 @@ class Agent:
         self._finish: e.Finish | None = None
         self._cpus: list[list[int]] = []
         self._first_error = FirstError()
+        self._settling = Settling()
 
     async def run(self) -> int:
         """The exit code. Raises UsageError, RendezvousFailed, WarmError before anything was started for good."""
@@ -141,7 +145,8 @@ class Agent:
             if self._forking:
                 self._early.append((pid, code))
             elif pid == self._stores:
-                log.error("the process that hosts stores ended (%d); another is started", code)
+                said = stacks.tail(self._stores_log)
+                log.error("the process that hosts stores ended (%d); another is started\n%s", code, said)
                 self._tasks.start(self._start_stores())
             return
         self._tasks.start(self._ended(pid, code))
@@ -186,6 +191,8 @@ class Agent:
             case "coming":
                 self._post(e.Comes(slot, pid, int(message["round"])))
             case "joined":
+                if (told := self._settling.joined(slot, message, len(self._state.slots))) is not None:
+                    log.info("%s", told)
                 self._post(e.Trains(slot, pid, int(message["round"]), int(message["step"])))
             case "where":
                 self._watcher.heard(process, message)
@@ -318,7 +325,9 @@ class Agent:
 
     async def _start_stores(self) -> None:
         environ = {**self._environ, env.AGENT_SOCKET: self._switchboard.path}
-        command = {"kind": "stores", "environment": environ, "stdout": None, "stderr": None}
+        # torch writes dozens of lines for each store of a lost agent that does not answer; what matters of it is told.
+        path = str(self._stores_log)
+        command = {"kind": "stores", "environment": environ, "stdout": path, "stderr": path}
         self._stores = await self._warm.fork(command)
 
     async def _count(self) -> int:

@@ -1,8 +1,10 @@
-"""A training process, as the agent that forked it keeps it in mind."""
+"""A training process, as the agent that forked it keeps it in mind; and what its processes say of a new round."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from everstep.agent.hang import Found, Watch, Where
 from everstep.agent.output import Files
@@ -19,3 +21,23 @@ class Running:
     speaks: bool = False
     said: Where | None = None
     stall: tuple[Found, float] = field(default=(Found.GOES_ON, 0.0))
+
+
+class Settling:
+    """Puts what all local processes say of a round into one line."""
+
+    def __init__(self) -> None:
+        self._round = 0
+        self._told: dict[int, tuple[float, float]] = {}  # by slot
+
+    def joined(self, slot: int, message: Mapping[str, Any], processes: int) -> str | None:
+        """The line, once the last of them trains in the round; the slowest counts. Raises KeyError, ValueError."""
+        number, step = int(message["round"]), int(message["step"])
+        if number != self._round:
+            self._round, self._told = number, {}
+        self._told[slot] = float(message.get("formed", 0.0)), float(message.get("settled", 0.0))
+        if len(self._told) < processes:
+            return None
+        formed, settled = (max(times) * 1e3 for times in zip(*self._told.values(), strict=True))
+        how = f", {message['how']}" if message.get("how") else ""
+        return f"round {number}: step {step}, formed in {formed:.0f} ms, settled in {settled:.0f} ms{how}"

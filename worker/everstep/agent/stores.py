@@ -7,6 +7,7 @@ agent does not import torch. Invariant: a store elsewhere that does not answer d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ from everstep.contract import env
 TIMEOUT = timedelta(minutes=5)  # of a call, as torch has by default
 BOARD_TIMEOUT = timedelta(seconds=5)
 MOST_CALLS = 8  # of boards, at a time
+MAX_LOG = 256 * 1024  # bytes of what torch writes to our own log
 
 
 def main() -> None:
@@ -115,6 +117,9 @@ class _Boards:
             answer = _call(message)
         except RuntimeError as e:
             answer = {"error": str(e).split("\n", 1)[0]}
+            with contextlib.suppress(OSError):
+                if os.fstat(2).st_size > MAX_LOG:
+                    os.ftruncate(2, 0)
         finally:
             self._free.release()
         self._tell(kind="board", id=message["id"], **answer)

@@ -253,9 +253,8 @@ def standing(document: Document | None, number: int, agent: str) -> Standing:
         return Left()
     if document.round > number:
         return Broken(f"round {document.round} was formed")
-    for loss in document.gone:
-        if loss.agent not in document.done:  # nobody misses who had finished
-            return Broken(f"{loss.agent} is gone: {loss.why}")
+    if (lost := _lost(document, agent)) is not None:
+        return Broken(lost)
     if document.broken is not None:
         return Broken(document.broken)
     if not is_member(document, agent):
@@ -270,6 +269,15 @@ def standing(document: Document | None, number: int, agent: str) -> Standing:
         return Stopping(len(asked), enough_stay(document))
     count = growth(document)
     return Growing(count, document.boundary) if count else Whole()
+
+
+def _lost(document: Document, agent: str) -> str | None:
+    """Who is missed in the round, as `agent` says it."""
+    for loss in document.gone:
+        if loss.agent == agent:
+            return f"this agent is out of it: {loss.why}"
+    # Nobody misses who had finished.
+    return next((f"{x.agent} is gone: {x.why}" for x in document.gone if x.agent not in document.done), None)
 
 
 def describe(state: Standing) -> str:

@@ -187,13 +187,13 @@ class Recovery:
             except PeerLost as e:
                 self._did_not_come(round_, e)
                 continue
-            now = time.monotonic()
+            formed, settled = made - self._heard_at, time.monotonic() - made
             log.info(
                 "round %d: rank %d of %d, step %d, formed in %.0f ms, settled in %.0f ms%s",
-                round_.number, round_.rank, round_.world_size, found, (made - self._heard_at) * 1e3, (now - made) * 1e3,
+                round_.number, round_.rank, round_.world_size, found, formed * 1e3, settled * 1e3,
                 f", {done}" if done else "",
             )  # fmt: skip
-            self._rounds.joined(round_.number, found)
+            self._rounds.joined(round_.number, found, formed, settled, done)
             return found
         raise forming.Unformed(f"{ATTEMPTS} rounds in a row did not come about")
 
@@ -218,7 +218,7 @@ class Recovery:
                 "on with fewer, make its sizes multiples (spec.elastic.groupSize)",
                 round_.number, round_.world_size, mesh.shards,
             )  # fmt: skip
-            self._rounds.joined(round_.number, step)
+            self._rounds.joined(round_.number, step, 0.0, 0.0, "waiting for whole replicas")
             return None
         try:
             parts = mesh.parts(round_.rank, round_.world_size) if mesh is not None else ()

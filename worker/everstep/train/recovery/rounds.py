@@ -89,8 +89,9 @@ class Rounds(Protocol):
         """A collective of the round failed here; the newest collectives of the program, and where it was."""
         ...
 
-    def joined(self, number: int, step: int) -> None:
-        """This process trains in the round, after `step` completed steps."""
+    def joined(self, number: int, step: int, formed: float, settled: float, how: str) -> None:
+        """This process trains in the round, after `step` completed steps. Seconds until its members had met and until
+        they were at one state, and where that state came from, if it was sent."""
         ...
 
     def on_where(self, call: Callable[[], Where]) -> None:
@@ -151,8 +152,8 @@ class AgentRounds:
     def broken(self, number: int, reason: str, recent: tuple[Call, ...] = (), at: str = "") -> None:
         self._tell(kind="broken", round=number, reason=reason[:500], recent=rows(recent), at=at[:200])
 
-    def joined(self, number: int, step: int) -> None:
-        self._tell(kind="joined", round=number, step=step)
+    def joined(self, number: int, step: int, formed: float, settled: float, how: str) -> None:
+        self._tell(kind="joined", round=number, step=step, formed=formed, settled=settled, how=how[:200])
 
     def on_where(self, call: Callable[[], Where]) -> None:
         self._where = call
