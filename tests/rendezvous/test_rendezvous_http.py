@@ -280,7 +280,7 @@ def test_settings_default_to_what_the_operator_told_the_pod(
         ("", {}, {}, "--rdzv-endpoint is missing"),
         ("a:1", {}, {}, "token_file is missing"),
         ("a:1", {"password_file": "x"}, PODS_OWN, "password_file: no such key"),
-        ("a:1", {"is_host": "1"}, PODS_OWN, "is_host: no such key"),
+        ("a:1", {"token_fil": "x"}, PODS_OWN, "token_fil: no such key; did you mean token_file"),
         ("a:1", {"ttl": "1"}, PODS_OWN, "ttl=1"),
         ("ftp://a", {}, PODS_OWN, "host"),
         ("http://a/path", {}, PODS_OWN, "host"),

@@ -60,6 +60,16 @@ def test_first_round_with_all_there_is_formed_at_once() -> None:
     assert (document.round, names(document), document.joining) == (1, ["a", "b", "c"], ())
 
 
+def test_who_is_not_here_may_close_a_job_that_has_had_no_round_and_no_other() -> None:
+    outside = CloseJob("x", "over", outside=True)
+    for before in (Document(TWO_OR_THREE), joined(TWO_OR_THREE, "a")):
+        assert after(before, outside).closed == "over"
+        assert "may not close" in refused(before, CloseJob("x", "over")).reason
+    round_1 = formed(TWO_OR_THREE, "a", "b")
+    for before in (round_1, after(round_1, Leave("a"), Leave("b"))):
+        assert "may not close" in refused(before, outside).reason
+
+
 def test_first_round_with_fewer_waits_for_the_last_call() -> None:
     document = joined(TWO_OR_THREE, "a", "b")
     assert "last call" in refused(document, Close("a", 0, Waited.NOTHING)).reason

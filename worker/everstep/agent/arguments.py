@@ -180,7 +180,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
         grace_seconds=GRACE_SHARE * max(1.0, _number(env.GRACE_SECONDS, environ.get(env.GRACE_SECONDS, "30"))),
         hang_factor=_number(env.HANG_FACTOR, environ.get(env.HANG_FACTOR, f"{FACTOR:g}")),
         numa=_numa(a.numa_binding),
-        unused=_unused(a),
+        unused=_unused(a, environ),
     )
     if found.ours:
         _refuse(a)
@@ -199,10 +199,14 @@ def _refuse(a: argparse.Namespace) -> None:
         raise UsageError(f"{flags}: everstep-run does not do this; torchrun does, with the same --rdzv-backend")
 
 
-def _unused(a: argparse.Namespace) -> tuple[str, ...]:
-    """Flags that say something else than torchrun's default, and mean nothing to us."""
+def _unused(a: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Flags and variables that say something else than torchrun's default, and mean nothing to us."""
+    # The processes always find their round's store, which is in no training process.
+    shared = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    variables = (shared,) if environ.get(shared, "0") == "1" else ()
     defaults = {"monitor_interval": "0.1", "start_method": "spawn", "node_rank": "0", "run_path": False}
-    return tuple("--" + n.replace("_", "-") for n, default in defaults.items() if getattr(a, n) != default)
+    flags = tuple("--" + n.replace("_", "-") for n, default in defaults.items() if getattr(a, n) != default)
+    return flags + variables
 
 
 def _numa(text: str) -> str | None:

@@ -33,6 +33,7 @@ from everstep.agent.slots import Config, Life, begin, started
 from everstep.agent.tasks import Tasks
 from everstep.agent.watcher import Watcher
 from everstep.contract import env, exit_codes
+from everstep.rendezvous.backends import remedy
 from everstep.rendezvous.participant import Round
 from everstep.train import termination
 
@@ -76,7 +77,8 @@ class Agent:
             processes = await self._count()
             self._cpus = await self._bind(processes)
             driver, timeout = await asyncio.to_thread(open_driver, a, processes, self._environ)
-            self._membership = Membership(driver, timeout, self._post)
+            spent = "" if env.JOB_UID in self._environ else remedy(a.backend, a.run_id)
+            self._membership = Membership(driver, timeout, self._post, spent)
             self._membership.start()
             self._setting = Setting(
                 self._environ, processes, a.run_id, a.role, a.max_restarts, self._switchboard.path,

@@ -54,10 +54,11 @@ Change = SayStopping | StepAside | StepOut | Break | Charge | Done | KeepProcess
 
 
 class Membership:
-    """`post` takes events in the loop's thread."""
+    """`post` takes events in the loop's thread. `spent`: what to do if the job was over before this agent came; nothing
+    where that is no mistake, because no other job can have its name."""
 
-    def __init__(self, driver: Driver, timeout: float, post: Callable[[Event], None]) -> None:
-        self._driver, self._timeout, self._post = driver, timeout, post
+    def __init__(self, driver: Driver, timeout: float, post: Callable[[Event], None], spent: str = "") -> None:
+        self._driver, self._timeout, self._post, self._spent = driver, timeout, post, spent
         self._changes: asyncio.Queue[tuple[Change | None, Callable[[], None] | None]] = asyncio.Queue()
         self._tasks = Tasks(self._failed)
         self._round: Round | None = None
@@ -179,9 +180,14 @@ class Membership:
     async def _join(self, after: int, store_port: int) -> None:
         try:
             formed = await asyncio.to_thread(self._driver.join, self._timeout, store_port=store_port, after=after)
-        except (RendezvousClosed, JoinTimedOut, JoinRefused, StoreRefused, DocumentInvalid) as e:
-            finished = isinstance(e, RendezvousClosed) and e.why == FINISHED
-            self._post(NotFormed(str(e), finished))
+        except RendezvousClosed as e:
+            if e.before and self._spent:
+                self._post(NotFormed(f"{e}; {self._spent}"))
+            else:
+                self._post(NotFormed(str(e), finished=e.why == FINISHED))
+            return
+        except (JoinTimedOut, JoinRefused, StoreRefused, DocumentInvalid) as e:
+            self._post(NotFormed(str(e)))
             return
         document = self._driver.seen()
         keeps = document is not None and document.in_process

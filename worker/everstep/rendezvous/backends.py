@@ -22,9 +22,19 @@ EVERSTEP = "everstep"
 ETCD_V3 = "etcd-v3"
 
 
+def remedy(backend: str, run_id: str) -> str:
+    """What to do where a job's rounds are over before an agent has been in any."""
+    if backend == EVERSTEP:
+        return "nothing was trained here: the rounds of this TrainingJob are over; create another one"
+    default = " (none is the default)" if run_id == "none" else ""
+    return f"nothing was trained here: an earlier run used --rdzv-id={run_id}{default}; give each run an id of its own"
+
+
 def open_store(backend: str, endpoint: str, config: Mapping[str, Any], run_id: str) -> tuple[RoundStore, Configuration]:
     """The store of one job, and the settings of its rendezvous. Raises ConfigurationInvalid, StoreRefused."""
     if backend == ETCD_V3:
+        if not run_id:
+            raise ConfigurationInvalid("--rdzv-id is empty: give the run a name, the same for all its agents")
         settings = read(config, endpoint)
         return EtcdStore(etcd_gateway(settings), run_id, settings.prefix), settings
     if backend == EVERSTEP:

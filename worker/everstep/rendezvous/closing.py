@@ -63,6 +63,16 @@ def growth(document: Document) -> int:
     return max(0, connected(document) - len(remaining))
 
 
+def is_spare(document: Document, agent: str) -> bool:
+    """Whether the agent waits for a place in a round that runs and has none: until a member is lost, if one ever is."""
+    if not document.remaining() or document.gone or document.broken is not None or document.done:
+        return False
+    waiting = [member.agent for member in document.joining]
+    rejoins = any(member.agent in waiting for member in document.members)
+    apart = any(report.active and agent in (report.low, report.high) for report in document.reports)
+    return agent in waiting and not rejoins and not apart and growth(document) == 0
+
+
 def connected(document: Document) -> int:
     """The largest round of those who are here and reach each other; 0 if they are too few."""
     return document.sizes.largest(len(largest_set(_everyone(document), document.reports)))

@@ -16,7 +16,7 @@ from random import Random
 
 from everstep.contract.document import Document, Member, Report, Sizes, Wish, encode
 from everstep.rendezvous import participant
-from everstep.rendezvous.errors import RendezvousFailed, StoreUnavailable
+from everstep.rendezvous.errors import JoinTimedOut, RendezvousFailed, StoreUnavailable
 from everstep.rendezvous.joining import Joining, Settings, decoded, read_wishes
 from everstep.rendezvous.links import Links
 from everstep.rendezvous.participant import Broken, Round, Standing
@@ -91,10 +91,10 @@ class Driver:
     def join(self, timeout: float, *, store_port: int | None = None, after: int | None = None) -> Round:
         """Be in a round newer than the last one (or than `after`); blocks for at most `timeout` seconds.
 
-        Raises JoinTimedOut, JoinRefused, RendezvousClosed, or what the store raises for good.
+        Raises JoinTimedOut, JoinRefused, RendezvousClosed, or what the store raises for good. Who gave up is not waited
+        for by the others.
         """
         member = self._member if store_port is None else replace(self._member, store_port=store_port)
-        deadline = self._clock() + timeout
         with self._changed:
             self._joining, self._round = True, None
             patient = self._settings.patience.shrink_after > 0
@@ -102,7 +102,10 @@ class Driver:
             self._standing = Broken("joining")
         try:
             joining = Joining(self._store, wish, self._settings, self._random, self._clock, self._ask, self._stopping)
-            view, formed = joining.run(deadline)
+            view, formed = joining.run(timeout)
+        except JoinTimedOut:
+            self._withdraw()
+            raise
         finally:
             with self._changed:
                 self._joining = False
@@ -127,6 +130,18 @@ class Driver:
                     thread.start()
                     self._threads.append(thread)
         return grace
+
+    def _withdraw(self) -> None:
+        """No round is asked for any more."""
+        if self._stopping.is_set():
+            return
+        with self._announcing:
+            self._wish = None
+        try:
+            self._change(lambda _: Leave(self._member.agent, "it gave up"))
+            self._store.withdraw(self._member.agent)
+        except RendezvousFailed as e:
+            log.debug("gave up without saying so: %s", e)
 
     def _sleep(self, seconds: float, deadline: float) -> None:
         with self._changed:
@@ -196,9 +211,10 @@ class Driver:
         """Agree on the step after which joiners are taken in; whoever is first decides."""
         return self._change(lambda document: SetBoundary(self._member.agent, document.round, step))
 
-    def close_job(self, why: str) -> Document | Refused:
-        """No further rounds, for anyone."""
-        return self._change(lambda _: CloseJob(self._member.agent, why))
+    def close_job(self, why: str, *, outside: bool = False) -> Document | Refused:
+        """No further rounds, for anyone. `outside`: also before this agent has asked for a round, if there was none."""
+        begun = Document(self._sizes) if outside else None
+        return self._change(lambda _: CloseJob(self._member.agent, why, outside), begun)
 
     def leave(self) -> None:
         """Go, and say so: the others need not wait for the lease. Best effort."""
@@ -219,13 +235,15 @@ class Driver:
             self._links.close()
         self._store.close()
         for thread in self._threads:
-            thread.join(self._settings.ttl)
+            if thread is not threading.current_thread():
+                thread.join(self._settings.ttl)
 
-    def _change(self, make: Callable[[Document], Event]) -> Document | Refused:
+    def _change(self, make: Callable[[Document], Event], begun: Document | None = None) -> Document | Refused:
+        """`begun`: what is changed where there is no document yet."""
         for attempt in range(1, TRIES + 1):
             view = self._store.read()
             self._see(view)  # also where nothing is left to change, because another did it
-            document = decoded(view)
+            document = decoded(view) or begun
             if document is None:
                 return Refused("there is no round")
             after = apply(document, make(document))
@@ -313,7 +331,7 @@ class Driver:
             log.log(logging.WARNING if first else logging.DEBUG, "%s: %s", what, error)
 
     def _renew(self) -> None:
-        if self._store.renew(self.agent) or self._stopping.is_set():
+        if self._wish is None or self._store.renew(self.agent) or self._stopping.is_set():
             return
         log.warning("this agent's lease had lapsed: the others may have gone on without it")
         with self._announcing:

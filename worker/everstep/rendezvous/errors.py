@@ -24,11 +24,11 @@ class StoreRefused(RendezvousFailed):
 
 
 class RendezvousClosed(RendezvousFailed):
-    """The job is closed, because of `why`: no round follows."""
+    """The job is closed, because of `why`: no round follows. `before`: it was when this agent asked for its first."""
 
-    def __init__(self, message: str, why: str = "") -> None:
+    def __init__(self, message: str, why: str = "", *, before: bool = False) -> None:
         super().__init__(message)
-        self.why = why
+        self.why, self.before = why, before
 
 
 class JoinRefused(RendezvousFailed):

@@ -20,6 +20,7 @@ from urllib3.exceptions import SSLError as TransportSSLError
 
 from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
 from everstep.rendezvous.forks import after_fork
+from everstep.rendezvous.sockets import Sockets
 
 DEFAULT_PORT = 2379
 MAX_ENDPOINTS = 16
@@ -89,12 +90,14 @@ class Gateway:
         self._at = 0  # the endpoint that answered last
         self._token = ""
         self._pool: urllib3.PoolManager | None = None
+        self._sockets = Sockets()
         self._context = self._access.context() if any(url.startswith("https:") for url in urls) else None
         after_fork(self)
 
     def forked(self) -> None:
         """The parent's sockets are left alone: two processes must not speak on one connection."""
         self._lock, self._pool = threading.Lock(), None
+        self._sockets.forked()
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST to the first endpoint that answers. Raises StoreUnavailable or StoreRefused.
@@ -131,8 +134,10 @@ class Gateway:
             self._token = ""
 
     def close(self) -> None:
+        """End what is under way too; no call succeeds any more."""
         with self._lock:
             pool, self._pool = self._pool, None
+        self._sockets.shut()
         if pool is not None:
             pool.clear()
 
@@ -202,7 +207,8 @@ class Gateway:
     def _own_pool(self) -> urllib3.PoolManager:
         with self._lock:
             if self._pool is None:
-                self._pool = urllib3.PoolManager(num_pools=len(self._urls), maxsize=4, ssl_context=self._context)
+                pool = urllib3.PoolManager(num_pools=len(self._urls), maxsize=4, ssl_context=self._context)
+                self._pool = self._sockets.of(pool)
             return self._pool
 
 

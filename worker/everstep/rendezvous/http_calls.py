@@ -25,6 +25,7 @@ from urllib3.exceptions import SSLError as TransportSSLError
 from everstep.contract.answers import is_refusal, words
 from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
 from everstep.rendezvous.forks import after_fork
+from everstep.rendezvous.sockets import Sockets
 
 MAX_TOKEN = 8000  # characters: more would not fit into a header
 MAX_ERROR = 64 * 1024
@@ -70,12 +71,14 @@ class OperatorCalls:
         self._lock = threading.Lock()
         self._leader: str | None = None
         self._pool: urllib3.PoolManager | None = None
+        self._sockets = Sockets()
         self._context = _context(ca_file) if url.startswith("https:") else None
         after_fork(self)
 
     def forked(self) -> None:
         """The parent's sockets are left alone: two processes must not speak on one connection."""
         self._lock, self._pool = threading.Lock(), None
+        self._sockets.forked()
 
     def call(
         self,
@@ -106,8 +109,10 @@ class OperatorCalls:
         return self._ask(wanted)
 
     def close(self) -> None:
+        """End what is under way too; no call succeeds any more."""
         with self._lock:
             pool, self._pool = self._pool, None
+        self._sockets.shut()
         if pool is not None:
             pool.clear()
 
@@ -200,7 +205,8 @@ class OperatorCalls:
     def _own_pool(self) -> urllib3.PoolManager:
         with self._lock:
             if self._pool is None:
-                self._pool = urllib3.PoolManager(num_pools=4, maxsize=4, ssl_context=self._context)
+                pool = urllib3.PoolManager(num_pools=4, maxsize=4, ssl_context=self._context)
+                self._pool = self._sockets.of(pool)
             return self._pool
 
 

@@ -17,6 +17,7 @@ from typing import assert_never
 
 from everstep.contract.document import Document, Wish, decode, decode_wish, encode
 from everstep.rendezvous import participant
+from everstep.rendezvous.closing import is_spare
 from everstep.rendezvous.errors import DocumentInvalid, JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.rendezvous.participant import Barred, Closed, Formed, Patience, Proposal, Round, Wait
 from everstep.rendezvous.store import Backoff, RoundStore, View
@@ -66,20 +67,33 @@ class Joining:
         self._attempt = 0  # writes in a row that came too late
         self._reason = "the store has not answered"
 
-    def run(self, deadline: float) -> tuple[View, Round]:
-        """The round, and the view in which it was found. Raises JoinTimedOut, JoinRefused, RendezvousClosed."""
-        started, failures = False, 0
-        while self._clock() < deadline and not self._stopped.is_set():
+    def run(self, timeout: float) -> tuple[View, Round]:
+        """The round, and the view in which it was found. Raises JoinTimedOut, JoinRefused, RendezvousClosed.
+
+        The time in which a round runs that has no place for this agent does not count: it is a spare, and not late.
+        """
+        started, waited, failures = False, False, 0
+        deadline = self._clock() + timeout
+        while not self._stopped.is_set():
+            if self._clock() >= deadline:
+                if not self._is_no_fault():
+                    break
+                deadline = self._clock() + timeout
             try:
                 if not started:
                     self._start()
                     started = True
-                settled = participant.outcome(decoded(self._view), self._wish)
+                document = decoded(self._view)
+                settled = participant.outcome(document, self._wish)
                 if isinstance(settled, Formed):
                     return self._view, settled.round
                 if isinstance(settled, Closed):
-                    raise RendezvousClosed(f"{self._agent} cannot join, the job is closed: {settled.why}", settled.why)
+                    why = f"{self._agent} cannot join, the job is closed: {settled.why}"
+                    raise RendezvousClosed(why, settled.why, before=not waited and self._wish.after == 0)
+                waited = True
                 now = self._clock()  # not before: a store in trouble takes seconds to answer
+                if document is not None and is_spare(document, self._agent):
+                    deadline = now + timeout
                 if now < self._act_at:
                     self._wait(min(self._act_at, deadline) - now)
                 else:
@@ -91,6 +105,19 @@ class Joining:
                 self._stopped.wait(max(0.0, min(pause, deadline - self._clock())))
         why = "it was stopped" if self._stopped.is_set() else self._reason
         raise JoinTimedOut(f"{self._agent} was not taken into a round newer than {self._wish.after} in time: {why}")
+
+    def _is_no_fault(self) -> bool:
+        """Whether there is a reason to go on when the time is over. A store need not tell at once who waits."""
+        try:
+            fresh = self._store.read()
+        except StoreUnavailable:
+            return False
+        if fresh.version != self._view.version:
+            self._seen(fresh)
+        document = decoded(self._view)
+        if document is None or participant.outcome(document, self._wish) is not None:
+            return document is not None
+        return is_spare(document, self._agent)
 
     def _start(self) -> None:
         grace = self._ask(self._wish)

@@ -151,8 +151,11 @@ class SetBoundary:
 
 @dataclass(frozen=True, slots=True)
 class CloseJob:
+    """`outside`: also by an agent that neither is in a round nor waits for one, while there was none yet."""
+
     by: str
     why: str
+    outside: bool = False
 
 
 # Decided in a round, by somebody in it or waiting for the next: another round's are refused.
@@ -182,7 +185,8 @@ def apply(document: Document, event: Event) -> Document | Refused:
         case Charge():
             return _charge(document, event)
         case CloseJob():
-            if not is_here(document, event.by) and not _failed_for_good(document, event.by):
+            first = event.outside and document.round == 0
+            if not (first or is_here(document, event.by) or _failed_for_good(document, event.by)):
                 return Refused(f"{event.by} is neither in round {document.round} nor waiting: it may not close the job")
             return replace(document, closed=event.why[:MAX_REASON])
         case _:

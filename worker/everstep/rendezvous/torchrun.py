@@ -7,11 +7,11 @@ it are prefixed with the round: a latecomer of an old round reads nothing of thi
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -19,6 +19,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -29,8 +30,10 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from everstep.contract import env
 from everstep.contract.document import Document, Member, Sizes
+from everstep.rendezvous.backends import remedy
+from everstep.rendezvous.closing import growth
 from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
-from everstep.rendezvous.driver import Driver
+from everstep.rendezvous.driver import CROWDED, Driver
 from everstep.rendezvous.errors import (
     DocumentInvalid,
     JoinRefused,
@@ -51,6 +54,10 @@ log = logging.getLogger(__name__)
 CONNECT = 2.0  # seconds for one attempt at rank 0's store; then the round is looked at again
 STORE_TIMEOUT = timedelta(seconds=300)  # of a call on it, as torch has by default
 LOOK = 0.01  # seconds between looks at who has arrived
+MEET = 60.0  # seconds for that, at least, however long a place in the round was waited for
+AGAIN = 0.2  # seconds after which a store that did not answer is told again
+# torch's: the processes make a process-group store of their own, at a port that is free on rank 0's machine.
+NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class RoundHandler(RendezvousHandler):
@@ -59,7 +66,8 @@ class RoundHandler(RendezvousHandler):
     def __init__(
         self, backend: str, parameters: RendezvousParameters, store: RoundStore, settings: Configuration
     ) -> None:
-        self._backend, self._run_id, self._timeout = backend, parameters.run_id, settings.timeout
+        self._backend, self._run_id = backend, parameters.run_id
+        self._timeout, self._close_timeout = settings.timeout, settings.close_timeout
         try:
             sizes = Sizes(parameters.min_nodes, parameters.max_nodes, settings.allowed)
         except DocumentInvalid as e:
@@ -77,49 +85,49 @@ class RoundHandler(RendezvousHandler):
         self._driver = Driver(store, member, sizes, settings.settings, links=self._links)
         self._server: TCPStore | None = None
         self._number = 0  # of the round that this agent was in last
-        self._left = False
+        self._in_round = False  # or it was not told of one that is over
+        self._closed = False  # as this handler itself has seen to
         # torchrun does not shut a handler down when a signal ends it, and the others should not wait for the lease.
-        atexit.register(self._leave)
+        self._leave = weakref.finalize(self, _leave, self._driver, os.getpid())
 
     def get_backend(self) -> str:
         return self._backend
 
     @property
     def use_agent_store(self) -> bool:
-        return True
+        return os.environ.get(NOT_SHARED, "0") != "1"
 
     def get_run_id(self) -> str:
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Be in the next round, whose members have all reached its store."""
-        deadline = time.monotonic() + self._timeout
+        if self._closed or not self._leave.alive:
+            raise RendezvousClosedError("this handler has closed the rendezvous, or was shut down")
+        deadline, self._in_round = time.monotonic() + self._timeout, False
         # The old server lives until the new one is bound, so that the new port is another.
         server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
         self._server = server
         while True:
             formed = self._join(deadline - time.monotonic(), server.port)
-            store = self._meet(formed, server, deadline)
-            if store is not None:
+            deadline = max(deadline, time.monotonic() + MEET)
+            found = self._meet(formed, server, deadline)
+            if found is not None:
                 break
-        first = formed.members[0]
         if formed.rank != 0:
             self._server = None
-        self._number = formed.number
+        self._number, self._in_round = formed.number, True
         # torchrun starts its processes in this environment: with the round, their commits can be fenced.
         os.environ |= {env.ROUND: str(formed.number), env.RENDEZVOUS: formed.rendezvous}
-        return RendezvousInfo(
-            PrefixStore(f"everstep/round/{formed.number}", store),
-            formed.rank,
-            formed.world_size,
-            RendezvousStoreInfo(first.address, first.store_port),
-        )
+        store, place = found
+        return RendezvousInfo(store, formed.rank, formed.world_size, place)
 
     def _join(self, timeout: float, port: int) -> Round:
         try:
             return self._driver.join(max(0.0, timeout), store_port=port)
         except RendezvousClosed as e:
-            raise RendezvousClosedError(str(e)) from e
+            what = f"; {remedy(self._backend, self._run_id)}" if e.before else ""
+            raise RendezvousClosedError(f"{e}{what}") from e
         except JoinTimedOut as e:
             raise RendezvousTimeoutError(str(e)) from e
         except (StoreRefused, StoreUnavailable) as e:
@@ -127,8 +135,9 @@ class RoundHandler(RendezvousHandler):
         except (JoinRefused, DocumentInvalid) as e:
             raise RendezvousStateError(str(e)) from e
 
-    def _meet(self, formed: Round, server: TCPStore, deadline: float) -> Store | None:
-        """The round's store, once all members are there; None if the round broke before.
+    def _meet(self, formed: Round, server: TCPStore, deadline: float) -> tuple[Store, RendezvousStoreInfo] | None:
+        """The round's store, and where the processes have theirs, once all members are there; None if the round broke
+        before.
 
         torchrun gives up for good when a peer dies while ranks are handed out: so nobody starts that before all came.
         """
@@ -143,11 +152,18 @@ class RoundHandler(RendezvousHandler):
                     return None
                 time.sleep(LOOK)
                 here = store.add(key, 0)
+            own = PrefixStore(f"everstep/round/{formed.number}", store)
+            return own, self._place(formed, own)
         except DistError as e:
             log.warning("the store of round %d is gone: %s", formed.number, e)
             self._await_break(deadline)
             return None
-        return store
+
+    def _place(self, formed: Round, store: Store) -> RendezvousStoreInfo:
+        if not self.use_agent_store:
+            return RendezvousStoreInfo.build(formed.rank, store, local_addr=self._address)
+        first = formed.members[0]
+        return RendezvousStoreInfo(first.address, first.store_port)
 
     def _connect(self, formed: Round, deadline: float) -> Store | None:
         first = formed.members[0]
@@ -171,6 +187,9 @@ class RoundHandler(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """More than 0 makes torchrun restart its processes in a new round: a member is gone, or one more would fit."""
+        if not self._in_round:
+            document = self._look()
+            return growth(document) if document is not None and document.round else 0
         match self._driver.standing():
             case Growing(count, _):
                 return count
@@ -180,39 +199,75 @@ class RoundHandler(RendezvousHandler):
                 return 0
 
     def is_closed(self) -> bool:
-        return isinstance(self._driver.standing(), Closed)
+        if self._closed or isinstance(self._driver.standing(), Closed):
+            return True
+        if self._in_round or not self._leave.alive:
+            return False  # and it would have been told
+        document = self._look()
+        return document is not None and document.closed is not None
 
     def set_closed(self) -> None:
-        self._close("an agent closed the rendezvous")
+        """No round follows, for anyone. Raises what torch's does if that cannot be."""
+        if not self._closed:
+            self._close("an agent closed the rendezvous", outside=True)
 
     def shutdown(self) -> bool:
         """torchrun calls this when its processes have succeeded, or failed for good.
 
         There is no next round then, unless somebody starts this worker again: the operator does, in a TrainingJob.
         """
+        if not self._leave.alive:
+            return True
         failed = sys.exception() is not None  # torchrun calls this in a `finally`, while its error is on the way
-        if env.JOB_UID not in os.environ:
-            said = self._close("an agent finished")
-        elif failed:
-            said = True
-        else:
-            said = self._say(lambda: self._driver.done(self._number))
-        self._leave()
-        return said
-
-    def _close(self, why: str) -> bool:
-        return self._say(lambda: self._driver.close_job(why))
-
-    def _say(self, change: Callable[[], Document | Refused]) -> bool:
         try:
-            done = change()
-        except RendezvousFailed as e:
+            if env.JOB_UID in os.environ and self._number and not failed:
+                self._say(lambda: self._driver.done(self._number))
+            elif env.JOB_UID not in os.environ or not failed:
+                # Who failed before its first round must not end the others' job.
+                self._close("an agent finished", outside=not failed)
+        except RendezvousError as e:
             log.warning("the others could not be told of this agent's end: %s", e)
             return False
-        return not isinstance(done, Refused) or done.final
+        finally:
+            self._leave()
+        return True
 
-    def _leave(self) -> None:
-        if not self._left:
-            self._left = True
-            atexit.unregister(self._leave)
-            self._driver.leave()
+    def _look(self) -> Document | None:
+        """What the store holds now. For a handler that is in no round, and is told of nothing."""
+        try:
+            return self._driver.document()
+        except DocumentInvalid as e:
+            raise RendezvousStateError(str(e)) from e
+        except RendezvousFailed as e:
+            raise RendezvousConnectionError(str(e)) from e
+
+    def _close(self, why: str, *, outside: bool) -> None:
+        self._say(lambda: self._driver.close_job(why, outside=outside))
+        self._closed = True
+
+    def _say(self, change: Callable[[], Document | Refused]) -> None:
+        """Make the change, however long the store is away within `close_timeout`."""
+        until = time.monotonic() + self._close_timeout
+        while True:
+            try:
+                done = change()
+                if done is not CROWDED:
+                    break
+                why = CROWDED.reason
+            except StoreUnavailable as e:
+                why = str(e)
+            except DocumentInvalid as e:
+                raise RendezvousStateError(str(e)) from e
+            except RendezvousFailed as e:
+                raise RendezvousConnectionError(str(e)) from e
+            if time.monotonic() + AGAIN > until:
+                raise RendezvousTimeoutError(f"not in {self._close_timeout:g} s: {why}")
+            time.sleep(AGAIN)
+        if isinstance(done, Refused) and not done.final:
+            raise RendezvousStateError(done.reason)
+
+
+def _leave(driver: Driver, process: int) -> None:
+    """When the handler is shut down, or given up, or Python ends; not in a process that was forked meanwhile."""
+    if os.getpid() == process:
+        driver.leave()

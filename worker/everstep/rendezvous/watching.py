@@ -18,6 +18,7 @@ from everstep.rendezvous.store import Backoff, View
 
 log = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 2.0  # for the thread: it may be connecting
 RETRY = Backoff(first=0.05, most=1.0)
 
 
@@ -29,12 +30,12 @@ class Watching(ABC):
         self._changed = threading.Condition()
         self._view: View | None = None
         self._closed = False
-        self._following = False
+        self._following: threading.Thread | None = None
         after_fork(self)
 
     def forked(self) -> None:
         """The child follows for itself."""
-        self._changed, self._following = threading.Condition(), False
+        self._changed, self._following = threading.Condition(), None
 
     @abstractmethod
     def _follow(self) -> bool:
@@ -42,7 +43,7 @@ class Watching(ABC):
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """Give up connections."""
+        """Give up connections, also those on which something is waited for."""
 
     def watch(self, seen: View, timeout: float) -> View:
         """See `RoundStore`."""
@@ -63,14 +64,17 @@ class Watching(ABC):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            following, self._following = self._following, None
         self._disconnect()
+        if following is not None and following is not threading.current_thread():
+            following.join(CLOSE_SECONDS)
 
     def _start_following(self) -> None:
         with self._changed:
-            if self._closed or self._following:
+            if self._closed or self._following is not None:
                 return
-            threading.Thread(target=self._keep_following, name="everstep-rounds-watch", daemon=True).start()
-            self._following = True
+            self._following = threading.Thread(target=self._keep_following, name="everstep-rounds-watch", daemon=True)
+            self._following.start()
 
     def _keep_following(self) -> None:
         failures = 0
@@ -82,6 +86,8 @@ class Watching(ABC):
                 if not self._closed:
                     log.debug("the watch is opened again: %s", e)
             except Exception:
+                if self._closed:
+                    return  # what it waited for was ended under its hands
                 # A watch that ends silently would leave this agent deaf for good.
                 failures += 1
                 log.exception("the watch failed and is opened again")
