@@ -46,6 +46,7 @@ from everstep.rendezvous.errors import (
 from everstep.rendezvous.links import Links
 from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 from everstep.rendezvous.place import agent_id, own_address
+from everstep.rendezvous.quiet import warnings_off
 from everstep.rendezvous.rounds import Refused
 from everstep.rendezvous.store import RoundStore
 
@@ -111,7 +112,8 @@ class RoundHandler(RendezvousHandler):
         while True:
             formed = self._join(deadline - time.monotonic(), server.port)
             deadline = max(deadline, time.monotonic() + MEET)
-            found = self._meet(formed, server, deadline)
+            with warnings_off():  # members may die now, and what is logged here says so
+                found = self._meet(formed, server, deadline)
             if found is not None:
                 break
         if formed.rank != 0:

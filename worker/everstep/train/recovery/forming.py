@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
+from everstep.rendezvous.quiet import warnings_off
 from everstep.train.recovery import links
 from everstep.train.recovery.rounds import Round
 
@@ -80,13 +81,14 @@ def form(round_: Round, newer: Callable[[], bool], seconds: float, parts: Sequen
             result.append(e)
         done.set()
 
-    threading.Thread(target=run, name=f"everstep-form-{round_.number}", daemon=True).start()
     until = time.monotonic() + seconds
-    while not done.wait(0.002):
-        if newer():
-            raise Unformed(f"round {round_.number} was overtaken while it formed")
-        if time.monotonic() > until:
-            raise Unformed(f"round {round_.number} did not form within {seconds:g} s")
+    with warnings_off():  # members may die now, and the error says so
+        threading.Thread(target=run, name=f"everstep-form-{round_.number}", daemon=True).start()
+        while not done.wait(0.002):
+            if newer():
+                raise Unformed(f"round {round_.number} was overtaken while it formed")
+            if time.monotonic() > until:
+                raise Unformed(f"round {round_.number} did not form within {seconds:g} s")
     match result[0]:
         case Formed() as formed:
             return formed
