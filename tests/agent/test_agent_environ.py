@@ -85,7 +85,7 @@ def test_survivors_and_newcomers_know_their_place_by_their_environment(job: Call
 
 def test_what_a_process_is_started_with_and_what_it_is_told_of_a_round_is_the_same() -> None:
     members = tuple(Member(i, name, local_world_size=2, address=name, store_port=7 + i) for i, name in enumerate("ab"))
-    round_ = Round(5, 1, members)
+    round_ = Round(5, 1, members, rendezvous="counted")
     setting = Setting({"PATH": "/bin"}, 2, "run", "trainer", 3, "/socket")
     whole = environment(setting, 1, round_, "/error")
     part = of_round(1, round_)
@@ -93,7 +93,7 @@ def test_what_a_process_is_started_with_and_what_it_is_told_of_a_round_is_the_sa
     assert part == {
         "RANK": "3", "WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "ROLE_RANK": "3",
         "ROLE_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "7", "TORCHELASTIC_RESTART_COUNT": "4",
-        "EVERSTEP_ROUND": "5",
+        "EVERSTEP_ROUND": "5", "EVERSTEP_RENDEZVOUS": "counted",
     }  # fmt: skip
     alone = environment(setting, 1, None, "/error")
     assert (alone["RANK"], alone["WORLD_SIZE"], alone["LOCAL_RANK"]) == ("0", "1", "1")

@@ -213,7 +213,7 @@ class Driver:
 
     def close_job(self, why: str, *, outside: bool = False) -> Document | Refused:
         """No further rounds, for anyone. `outside`: also before this agent has asked for a round, if there was none."""
-        begun = Document(self._sizes) if outside else None
+        begun = Document(self._sizes, id=self._member.agent) if outside else None
         return self._change(lambda _: CloseJob(self._member.agent, why, outside), begun)
 
     def leave(self) -> None:
