@@ -29,6 +29,40 @@ def test_two_jobs_of_one_name_disturbed_apart_do_not_meet(new_job: Callable[...,
     second.expect_restarts("total", 0)
 
 
+@pytest.mark.parametrize(
+    ("backend", "command", "words"),
+    [
+        (
+            "c10d",
+            ["torchrun", "nofile.py"],
+            "can't open file '/workspace/nofile.py': [Errno 2] No such file or directory",
+        ),
+        (
+            "everstep",
+            ["everstep-run", "nofile.py"],
+            "can't open file '/workspace/nofile.py': No such file or directory",
+        ),
+        ("everstep", ["no-such-program"], "executable file not found in $PATH"),
+    ],
+    ids=["torchrun", "everstep-run", "no program"],
+)
+def test_program_that_is_not_there_ends_the_job_with_its_words(
+    new_job: Callable[..., Job], backend: str, command: list[str], words: str
+) -> None:
+    job = new_job()
+    manifest = job.elastic(steps=1, pause=0.0)
+    spec = manifest["spec"]
+    del spec["elastic"]
+    spec |= {"replicas": 2, "rendezvous": {"backend": backend}}
+    spec["template"]["spec"]["containers"][0]["command"] = command
+    job.submit(manifest)
+    job.kubectl("wait", "--for=condition=Failed", f"tjob/{job.name}", "--timeout=240s")
+    failure = job.status()["failure"]
+    assert failure["message"].startswith("CannotStart: worker "), failure
+    assert words in failure["message"]
+    assert words in job.kubectl("describe", "tjob", job.name)
+
+
 def test_running_job_deleted_leaves_nothing_behind(new_job: Callable[..., Job]) -> None:
     job = new_job()
     job.apply(workers=2, steps=2000, pause=0.05, every=20)

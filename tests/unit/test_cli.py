@@ -1,6 +1,7 @@
 """The command line as a person meets it: one line for what is wrong, never a traceback, whatever the input."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def everstep(folder: Path, *arguments: str, **environment: str) -> subprocess.Co
         text=True,
         encoding="utf-8",
         errors="replace",
-        timeout=60,
+        timeout=110,
     )
 
 
@@ -109,6 +110,29 @@ def test_script_that_fails_is_told_with_its_own_words_and_exit_code_1(tmp_path: 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ValueError: the data set is empty" in done.stdout
     assert "failed; timeline and logs in out" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher", "words"),
+    [
+        ("c10d", "torchrun", "can't open file '{folder}/t.py': [Errno 2] No such file or directory"),
+        ("everstep", "everstep-run", "can't open file '{folder}/t.py': No such file or directory"),
+    ],
+)
+def test_script_that_is_not_there_ends_the_job_after_few_tries_in_its_words(
+    backend: str, launcher: str, words: str, tmp_path: Path
+) -> None:
+    text = job(replicas=1, rendezvous=f"{{backend: {backend}}}", recovery="{noProgressLimit: 2}")
+    (tmp_path / "job.yaml").write_text(text.replace("torchrun", launcher))
+    done = everstep(tmp_path, "run", "job.yaml", "--plain", "--out", "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = words.format(folder=tmp_path)
+    failure = json.loads((tmp_path / "out" / "status.json").read_text())["raw_status"]["failure"]
+    assert failure["message"].startswith("CannotStart: worker 0: ")
+    assert failure["message"].endswith(
+        f"{said}; 2 tries ended like this, and the program has never run (spec.recovery.noProgressLimit)"
+    )
+    assert f"WorkerLost: worker 0 on node-1 lost (Error): {failure['message'].split(': ', 2)[2]}"[:120] in done.stdout
 
 
 def view(message: str) -> View:

@@ -115,7 +115,9 @@ class Recovery(ApiModel):
     )
     backoff_seconds: Backoff = section(Backoff, "Waits between charged restarts.")
     no_progress_limit: Annotated[Int32, Field(ge=1, le=1_000)] = Field(
-        default=3, description="Restarts in a row without one new step that fail the job."
+        default=3,
+        description="Restarts in a row without one new step that fail the job; so do as many starts of a program that "
+        "cannot start and never has.",
     )
     hang: Hang = section(Hang, "When a silent process counts as hung.")
     rules: tuple[Rule, ...] = Field(default=(), max_length=32, description="The first that matches a loss decides.")

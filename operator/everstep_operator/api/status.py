@@ -117,6 +117,9 @@ class Restarts(StatusModel):
     )
     in_window: Count = Field(default=0, description="Charged restarts in the current window.")
     without_progress: Count = Field(default=0, description="Restarts in a row that brought no new step.")
+    start_failures: Count = Field(
+        default=0, description="Restarts of a program that could not start, and never had: no script, no module."
+    )
     last_step: Count | None = Field(
         default=None, description="Highest completed step when the last restart was decided."
     )

@@ -13,6 +13,7 @@ from everstep_operator.api.conditions import Cause
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.recovery import Recovery, RuleAction
 from everstep_operator.api.status import Restarts
+from everstep_operator.plan import startup
 from everstep_operator.plan.failure import Charge, Loss
 from everstep_operator.plan.snapshot import Snapshot
 
@@ -42,7 +43,24 @@ def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Re
     before = job.status.progress
     step = seen.step if seen.step is not None else before.step
     reporting = seen.updated_at is not None or before.updated_at is not None
+    if loss.cannot_start and not startup.has_run(snapshot):
+        return _at_start(snapshot.now, job.spec.recovery, job.status.restarts, loss, follows)
     return decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows)
+
+
+def _at_start(now: datetime, recovery: Recovery, restarts: Restarts, loss: Loss, follows: bool) -> Fail | Restart:
+    """Judge the loss of a program that cannot start and never has. A rule of the user's that matches goes first."""
+    judged = decide(now, recovery, restarts, loss, None, False, follows)
+    if isinstance(judged, Fail) or judged.restarts == restarts or _rule(recovery, loss) is not None:
+        return judged
+    tries = restarts.start_failures + 1
+    if tries >= recovery.no_progress_limit:
+        return Fail(
+            "CannotStart",
+            f"worker {loss.index}: {loss.detail}; {tries} tries ended like this, and the program has never run "
+            "(spec.recovery.noProgressLimit)",
+        )
+    return Restart(judged.restarts.model_copy(update={"start_failures": tries}))
 
 
 def decide(
@@ -125,6 +143,7 @@ def _count(now: datetime, recovery: Recovery, old: Restarts, loss: Loss, charge:
         window_started_at=now if charged and window_over else old.window_started_at,
         in_window=(0 if window_over else old.in_window) + 1 if charged else old.in_window,
         without_progress=without,
+        start_failures=old.start_failures,
         last_step=step if step is not None else old.last_step,
         last_at=now if charged else old.last_at,
         incident_at=old.incident_at,

@@ -19,7 +19,7 @@ from enum import StrEnum
 
 from everstep.contract import exit_codes, redact
 from everstep_operator.api.conditions import Cause
-from everstep_operator.plan import untrusted
+from everstep_operator.plan import startup, untrusted
 from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
 
 MAX_MESSAGE = untrusted.MAX_TEXT
@@ -28,6 +28,9 @@ SIGKILL, SIGTERM = 9, 15
 NODE_SEEN_WITHIN = timedelta(seconds=30)
 # How the kubelet speaks of a container whose end nobody saw, because the node or its runtime restarted.
 _END_NOT_SEEN = ("Unknown", "ContainerStatusUnknown")
+
+# How it speaks of a container that the runtime could not start.
+_NEVER_RAN = ("ContainerCannotRun", "StartError", "CreateContainerError")
 
 # torch.distributed.elastic's summary: "Root Cause (first observed failure):" … "exitcode  : -9 (pid: 77)".
 _TORCHRUN_EXIT = re.compile(r"Root Cause[^\0]{0,400}?exitcode\s*:\s*(-?\d{1,3})\b")
@@ -77,6 +80,7 @@ class Loss:
     exit_code: int | None = None  # of the training process where it is known, else of the container
     at: datetime | None = None  # when it happened, if anything tells
     log_lines: tuple[str, ...] = ()
+    cannot_start: bool = False  # it would fail in the same way again: see `startup`
 
     @property
     def charge(self) -> Charge:
@@ -167,9 +171,10 @@ def _loss_of_exit(pod: WorkerPod) -> Loss:
     record = _record(exit_.message)
     code = min(max(record.exit_code if record is not None else _process_exit_code(exit_), 0), 255)
     cause = _cause(exit_, code, record)
-    detail = record.text if record is not None and record.text else _describe(exit_, code)
     lines = record.lines if record is not None else _tail(exit_.message)
-    return Loss(pod.index, cause, detail, pod.name, pod.node, code, exit_.finished_at, lines)
+    detail = record.text if record is not None and record.text else _describe(exit_, code, lines)
+    hopeless = cause in (Cause.ERROR, Cause.START_FAILED) and startup.cannot_start(code, detail)
+    return Loss(pod.index, cause, detail, pod.name, pod.node, code, exit_.finished_at, lines, hopeless)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +228,7 @@ def _cause(exit_: Exit, code: int, record: _Record | None) -> Cause:
         return Cause.NODE_LOST
     if exit_.reason == "OOMKilled":
         return Cause.OOM_KILLED
-    if exit_.reason in ("ContainerCannotRun", "StartError", "CreateContainerError"):
+    if exit_.reason in _NEVER_RAN:
         return Cause.START_FAILED
     if code == exit_codes.FENCED:
         return Cause.FENCED
@@ -240,17 +245,21 @@ def _cause(exit_: Exit, code: int, record: _Record | None) -> Cause:
     return Cause.ERROR
 
 
-def _describe(exit_: Exit, code: int) -> str:
+def _describe(exit_: Exit, code: int, lines: tuple[str, ...]) -> str:
     if exit_.reason in _END_NOT_SEEN:
         return "its node or the container runtime restarted"
     if code > 128:
         return f"ended by signal {code - 128}"
     reason = f" ({exit_.reason})" if exit_.reason and exit_.reason != "Error" else ""
-    return f"exit code {code}{reason}"
+    # A container that never ran has the runtime's words, all in one sentence.
+    words = lines[-1] if exit_.reason in _NEVER_RAN and lines else startup.telling(lines)
+    return f"exit code {code}{reason}" + (f": {words}" if words else "")
 
 
 def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
-    text = [line for line in (message or "")[:MAX_MESSAGE].splitlines() if line.strip()]
+    """The last lines of what the program said; of the launcher's, if it said nothing."""
+    kept = (message or "")[:MAX_MESSAGE]
+    text = startup.own_lines(kept) or [line for line in kept.splitlines() if line.strip()]
     return tuple(_shown(line) for line in text[-lines:])
 
 

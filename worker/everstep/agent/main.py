@@ -11,8 +11,11 @@ import os
 import sys
 
 from everstep.agent.arguments import Arguments, UsageError, read
+from everstep.agent.faults import FirstError
 from everstep.agent.loop import Agent
 from everstep.agent.processes import WarmError
+from everstep.agent.program import ERROR_FILE, cannot_start
+from everstep.agent.startable import problem
 from everstep.contract import variables
 from everstep.rendezvous.errors import RendezvousFailed
 
@@ -38,6 +41,10 @@ def main(argv: list[str] | None = None) -> None:
         arguments = read(argv, os.environ)
         for unknown in variables.unknown(os.environ):
             log.warning("%s", unknown)
+        if (hopeless := problem(arguments.program)) is not None:
+            if path := os.environ.get(ERROR_FILE):
+                FirstError().write(path, hopeless.code, hopeless.why)
+            cannot_start(hopeless.why, hopeless.code)
         if not arguments.ours:
             log.info("--rdzv-backend=%s is torch's: torchrun does it, without a warm parent", arguments.backend)
             os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *argv])  # noqa: S606

@@ -20,8 +20,9 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from everstep.agent.startable import NOT_EXECUTABLE, NOT_FOUND, NOT_READABLE
 from everstep.agent.warm import prefer_for_oom
 from everstep.train import termination
 
@@ -52,7 +53,7 @@ def main(command: Mapping[str, Any]) -> None:
         return
     target, arguments = command["target"], list(command["arguments"])
     if command["executable"]:
-        os.execvp(target, [target, *arguments])  # noqa: S606 - a program of the user's
+        _execute(target, arguments)
     # All threads, in C, so also of a process that holds the interpreter's lock for ever.
     stacks = open(command["stacks"], "a")  # noqa: SIM115 - as long as the process
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
@@ -63,12 +64,17 @@ def main(command: Mapping[str, Any]) -> None:
     sys.argv = [target, *arguments]
     hook = sys.excepthook
     sys.excepthook = lambda *error: _last_words(hook, *error)
-    if command["module"]:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(target).resolve().parent)
-        _run(target)
+    try:
+        if command["module"]:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(target).resolve().parent)
+            _run(target)
+    except SystemExit as e:
+        if type(e) is SystemExit and e.code not in (None, 0) and (said := _said(e)):
+            termination.write(said, e.code if isinstance(e.code, int) else 1, [])
+        raise
 
 
 def _run(path: str) -> None:
@@ -80,9 +86,36 @@ def _run(path: str) -> None:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as e:
-        sys.stderr.write(f"everstep-run: can't open file {path!r}: {e.strerror}\n")
-        sys.exit(2)
+        # The agent has seen it (see `startable`): it was taken away since.
+        cannot_start(f"can't open file {path!r}: {e.strerror}", NOT_READABLE)
     exec(compile(source, path, "exec"), main_module.__dict__)  # noqa: S102 - this is what we are for
+
+
+def cannot_start(why: str, code: int) -> NoReturn:
+    """End this process, which has no program to run, with these last words."""
+    sys.stderr.write(f"everstep-run: {why}\n")
+    termination.write(why, code, [])
+    sys.exit(code)
+
+
+def _execute(target: str, arguments: list[str]) -> NoReturn:
+    try:
+        os.execvp(target, [target, *arguments])  # noqa: S606 - a program of the user's
+    except OSError as e:
+        code = NOT_FOUND if isinstance(e, FileNotFoundError) else NOT_EXECUTABLE
+        cannot_start(f"can't run {target!r}: {e.strerror}", code)
+
+
+def _said(end: SystemExit) -> str:
+    """What a program said that ends without an error: `sys.exit("words")`, or argparse with a wrong argument."""
+    if not isinstance(end.code, int):
+        return str(end.code)
+    trace = end.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "error" and trace.tb_frame.f_globals.get("__name__") == "argparse":
+            return f"{sys.argv[0]}: error: {trace.tb_frame.f_locals.get('message')}"
+        trace = trace.tb_next
+    return ""
 
 
 def _last_words(hook: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -1,0 +1,75 @@
+"""Programs that cannot start: what a container's last words say of it, and whether trying again can help.
+
+A script that is not there fails in the same way at each try. A loss counts as such a failure only by what the program
+or the runtime said of it, and it ends a job only while nothing shows that the job has ever run: one that has run, and
+finds its script or a module missing for a moment, keeps its whole restart budget.
+
+Pure. Invariant: the words are untrusted text; the patterns look at bounded lines.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+from everstep_operator.api.conditions import ConditionStatus, ConditionType
+from everstep_operator.plan.snapshot import Snapshot
+
+# A world that has stood for so long has started, whether its script reports or not.
+STOOD = timedelta(minutes=2)
+# A job that is older may have run at a time of which nothing is known any more.
+YOUNG = timedelta(minutes=30)
+NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of shells and launchers
+
+# Where torchrun's own words begin, after those of the program.
+_TORCHRUN = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode: ")
+_LAUNCHER = re.compile(r"\[?[WEIF]\d{4} [\d:.]+ |[\d:.]+ everstep-run: |\{\"everstep\"")
+_RANK = re.compile(r"\[rank\d{1,6}\]:\s*")
+_ERROR = re.compile(
+    r"(?:[\w.]{1,100}(?:Error|Exception|Exit|Interrupt)|.{0,200}: error|.{0,200}can't open file|"
+    r".{0,200}: No module named)\b"
+)
+_CANNOT = re.compile(
+    r"can't (?:open|run) .{0,400}(?:No such file|Permission denied|Is a directory)|No module named|"
+    r"(?:^|: )(?:ModuleNotFound|Import|Syntax|Indentation|Tab|Name)Error\b|"
+    r"unrecognized arguments|arguments are required|invalid choice|expected (?:one|at least one) argument|"
+    r"executable file not found|command not found|[Ee]xec format error|"
+    r"\bexec:? [\"/].{0,400}(?:no such file or directory|permission denied|is a directory)"
+)
+
+
+def own_lines(message: str) -> list[str]:
+    """What the program said itself, without the lines of the launcher that end a log."""
+    lines = message.splitlines()
+    end = next((i for i, line in enumerate(lines) if _TORCHRUN.search(line[:300])), None)
+    return [line for line in lines[:end] if line.strip() and not _LAUNCHER.match(line)]
+
+
+def telling(lines: list[str] | tuple[str, ...]) -> str:
+    """The line that says what went wrong: the last that names an error; empty if none does."""
+    said = (_RANK.sub("", line.strip(), count=1) for line in reversed(lines))
+    return next((line for line in said if _ERROR.match(line[:300])), "")
+
+
+def cannot_start(code: int, words: str) -> bool:
+    """Whether a program that ended so would end so again: it is not there, cannot be run or read, or lacks a module."""
+    return code in (NOT_EXECUTABLE, NOT_FOUND) or _CANNOT.search(words[:1000]) is not None
+
+
+def has_run(snapshot: Snapshot) -> bool:
+    """Whether anything shows that the job's program has run, or may have: then its failures may be bad luck."""
+    status, now = snapshot.job.status, snapshot.now
+    if snapshot.progress.updated_at is not None or status.progress.updated_at is not None:
+        return True
+    if status.restarts.total > status.restarts.start_failures:
+        return True  # it was lost for another reason before
+    if status.world.formed_at is not None and now - status.world.formed_at > STOOD:
+        return True
+    began = status.start_time
+    if began is None:
+        return False
+    # Suspended or resized since it began: both begin a world anew, and with it the time for which it has stood.
+    changed = (status.condition(type_) for type_ in (ConditionType.SUSPENDED, ConditionType.RESIZING))
+    return now - began > YOUNG or any(
+        c is not None and (c.status is ConditionStatus.TRUE or c.last_transition_time > began) for c in changed
+    )

@@ -1,0 +1,100 @@
+"""A program that cannot start: the agent says so in the program's words, at once, and costs no round."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everstep.agent.arguments import Program
+from everstep.agent.startable import problem
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def run(folder: Path, *argv: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, object]]]:
+    """The agent's end, and what it and its processes left in the pod's termination log."""
+    last_words = folder / "termination-log"
+    last_words.touch()
+    environ = {"EVERSTEP_PRELOAD": "", "EVERSTEP_JOB_UID": "u", "EVERSTEP_TERMINATION_LOG": str(last_words)}
+    done = subprocess.run(
+        [sys.executable, "-m", "everstep.agent.main", *argv],
+        capture_output=True, text=True, timeout=100, check=False, cwd=folder, env={**os.environ, **environ},
+    )  # fmt: skip
+    return done, [json.loads(line) for line in last_words.read_text().splitlines()]
+
+
+# A rendezvous at which nobody listens: an agent that went there first would not end before its join_timeout.
+NOWHERE = ("--nnodes=2", "--rdzv-backend=etcd-v3", "--rdzv-endpoint=127.0.0.1:9", "--rdzv-id=j")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (("nofile.py",), 2, "can't open file '{folder}/nofile.py': No such file or directory"),
+        (("folder",), 2, "can't open file '{folder}/folder': Is a directory"),
+        (("-m", "no_such_package.train"), 1, "No module named 'no_such_package'"),
+        (("--no-python", "no-such-program"), 127, "can't run 'no-such-program': No such file or directory"),
+        (("--no-python", "./plain.txt"), 126, "can't run './plain.txt': Permission denied"),
+    ],
+)
+def test_program_that_is_not_there_is_told_before_any_round(
+    argv: tuple[str, ...], code: int, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "plain.txt").touch()
+    done, records = run(tmp_path, *NOWHERE, *argv)
+    said = words.format(folder=tmp_path)
+    assert (done.returncode, len(records)) == (code, 1), done.stderr
+    assert f"everstep-run: {said}" in done.stderr
+    assert (records[0]["exit_code"], str(records[0]["error"]).startswith(said)) == (code, True), records
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("import no_such_module\n", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("x = (\n", 1, "SyntaxError: '(' was never closed"),
+        ("import sys\nsys.exit('the data set is empty')\n", 1, "the data set is empty"),
+        (
+            "import argparse\np = argparse.ArgumentParser()\np.parse_args()\n",
+            2,
+            "train.py: error: unrecognized arguments: --learning 1",
+        ),
+    ],
+)
+def test_words_of_a_program_that_ends_at_once_are_the_first_in_the_termination_log(
+    text: str, code: int, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    done, records = run(tmp_path, "train.py", "--learning", "1")
+    assert done.returncode == code, done.stderr
+    assert records[0]["exit_code"] == code
+    assert str(records[0]["error"]).startswith(words), records
+
+
+def test_binary_that_no_kernel_takes_ends_with_126_and_its_words(tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\x7fELF not really")
+    binary.chmod(0o755)
+    done, records = run(tmp_path, "--no-python", "./binary")
+    assert done.returncode == 126, done.stderr
+    assert records[0]["error"] == "can't run './binary': Exec format error"
+
+
+def test_what_may_be_there_is_left_to_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "package").mkdir()
+    for found in (
+        Program("train.py", ()),
+        Program("package.train", (), module=True),  # one without __init__.py
+        Program("json.tool", (), module=True),
+        Program("sh", (), executable=True),
+    ):
+        assert problem(found) is None
+    assert str(tmp_path) not in sys.path

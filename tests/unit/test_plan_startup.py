@@ -1,0 +1,193 @@
+"""A program that cannot start ends its job soon, in its own words; one that has run keeps its whole budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from everstep_operator.api.status import Restarts
+from everstep_operator.plan import budget, startup
+from everstep_operator.plan.failure import Loss, losses
+from everstep_operator.plan.snapshot import Exit, PodPhase, Progress, Snapshot, WorkerPod
+
+NO_SCRIPT = (Path(__file__).parent / "transcripts/torchrun/no_script.txt").read_text()
+WORDS = "python: can't open file '/w/train.py': [Errno 2] No such file or directory"
+
+
+@pytest.fixture
+def world(plan_world: ModuleType) -> Any:
+    return plan_world.World()
+
+
+def loss_of(world: Any, code: int, message: str, reason: str = "Error") -> Loss:
+    snapshot = world.snapshot()
+    exit_ = Exit(code, reason, message, snapshot.now)
+    pod = WorkerPod("digits-w0-0", "u", 0, 0, 1, PodPhase.FAILED, node="n1", exit=exit_)
+    [loss] = losses(snapshot, {0: pod}, 1, True)
+    return loss
+
+
+def test_words_of_the_program_are_found_before_those_of_torchrun(world: Any) -> None:
+    loss = loss_of(world, 1, NO_SCRIPT)
+    said = "/venv/bin/python: can't open file '/job/nofile.py': [Errno 2] No such file or directory"
+    assert (loss.exit_code, loss.detail, loss.cannot_start) == (2, f"exit code 2: {said}", True)
+    assert loss.log_lines[-1] == said
+    assert not any("torchrun" in line for line in loss.log_lines)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "reason"),
+    [
+        (2, WORDS, "Error"),
+        (126, "", "Error"),
+        (127, "sh: 1: trian: not found", "Error"),
+        (1, "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'x'", "Error"),
+        (1, "[rank0]: ImportError: libx.so: cannot open shared object file", "Error"),
+        (1, "  File \"t.py\", line 3\n    x = (\nSyntaxError: '(' was never closed", "Error"),
+        (1, "/usr/bin/python: No module named train", "Error"),
+        (2, "usage: t.py [-h]\nt.py: error: unrecognized arguments: --lr 1", "Error"),
+        (128, 'runc create failed: exec: "x": executable file not found in $PATH: unknown', "StartError"),
+        (128, "runc create failed: exec /x.sh: exec format error", "StartError"),
+        (128, 'exec: "/x": permission denied: unknown', "ContainerCannotRun"),
+    ],
+)  # fmt: skip
+def test_failure_that_repeats_itself_is_known_by_code_or_words(
+    world: Any, code: int, message: str, reason: str
+) -> None:
+    assert loss_of(world, code, message, reason).cannot_start
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "reason"),
+    [
+        (1, "ValueError: bad batch", "Error"),
+        (1, "ConnectionError: data.example: No such host is known", "Error"),
+        (1, "FileNotFoundError: [Errno 2] No such file or directory: '/data/a.bin'", "Error"),
+        (1, "RuntimeError: the plugin raised ImportError", "Error"),
+        (2, "", "Error"),
+        (137, "", "OOMKilled"),
+        (137, WORDS, "Error"),  # killed: what it had said before is not why
+        (84, WORDS, "Error"),
+        (128, "failed to create shim task: resource temporarily unavailable", "StartError"),
+        (1, "ModuleNotFoundError: No module named 'x'\nRuntimeError: Connection reset by peer", "Error"),
+    ],
+)
+def test_failure_that_may_be_bad_luck_is_none(world: Any, code: int, message: str, reason: str) -> None:
+    assert not loss_of(world, code, message, reason).cannot_start
+
+
+def limit(snapshot: Snapshot, tries: int) -> Snapshot:
+    """After so many failures of a program that could not start."""
+    job = snapshot.job
+    counted = Restarts(user_code=tries, start_failures=tries, in_window=tries)
+    return replace(snapshot, job=replace(job, status=job.status.model_copy(update={"restarts": counted})))
+
+
+def test_third_try_is_the_last_of_a_job_that_never_ran(world: Any) -> None:
+    loss = loss_of(world, 2, WORDS)
+    for tries in (0, 1):
+        judged = budget.judge(limit(world.snapshot(), tries), loss)
+        assert isinstance(judged, budget.Restart)
+        assert judged.restarts.start_failures == judged.restarts.user_code == tries + 1
+    last = budget.judge(limit(world.snapshot(), 2), loss)
+    assert isinstance(last, budget.Fail)
+    assert last.reason == "CannotStart"
+    assert WORDS in last.message
+
+
+def test_losses_that_follow_the_first_are_no_try_of_their_own(world: Any) -> None:
+    snapshot = limit(world.snapshot(), 2)
+    counted = snapshot.job.status.restarts.model_copy(update={"last_at": snapshot.now, "incident_at": snapshot.now})
+    snapshot = replace(
+        snapshot, job=replace(snapshot.job, status=snapshot.job.status.model_copy(update={"restarts": counted}))
+    )
+    assert budget.judge(snapshot, loss_of(world, 2, WORDS), follows=True) == budget.Restart(counted)
+
+
+def test_rule_of_the_user_goes_before(world: Any) -> None:
+    world.do_rule("onExitCodes", "2", "RestartUncharged")
+    judged = budget.judge(limit(world.snapshot(), 2), loss_of(world, 2, WORDS))
+    assert isinstance(judged, budget.Restart)
+    assert judged.restarts.start_failures == 2
+
+
+def test_smaller_budget_of_restarts_goes_before(world: Any) -> None:
+    world.do_job("recovery.maxRestarts=0")
+    judged = budget.judge(world.snapshot(), loss_of(world, 2, WORDS))
+    assert isinstance(judged, budget.Fail)
+    assert judged.reason == "RestartBudgetExhausted"
+
+
+def reports(world: Any) -> None:
+    world.progress = Progress(updated_at=world.now)
+
+
+def was_lost_for_another_reason(world: Any) -> None:
+    world.do_fail("0", "137")
+    world.reconcile()
+
+
+def has_stood_for_minutes(world: Any) -> None:
+    world.do_advance("121")
+
+
+def was_suspended_and_resumed(world: Any) -> None:
+    world.do_advance("10")
+    for value in ("true", "false"):
+        world.do_job(f"suspend={value}")
+        world.reconcile()
+        world.pods.clear()
+        world.do_advance("5")
+        world.reconcile()
+
+
+def was_resized(world: Any) -> None:
+    world.do_advance("10")
+    world.do_job("replicas=3")
+    world.reconcile()
+
+
+def is_old(world: Any) -> None:
+    world.do_advance("1801")
+
+
+def nothing_happened(world: Any) -> None:
+    world.do_advance("30")
+
+
+def failed_to_start_before(world: Any) -> None:
+    world.do_fail("0", "2", WORDS)
+    world.reconcile()
+
+
+@pytest.mark.parametrize(
+    ("story", "has_run"),
+    [
+        (reports, True),
+        (was_lost_for_another_reason, True),
+        (has_stood_for_minutes, True),
+        (was_suspended_and_resumed, True),
+        (was_resized, True),
+        (is_old, True),
+        (nothing_happened, False),
+        (failed_to_start_before, False),
+    ],
+)
+def test_job_of_which_anything_shows_that_it_ran_is_not_ended_early(
+    world: Any, story: Callable[[Any], None], has_run: bool
+) -> None:
+    for line in ("settle", "ready 0 1", "reconcile"):
+        world.run(line)
+    story(world)
+    assert startup.has_run(world.snapshot()) is has_run
+
+
+def test_words_made_to_be_slow_cost_little(world: Any) -> None:
+    """Lines of a program are untrusted; the patterns look at bounded parts of them."""
+    for text in ("exec: " * 2000, "can't open " * 1000, "a." * 5000 + "Err", ": error" * 2000 + "\n" * 3000):
+        assert len(loss_of(world, 1, text).detail) < 600

@@ -1,0 +1,64 @@
+"""Whether the program is there at all, asked before the agent joins a round.
+
+An agent that joined and then found no script would form a world, end it, and cost all others a round, again and again.
+Invariant: nothing of the program runs here; what cannot be known without running it is left to its process.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+
+from everstep.agent.arguments import Program
+
+NOT_READABLE, NO_MODULE, NOT_EXECUTABLE, NOT_FOUND = 2, 1, 126, 127  # as Python and shells end
+
+
+@dataclass(frozen=True, slots=True)
+class CannotStart:
+    """Why, in the words that Python or a shell would use, and the exit code that goes with them."""
+
+    code: int
+    why: str
+
+
+def problem(program: Program) -> CannotStart | None:
+    """What keeps the program from being started in this folder; None if nothing is known to."""
+    if program.module:
+        return _module(program.target)
+    if program.executable:
+        return _executable(program.target)
+    path = os.path.abspath(program.target)
+    try:
+        with open(path, "rb") as file:
+            file.read(1)
+    except OSError as e:
+        return CannotStart(NOT_READABLE, f"can't open file {path!r}: {e.strerror}")
+    return None
+
+
+def _module(name: str) -> CannotStart | None:
+    """Only the package is looked for: to find what is in it would be to import it."""
+    package, _, _ = name.partition(".")
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return None  # of a finder that somebody installed, or of a module without a spec: the process will see
+    finally:
+        sys.path[:] = before
+    return None if found else CannotStart(NO_MODULE, f"No module named {package!r}")
+
+
+def _executable(name: str) -> CannotStart | None:
+    if shutil.which(name) is not None:
+        return None
+    if os.path.dirname(name) and os.path.exists(name):
+        kind = errno.EISDIR if os.path.isdir(name) else errno.EACCES
+        return CannotStart(NOT_EXECUTABLE, f"can't run {name!r}: {os.strerror(kind)}")
+    return CannotStart(NOT_FOUND, f"can't run {name!r}: {os.strerror(errno.ENOENT)}: command not found")
