@@ -67,6 +67,8 @@ soak: setup  ## what takes long: a hundred local runs with kills at random momen
 	EVERSTEP_KILLS=200 $(BIN)/pytest tests/recovery/test_recovery_kills.py -k random_moments
 	EVERSTEP_KILLS=50 $(BIN)/pytest tests/agent/test_agent_jobs.py -k random_moments
 	EVERSTEP_FORKS=20000 $(BIN)/pytest tests/agent/test_agent_processes.py
+	EVERSTEP_SEEDS=0:50 $(BIN)/pytest -n 2 tests/run/test_run_sequences.py
+	EVERSTEP_SEEDS=0:50 $(BIN)/pytest tests/e2e/test_sequences.py
 	$(BIN)/pytest -m long
 	$(BIN)/pytest -s tests/soak
 

@@ -15,34 +15,23 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scenarios"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "warm"))
 
+import training_processes
 import yaml
-from player import EXAMPLE, Player, ScenarioError
+from lines import Asked
+from player import Player, ScenarioError, wait_for
+from reference import EXAMPLE
 from testcluster.handle import Cluster
-from testcluster.proc import run
+from testcluster.proc import ClusterError, run
 
 BUCKET = "everstep"
 SYSTEM = "everstep-system"
 LEASE = "everstep-operator"
-# Kill the training process: torchrun starts the script, the warm parent of everstep-run forks it.
-KILL_PROCESS = """
-import os, time
-def command(pid):
-    try:
-        return open(f"/proc/{pid}/cmdline", "rb").read()
-    except OSError:
-        return b""
-def parent(pid):
-    try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
-    except OSError:
-        return "0"
-for pid in filter(str.isdigit, os.listdir("/proc")):
-    if pid == "1" or int(pid) == os.getpid():
-        continue
-    if b"train.py" in command(pid) or b"everstep.agent.warm" in command(parent(pid)):
-        os.kill(int(pid), 9)
-        print("killed", time.time())
-"""
+MANIFESTS = Path(__file__).resolve().parents[1] / "cluster" / "manifests"
+SCRIPTS_FOLDER = "/scripts"  # in workers, for scripts that are not in the image
+KILL_PROCESS = Path(training_processes.__file__).read_text()
+# What these take, another test's job has too.
+SHARED = ("kill-node", "pause-node", "drain-node", "kill-operator", "restart-store")
+STARTED = 120.0  # seconds until pods run, or nodes take them
 
 
 @dataclass
@@ -52,7 +41,8 @@ class Job(Player):
     cluster: Cluster
     namespace: str
     name: str = "digits"
-    killed_nodes: list[str] = field(default_factory=list)
+    killed_nodes: list[str] = field(default_factory=list)  # or paused
+    drained_nodes: list[str] = field(default_factory=list)
 
     def kubectl(self, *arguments: str, input: str | None = None, check: bool = True) -> str:
         done = self.cluster.kubectl("-n", self.namespace, *arguments, input=input)
@@ -75,6 +65,42 @@ class Job(Player):
 
     def submit(self, manifest: dict[str, Any]) -> None:
         self.kubectl("apply", "-f", "-", input=json.dumps(manifest))
+
+    def submit_together(self, manifest: dict[str, Any]) -> None:
+        _, *others = self.node_names()
+        self.cluster.kubectl("cordon", *others)
+        try:
+            self.submit(manifest)
+            wait_for("all workers run", self._all_run, STARTED)
+        finally:
+            self.cluster.kubectl("uncordon", *others)
+
+    def _all_run(self) -> bool:
+        return [pod["status"].get("phase") for pod in self.pods()] == ["Running"] * self.workers
+
+    def manifest(self, asked: Asked) -> dict[str, Any]:
+        """A script that is not in the image comes as a ConfigMap."""
+        manifest = super().manifest(asked)
+        template = manifest["spec"]["template"]["spec"]
+        worker = template["containers"][0]
+        if worker["command"][1].startswith(SCRIPTS_FOLDER):
+            template["volumes"] = [{"name": "scripts", "configMap": {"name": "scripts"}}]
+            worker["volumeMounts"] = [{"name": "scripts", "mountPath": SCRIPTS_FOLDER}]
+        return manifest
+
+    def script_path(self, script: Path) -> str:
+        if script.parent == EXAMPLE:
+            return script.name  # the image's folder
+        body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "scripts"}}
+        self.kubectl("apply", "-f", "-", input=json.dumps({**body, "data": {script.name: script.read_text()}}))
+        return f"{SCRIPTS_FOLDER}/{script.name}"
+
+    def etcd(self) -> str:
+        self.cluster.kubectl("apply", "-f", str(MANIFESTS / "etcd.yaml"))
+        done = self.cluster.kubectl("-n", "etcd", "rollout", "status", "deploy/etcd", "--timeout=60s")
+        if done.returncode != 0:
+            raise ScenarioError(f"etcd does not start: {done.stdout}{done.stderr}")
+        return "http://etcd.etcd.svc:2379"
 
     def elastic(self, steps: int, pause: float, *arguments: str) -> dict[str, Any]:
         """The elastic example's own manifest (three workers, two to four), small enough for the test cluster."""
@@ -108,11 +134,11 @@ class Job(Player):
         status: dict[str, Any] = got.get("status", {})
         return status
 
-    def delete_pod(self, index: int) -> None:
-        name = self.pod(index)["metadata"]["name"]
+    def delete_pods(self, indices: list[int]) -> None:
+        names = [self.pod(index)["metadata"]["name"] for index in indices]
 
         def fault() -> None:
-            self.kubectl("delete", "pod", name, "--wait=false")
+            self.kubectl("delete", "pod", *names, "--wait=false")
 
         self.inject(fault)
 
@@ -128,19 +154,49 @@ class Job(Player):
             "&& tr '\\0' ' ' <$p/cmdline | grep -qE 'torchrun|everstep-run' && kill -9 ${p#/proc/} "
             "&& date '+killed %s.%N'; done; true"
         )
-        self.inject(lambda: killed_at(run("docker", "exec", pod["spec"]["nodeName"], "bash", "-c", script)))
+        done = ("docker", "exec", pod["spec"].get("nodeName", ""), "bash", "-c", script)
 
-    def kill_node_of(self, index: int) -> None:
-        node = self.pod(index)["spec"]["nodeName"]
-        self.killed_nodes.append(node)
-        self.inject(lambda: self.cluster.kill_node(node))
+        def fault() -> float:
+            try:
+                return killed_at(run(*done))
+            except ClusterError as e:
+                raise ScenarioError(f"worker {index}: {e}") from e
+
+        self.inject(fault)
+
+    def kill_node(self, name: str) -> None:
+        self.killed_nodes.append(name)
+        self.inject(lambda: self.cluster.kill_node(name))
+
+    def pause_node(self, name: str) -> None:
+        self.killed_nodes.append(name)
+        self.inject(lambda: self.cluster.pause_node(name))
+
+    def drain_node(self, name: str) -> None:
+        """As far as the disruption budget lets it come in a short time; the node takes no pods afterwards."""
+        self.drained_nodes.append(name)
+        options = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=15s")
+
+        def drain() -> None:
+            self.cluster.kubectl("drain", name, *options)
+
+        self.inject(drain)
 
     def start_nodes(self) -> None:
         for node in self.killed_nodes:
             self.cluster.start_node(node)
+        for node in self.drained_nodes:
+            self.cluster.kubectl("uncordon", node)
         if self.killed_nodes:
             self.cluster.wait_ready()
         self.killed_nodes.clear()
+        self.drained_nodes.clear()
+
+    def node_of(self, index: int) -> str:
+        return str(self.pod(index)["spec"]["nodeName"])
+
+    def indices(self) -> list[int]:
+        return sorted(self.newest_pods())
 
     def leader(self) -> str:
         """The name of the operator pod that holds the Lease."""
@@ -174,8 +230,19 @@ class Job(Player):
         deadline = time.monotonic() + seconds
         wait = ("wait", "--for=condition=Complete", f"tjob/{self.name}", "--timeout=30s")
         while (done := self.cluster.kubectl("-n", self.namespace, *wait)).returncode != 0:
-            if time.monotonic() > deadline or "timed out" not in done.stderr:
+            if self.over == "Complete":
+                return
+            if self.over or time.monotonic() > deadline or "timed out" not in done.stderr:
                 raise ScenarioError(f"not complete: {done.stderr}\n{self.describe()}")
+
+    def expect_ended(self) -> None:
+        def running() -> list[str]:
+            return [p["metadata"]["name"] for p in self.pods() if p["status"]["phase"] in ("Pending", "Running")]
+
+        try:
+            wait_for("no pod of a job that is complete runs", lambda: not running(), 40)
+        except ScenarioError as e:
+            raise ScenarioError(f"{e}: {running()}\n{self.describe()}") from e
 
     def nodes_of_pods(self) -> list[str]:
         return [p["spec"].get("nodeName", "") for p in self.pods()]
@@ -183,8 +250,9 @@ class Job(Player):
     def node_names(self) -> list[str]:
         return list(self.cluster.workers())
 
-    def logs(self) -> list[str]:
-        return [self.kubectl("logs", p["metadata"]["name"], "-c", "worker", check=False) for p in self.pods()]
+    def logs(self) -> dict[str, str]:
+        names = [pod["metadata"]["name"] for pod in self.pods()]
+        return {name: self.kubectl("logs", name, "-c", "worker", check=False) for name in names}
 
     def storage_environment(self) -> Mapping[str, str]:
         return dict(self.cluster.s3.env)
@@ -204,6 +272,11 @@ class Job(Player):
     def remove(self) -> None:
         self.start_nodes()
         self.cluster.kubectl("delete", "namespace", self.namespace, "--wait=false")
+
+
+def takes_from_others(text: str) -> bool:
+    """Whether a scenario needs the cluster for itself."""
+    return any(line.removeprefix("maybe ").startswith(SHARED) or "together=yes" in line for line in text.splitlines())
 
 
 def newness(pod: Mapping[str, Any]) -> list[int]:

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from driver import Job
+from driver import Job, takes_from_others
 
 SCENARIOS = sorted((Path(__file__).resolve().parents[1] / "scenarios").glob("*.txt"))
-SHARED = ("kill-node-of", "kill-operator", "restart-store")  # what these take, another test's job has too
 
 
 def marks(path: Path) -> list[pytest.MarkDecorator]:
-    disturbs = any(line.startswith(SHARED) for line in path.read_text().splitlines())
-    return [pytest.mark.alone] if disturbs else []
+    return [pytest.mark.alone] if takes_from_others(path.read_text()) else []
 
 
 @pytest.mark.kind

@@ -8,19 +8,40 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scenarios"))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / folder) for folder in ("run", "scenarios", "rendezvous")]
 
-from local_job import LocalJob
-from testcluster.s3 import S3Server
+from etcd_server import EtcdCluster  # noqa: E402
+from local_job import LocalJob  # noqa: E402
+from testcluster import programs  # noqa: E402
+from testcluster.s3 import S3Server  # noqa: E402
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Building takes longer than any test may."""
+    if not session.config.option.collectonly and any(
+        "etcd" in getattr(item, "fixturenames", ()) for item in session.items
+    ):
+        programs.etcd()
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One member, on the loopback. Jobs have ids of their own."""
+    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"), 1)
+    cluster.start()
+    yield cluster
+    cluster.stop()
 
 
 @pytest.fixture
 def new_job(tmp_path: Path) -> Iterator[Callable[..., LocalJob]]:
     made: list[LocalJob] = []
 
-    def make(store: S3Server | None = None, name: str = "digits", faster: float = 1.0) -> LocalJob:
-        job = LocalJob(tmp_path / str(len(made)), store, name, faster)
+    def make(
+        store: S3Server | None = None, name: str = "digits", faster: float = 1.0, etcd: str | None = None
+    ) -> LocalJob:
+        job = LocalJob(tmp_path / str(len(made)), store, name, faster, etcd)
         made.append(job)
         return job
 

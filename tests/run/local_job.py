@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 from descriptors import opened
-from player import EXAMPLE, Player, ScenarioError, wait_for
+from player import TOGETHER, Player, ScenarioError, wait_for
 from testcluster.s3 import S3Server
+from training_processes import children_of, command_of, trainers
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
@@ -33,15 +34,23 @@ LOOK = 2.0  # seconds from one look at the run's ports to the next
 class LocalJob(Player):
     """One run below `folder`, which it has to itself; commits go to a folder there, or to `store`."""
 
-    def __init__(self, folder: Path, store: S3Server | None = None, name: str = "digits", faster: float = 1.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        store: S3Server | None = None,
+        name: str = "digits",
+        faster: float = 1.0,
+        etcd: str | None = None,
+    ) -> None:
         """`faster`: of a scenario's pause, where nothing waits for what takes seconds everywhere."""
-        self.folder, self.store, self.name, self.faster = folder, store, name, faster
+        self.folder, self.store, self.name, self.faster, self.rendezvous = folder, store, name, faster, etcd
         folder.mkdir(parents=True)
         # Not below `folder`: a socket's path has a limit, and names of tests are long.
         self.temporary = Path(tempfile.mkdtemp(prefix="everstep-run-"))
         self.out = folder / "out"
         self.process: subprocess.Popen[bytes] | None = None
         self.killed_nodes: list[str] = []
+        self.stopped: list[int] = []  # processes of nodes that are paused
         self._last: dict[str, Any] = {}
         self.listening: set[str] = set()  # inodes of the sockets that the run was seen to listen on
         self._looked = 0.0
@@ -56,8 +65,31 @@ class LocalJob(Player):
     def storage_environment(self) -> Mapping[str, str]:
         return self.store.account.env if self.store else {}
 
+    def script_path(self, script: Path) -> str:
+        shutil.copy(script, self.folder)  # the workers run there
+        return script.name
+
+    def etcd(self) -> str:
+        assert self.rendezvous is not None, "this test has no etcd"
+        return self.rendezvous
+
+    def submit_together(self, manifest: dict[str, Any]) -> None:
+        """Workers that were put on another node than the first die with it, and come back on the first."""
+        self.submit(manifest)
+        stays, *others = self.node_names()
+        wait_for("the run", lambda: self.view().get("workers"), 30)
+        for node in others:
+            self.ask("kill-node", node=node)
+
+        def together() -> bool:
+            rows = [row for row in self.view()["workers"] if row["pid"]]
+            return {row["worker"] for row in rows if row["node"] == stays} == set(range(self.workers))
+
+        wait_for(f"all workers on {stays}", together, TOGETHER)
+        for node in others:
+            self.ask("start-node", node=node)
+
     def submit(self, manifest: dict[str, Any]) -> None:
-        shutil.copy(EXAMPLE / "train.py", self.folder)
         command = manifest["spec"]["template"]["spec"]["containers"][0]["command"]
         index = command.index("--step-seconds") + 1
         command[index] = str(float(command[index]) * self.faster)
@@ -133,39 +165,64 @@ class LocalJob(Player):
         self.inject(lambda: self._told(verb, **arguments))
 
     def _told(self, verb: str, **arguments: Any) -> None:
-        self.ask(verb, **arguments)
+        try:
+            self.ask(verb, **arguments)
+        except ControlError as e:
+            raise ScenarioError(f"{verb} {arguments}: {e}") from e
 
-    def delete_pod(self, index: int) -> None:
-        self._tell("delete", pod=self.worker(index)["pod"])
+    def delete_pods(self, indices: list[int]) -> None:
+        pods = [self.worker(index)["pod"] for index in indices]
+
+        def fault() -> None:
+            for pod in pods:
+                self._told("delete", pod=pod)
+
+        self.inject(fault)
 
     def kill_torchrun(self, index: int) -> None:
         self._tell("kill", pod=self.worker(index)["pod"])
 
     def kill_process(self, index: int) -> None:
-        torchrun = self.worker(index)["pid"]
-        training = [p for p in descendants(torchrun) if b"train.py" in command_of(p)]
+        launcher = self.worker(index)["pid"]
+        training = trainers(launcher) if launcher else []
         if not training:
-            raise ScenarioError(f"torchrun {torchrun} has no training process\n{self.describe()}")
+            raise ScenarioError(f"worker {index}: launcher {launcher} has no training process\n{self.describe()}")
 
         def fault() -> None:
             for pid in training:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
 
         self.inject(fault)
 
-    def kill_node_of(self, index: int) -> None:
-        node = self.worker(index)["node"]
-        self.killed_nodes.append(node)
-        self._tell("kill-node", node=node)
+    def kill_node(self, name: str) -> None:
+        self.killed_nodes.append(name)
+        self._tell("kill-node", node=name)
+
+    def pause_node(self, name: str) -> None:
+        """Here a node is its pods' processes: what watches them is not paused with them."""
+        launchers = [row["pid"] for row in self.view().get("workers", ()) if row["node"] == name and row["pid"]]
+        for pid in [p for launcher in launchers for p in (launcher, *reversed(descendants(launcher)))]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                self.stopped.append(pid)
+
+    def drain_node(self, name: str) -> None:
+        """Nodes here cannot be told to take no pods."""
+        self.delete_pods([row["worker"] for row in self.view().get("workers", ()) if row["node"] == name])
 
     def start_nodes(self) -> None:
+        for pid in reversed(self.stopped):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self.stopped.clear()
         for node in self.killed_nodes:
             with contextlib.suppress(ControlError):  # the job has ended, and its nodes with it
                 self.ask("start-node", node=node)
         self.killed_nodes.clear()
 
     def kill_operator(self) -> None:
-        self.ask("kill-operator")
+        self._told("kill-operator")
 
     def restart_store(self) -> None:
         assert self.store is not None
@@ -182,15 +239,27 @@ class LocalJob(Player):
 
     # What a user sees.
 
+    def node_of(self, index: int) -> str:
+        return str(self.worker(index)["node"])
+
+    def indices(self) -> list[int]:
+        return sorted({row["worker"] for row in self.view().get("workers", ())})
+
+    def expect_ended(self) -> None:
+        if left := [f"process {pid}: {command_of(pid)!r}" for pid in self.processes()]:
+            raise ScenarioError("\n".join(["these processes are left of a run that has ended:", *left]))
+
     def nodes_of_pods(self) -> list[str]:
         return [row["node"] for row in self.view().get("workers", ())]
 
     def node_names(self) -> list[str]:
         return [f"node-{i + 1}" for i in range(NODES)]
 
-    def logs(self) -> list[str]:
-        texts = [path.read_text() for path in sorted((self.out / "logs").glob("*.log"))]
-        return ["\n".join(line.partition(" ")[2] for line in text.splitlines()) for text in texts]
+    def logs(self) -> dict[str, str]:
+        return {
+            path.stem: "\n".join(line.partition(" ")[2] for line in path.read_text().splitlines())
+            for path in sorted((self.out / "logs").glob("*.log"))
+        }
 
     def exit_code(self, seconds: int = 240) -> int:
         assert self.process is not None
@@ -212,6 +281,7 @@ class LocalJob(Player):
 
     def remove(self) -> None:
         """Stop the run if it still goes on."""
+        self.start_nodes()  # what stands still does not end
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:
@@ -247,12 +317,6 @@ class LocalJob(Player):
         shutil.rmtree(self.temporary)
 
 
-def command_of(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
 def sockets_of(pid: int) -> set[str]:
     """Inodes of the sockets that a process has open."""
     with contextlib.suppress(OSError):
@@ -268,12 +332,7 @@ def listening() -> set[str]:
 
 def descendants(pid: int) -> list[int]:
     """All processes below `pid`, children first."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            stat = (entry / "stat").read_text() if entry.name.isdecimal() else ""
-            if stat:
-                children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    children = children_of()
     found: list[int] = []
     level = [pid]
     while level:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from elastic_rows import taken, worker_logs
-from player import ROOT
+from reference import ROOT
 
 from everstep_operator.local.run.history import ActionTaken, EventSeen, History, StatusSeen
 

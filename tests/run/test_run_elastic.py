@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from elastic_rows import taken, worker_logs
-from player import EXAMPLE
+from reference import EXAMPLE
 
 from everstep_operator.local.run.history import EventSeen, History, StatusSeen
 

@@ -4,71 +4,26 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import lines
 import yaml
-from ranks import Ranks
+from lines import Asked
+from reference import EXAMPLE, SCRIPTS, Committed, Result, ScenarioError, differences, undisturbed
 from warm_python import warm
 
 from everstep_operator.plan.elastic import INCIDENT
 
 T = TypeVar("T")
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "digits"
 APART = INCIDENT + timedelta(seconds=1)  # losses closer to each other are charged once; the status tells whole seconds
-FINAL = re.compile(
-    r"samples=(?P<samples>\d+) samples_xxh3=(?P<samples_hash>\w+)\s+"
-    r"final step=\d+ loss=\S+ test_accuracy=(?P<accuracy>[\d.]+) parameters_xxh3=(?P<parameters>\w+)"
-)
-
-
-class ScenarioError(AssertionError):
-    """An expectation did not hold; the text has the job's state for whoever reads the log."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What the last lines of a finished run say."""
-
-    samples: int
-    samples_hash: str
-    parameters: str
-    accuracy: float
-
-    @classmethod
-    def parse(cls, log: str) -> Result | None:
-        found = FINAL.search(log)
-        if found is None:
-            return None
-        return cls(int(found["samples"]), found["samples_hash"], found["parameters"], float(found["accuracy"]))
-
-
-@cache
-def undisturbed(workers: int, steps: int) -> Result:
-    """The same script in so many ranks on this machine, without an operator, a launcher and a fault."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_", "PET_"))}
-    with tempfile.TemporaryDirectory(prefix="everstep-reference-") as folder:
-        argv = [EXAMPLE / "train.py", "--steps", steps, "--checkpoint", f"{folder}/commits", "--every-steps", 100]
-        printed = Path(folder) / "printed.txt"
-        ranks = Ranks(warm(), workers, argv, printed, environment)
-        try:
-            ranks.wait(180)
-        finally:
-            ranks.kill()
-        result = Result.parse(printed.read_text())
-        if result is None:
-            raise ScenarioError(f"the undisturbed run failed:\n{printed.read_text()[-4000:]}")
-    return result
+TOGETHER = 90  # seconds for what a place does until all workers are on one node
+LINE = re.compile(r"^(start|step)=?[ \d]", re.MULTILINE)  # what a script says when a process begins, and of its steps
 
 
 def wait_for(what: str, probe: Callable[[], T], seconds: float = 120, poll: float = 0.25) -> T:
@@ -93,11 +48,12 @@ def newest_recovery(status: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class Player(ABC):
-    """One digits job, and what can be done to it and read of it. `play` runs a scenario text."""
+    """One job, and what can be done to it and read of it. `play` runs a scenario text."""
 
     name: str
-    steps: int = 0
+    asked: Asked
     workers: int = 0
+    sizes_seen: set[int]  # that it was asked to have
     injected_at: float = 0.0  # seconds since the epoch
     round_before: int = 1
     recovery_before: Mapping[str, Any] | None = None
@@ -114,11 +70,26 @@ class Player(ABC):
         """Apply the job."""
 
     @abstractmethod
+    def submit_together(self, manifest: dict[str, Any]) -> None:
+        """Apply the job, and come back when all workers run on one node; the others take pods by then."""
+
+    @abstractmethod
+    def script_path(self, script: Path) -> str:
+        """Where workers find a copy of this file."""
+
+    @abstractmethod
+    def etcd(self) -> str:
+        """The URL of an etcd that workers reach."""
+
+    @abstractmethod
     def status(self) -> dict[str, Any]:
         """`status` of the job."""
 
     @abstractmethod
-    def delete_pod(self, index: int) -> None: ...
+    def delete_pods(self, indices: list[int]) -> None: ...
+
+    def delete_pod(self, index: int) -> None:
+        self.delete_pods([index])
 
     @abstractmethod
     def kill_process(self, index: int) -> None: ...
@@ -127,10 +98,22 @@ class Player(ABC):
     def kill_torchrun(self, index: int) -> None: ...
 
     @abstractmethod
-    def kill_node_of(self, index: int) -> None: ...
+    def kill_node(self, name: str) -> None: ...
+
+    def kill_node_of(self, index: int) -> None:
+        self.kill_node(self.node_of(index))
 
     @abstractmethod
-    def start_nodes(self) -> None: ...
+    def pause_node(self, name: str) -> None:
+        """Its processes stand still, and its connections stay open."""
+
+    @abstractmethod
+    def drain_node(self, name: str) -> None:
+        """Take its pods away in order, and let it take no new ones, where a place knows that."""
+
+    @abstractmethod
+    def start_nodes(self) -> None:
+        """Bring back what was killed, paused or drained."""
 
     @abstractmethod
     def kill_operator(self) -> None: ...
@@ -145,6 +128,13 @@ class Player(ABC):
     def suspend(self, wanted: bool) -> None: ...
 
     @abstractmethod
+    def node_of(self, index: int) -> str: ...
+
+    @abstractmethod
+    def indices(self) -> list[int]:
+        """Workers that have a pod."""
+
+    @abstractmethod
     def nodes_of_pods(self) -> list[str]:
         """The node of each pod that the job has."""
 
@@ -153,12 +143,16 @@ class Player(ABC):
         """The nodes that may run workers."""
 
     @abstractmethod
-    def logs(self) -> list[str]:
-        """What each worker printed, one text a pod."""
+    def logs(self) -> dict[str, str]:
+        """What each worker printed, by the name of its pod."""
 
     @abstractmethod
     def storage_environment(self) -> Mapping[str, str]:
         """What a reader of `url` on this machine needs in its environment."""
+
+    @abstractmethod
+    def expect_ended(self) -> None:
+        """Nothing of a job that is complete runs any more."""
 
     @abstractmethod
     def until_complete(self, seconds: int = 240) -> None:
@@ -170,24 +164,64 @@ class Player(ABC):
 
     # What a user does.
 
-    def manifest(self, workers: int, steps: int, pause: float, every: int, backend: str = "everstep") -> dict[str, Any]:
-        """The example's own manifest with the sizes of the scenario; under `c10d` stock torchrun runs it."""
+    def manifest(self, asked: Asked) -> dict[str, Any]:
+        """The example's own manifest with what the scenario asks for."""
         manifest: dict[str, Any] = yaml.safe_load((EXAMPLE / "trainingjob.yaml").read_text())
         manifest["metadata"]["name"] = self.name
         spec = manifest["spec"]
-        spec["replicas"] = workers
-        spec["checkpoint"].update(url=self.url, everySteps=every)
+        spec["replicas"] = asked.workers
+        if asked.sizes:
+            fewest, most = map(int, asked.sizes.split(":"))
+            spec["elastic"] = {"minReplicas": fewest, "maxReplicas": most}
+        spec["checkpoint"].update(url=self.url, everySteps=asked.every)
         worker = spec["template"]["spec"]["containers"][0]
-        spec["rendezvous"] = {"backend": backend}
-        worker["command"][0] = "torchrun" if backend == "c10d" else "everstep-run"
-        worker["command"] += ["--steps", str(steps), "--step-seconds", str(pause)]
+        spec["rendezvous"] = {"backend": asked.backend}
+        if asked.backend == "etcd":
+            spec["rendezvous"]["etcd"] = {"endpoints": [self.etcd()]}
+        script = self.script_path(SCRIPTS[asked.script])
+        worker["command"] = [asked.launcher, script, "--steps", str(asked.steps), "--step-seconds", str(asked.pause)]
         # Small enough that four of them and the cluster's own pods fit on two cores.
         worker["resources"]["requests"] = {"cpu": "50m", "memory": "200Mi"}
         return manifest
 
-    def apply(self, workers: int, steps: int, pause: float, every: int, backend: str = "everstep") -> None:
-        self.workers, self.steps = workers, steps
-        self.submit(self.manifest(workers, steps, pause, every, backend))
+    def apply(self, workers: int, steps: int, pause: float, every: int, **more: Any) -> None:
+        self.ask_for(Asked(workers, steps, pause, every, **{"launcher": "everstep-run", **more}))
+
+    def ask_for(self, asked: Asked) -> None:
+        self.asked, self.workers, self.sizes_seen = asked, asked.workers, {asked.workers}
+        if asked.together:
+            self.submit_together(self.manifest(asked))
+        else:
+            self.submit(self.manifest(asked))
+
+    def lose_processes(self, count: int) -> None:
+        """One after the other; each time until its job trains again with a new process."""
+        for number in range(count):
+            before = self.told("start")
+            self.kill_process(number % self.workers)
+            self.wait("a new process trains", lambda before=before: len(self.told("start") - before) > 0)  # type: ignore[misc]
+            self.until_training()
+
+    def told(self, what: str) -> set[str]:
+        """The lines of the workers' logs in which a script says that a process starts, or that a step is done."""
+        return {
+            f"{pod} {place} {line}"
+            for pod, log in self.logs().items()
+            for place, line in enumerate(log.splitlines())
+            if (found := LINE.match(line)) and found[1] == what
+        }
+
+    def until_training(self) -> None:
+        """Until steps are said that were not said before."""
+        before = self.told("step")
+        self.wait("new steps", lambda: self.over or self.told("step") - before)
+
+    @property
+    def over(self) -> str | None:
+        """How the job has ended: Complete or Failed; None if it has not."""
+        ends = ("Complete", "Failed")
+        conditions = self.status().get("conditions", ())
+        return next((c["type"] for c in conditions if c["type"] in ends and c["status"] == "True"), None)
 
     def inject(self, fault: Callable[[], float | None]) -> None:
         """Do it, and remember in which round, after which recovery and when: the moment that `fault` returns, or when
@@ -201,7 +235,7 @@ class Player(ABC):
     # What a user waits for.
 
     def until_step(self, step: int, field_: str = "progress.step") -> None:
-        self._wait(f"{field_} >= {step}", lambda: self.reached(field_) >= step)
+        self.wait(f"{field_} >= {step}", lambda: self.reached(field_) >= step)
 
     def reached(self, field_: str) -> int:
         """The step that this field of the status says, or a place knows to be what it will say; -1 without one."""
@@ -210,8 +244,13 @@ class Player(ABC):
             value = (value or {}).get(part)
         return -1 if value is None else int(value)
 
+    def until_further(self, steps: int) -> None:
+        """So many steps more than ever before; or the end."""
+        before = self.reached("progress.step")
+        self.wait(f"{steps} steps after {before}", lambda: self.over or self.reached("progress.step") >= before + steps)
+
     def until_lost(self) -> None:
-        self._wait("a new round", lambda: round_of(self.status()) > self.round_before)
+        self.wait("a new round", lambda: round_of(self.status()) > self.round_before)
 
     def until_recovered(self) -> dict[str, Any]:
         """The record of the recovery from the last injected fault."""
@@ -223,13 +262,21 @@ class Player(ABC):
             done = round_of(status) > self.round_before and newest not in (None, self.recovery_before)
             return newest if done and newest is not None and "firstStepMs" in newest else None
 
-        found: dict[str, Any] | None = self._wait("every rank's next step", recovered)
+        found: dict[str, Any] | None = self.wait("every rank's next step", recovered)
         assert found is not None
         return found
 
-    def _wait(self, what: str, probe: Callable[[], T], seconds: float = 120) -> T:
+    def wait(self, what: str, probe: Callable[[], T], seconds: float = 120) -> T:
+        """As `wait_for`; a job that has failed will not do it any more."""
+
+        def now() -> T:
+            found = probe()
+            if not found and self.over == "Failed":
+                raise ScenarioError(f"{what}: the job has failed")
+            return found
+
         try:
-            return wait_for(what, probe, seconds)
+            return wait_for(what, now, seconds)
         except ScenarioError as e:
             raise ScenarioError(f"{e}\n{self.describe()}") from e
 
@@ -240,12 +287,12 @@ class Player(ABC):
             began = self.status()["restarts"].get("incidentAt")
             return began is not None and datetime.now(UTC) - datetime.fromisoformat(began) > APART
 
-        self._wait("the end of the incident", over)
+        self.wait("the end of the incident", over)
 
     # What a user sees.
 
     def result(self) -> Result:
-        logs = self.logs()
+        logs = self.logs().values()
         # A fault after the last step lets the next world print the result again: it has to be the same.
         found = {r for log in logs if (r := Result.parse(log)) is not None}
         if len(found) != 1:
@@ -253,19 +300,33 @@ class Player(ABC):
         return found.pop()
 
     def expect_undisturbed(self) -> None:
-        got, wanted = self.result(), undisturbed(self.workers, self.steps)
+        got, wanted = self.result(), undisturbed(self.workers, self.asked.steps, self.asked.script).result
         if got != wanted:
             raise ScenarioError(f"got {got}\nan undisturbed run gives {wanted}\n{self.describe()}")
         self.expect_samples()
 
     def expect_samples(self) -> None:
         """Each step trained on its own samples exactly once in the lineage of the parameters; no commit is torn."""
-        got, wanted = self.result(), undisturbed(1, self.steps)
+        got, wanted = self.result(), undisturbed(1, self.asked.steps, self.asked.script).result
         if (got.samples, got.samples_hash) != (wanted.samples, wanted.samples_hash):
             raise ScenarioError(f"samples: got {got}\nexpected {wanted}")
         if got.accuracy < 0.95:
             raise ScenarioError(f"test accuracy is {got.accuracy}")
         self.verify_commits()
+
+    def expect_outcome(self) -> None:
+        """The last commit is that of a run that nobody touched: to the bit if the job could have only one size, else to
+        the rounding of sums. All commits are whole, the budget has paid for nothing, and nothing of the job runs."""
+        one_size = not self.asked.sizes and len(self.sizes_seen) == 1
+        wanted = undisturbed(self.workers if one_size else 1, self.asked.steps, self.asked.script).committed
+        got = Committed.read(self.url, {**os.environ, **self.storage_environment()})
+        if wrong := differences(got, wanted, to_the_bit=one_size):
+            raise ScenarioError("\n".join(["the training state is another one:", *wrong, self.describe()]))
+        self.verify_commits()
+        restarts = self.status().get("restarts") or {}
+        if restarts.get("userCode", 0) or restarts.get("inWindow", 0):
+            raise ScenarioError(f"restarts are {restarts}: nothing that was done is the program's fault")
+        self.expect_ended()
 
     def verify_commits(self) -> None:
         """Every commit that retention kept is whole, read by the library from outside the cluster."""
@@ -293,53 +354,4 @@ class Player(ABC):
 
     def play(self, text: str) -> None:
         """Run a scenario; an error names its line."""
-        for number, line in enumerate(text.splitlines(), 1):
-            words = shlex.split(line, comments=True)
-            if not words:
-                continue
-            try:
-                self._step(words)
-            except ScenarioError as e:
-                raise ScenarioError(f"line {number}: {line}\n{e}") from e
-
-    def _step(self, words: list[str]) -> None:
-        match words:
-            case ["job", *sizes]:
-                size = dict(s.split("=") for s in sizes)
-                figures = int(size["workers"]), int(size["steps"]), float(size["pause"]), int(size["every"])
-                self.apply(*figures, size.get("backend", "everstep"))
-            case ["until", "step", step]:
-                self.until_step(int(step))
-            case ["until", "committed", step]:
-                self.until_step(int(step), "checkpoint.lastCommittedStep")
-            case ["until", "lost"]:
-                self.until_lost()
-            case ["until", "recovered"]:
-                self.until_recovered()
-            case ["until", "apart"]:
-                self.until_apart()
-            case ["until", "no-pods"]:
-                self._wait("no pods", lambda: not self.nodes_of_pods())
-            case ["until", "complete"]:
-                self.until_complete()
-            case ["expect", "undisturbed"]:
-                self.expect_undisturbed()
-            case ["expect", "samples"]:
-                self.expect_samples()
-            case ["expect", "spread", most]:
-                self.expect_spread(int(most))
-            case ["expect", "restarts", count]:
-                kind, number = count.split("=")
-                self.expect_restarts(kind, int(number))
-            case ["expect", "cause", cause]:
-                self.expect_cause(cause)
-            case [("suspend" | "resume") as verb]:
-                self.suspend(verb == "suspend")
-            case ["scale", replicas]:
-                self.scale(int(replicas))
-            case [("delete-pod" | "kill-process" | "kill-torchrun" | "kill-node-of") as verb, index]:
-                getattr(self, verb.replace("-", "_"))(int(index))
-            case [("kill-operator" | "restart-store" | "start-nodes") as verb]:
-                getattr(self, verb.replace("-", "_"))()
-            case _:
-                raise ScenarioError(f"unknown line: {shlex.join(words)}")
+        lines.play(self, text)

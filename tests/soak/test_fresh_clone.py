@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from player import ROOT
+from reference import ROOT
 
 
 @pytest.mark.timeout(1800)

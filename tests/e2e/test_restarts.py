@@ -1,0 +1,21 @@
+"""A job that is restarted as a whole goes on: the table of tests/scenarios/rows.py on a cluster with real nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from driver import Job, takes_from_others
+from rows import ON_THE_CLUSTER, ROWS, Row
+
+
+def marks(row: Row) -> list[pytest.MarkDecorator]:
+    alone = [pytest.mark.alone] if takes_from_others(row.text()) else []
+    return alone if row in ON_THE_CLUSTER else [*alone, pytest.mark.long]
+
+
+@pytest.mark.kind
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(row), marks=marks(row)) for row in ROWS])
+def test_job_restarted_as_a_whole_ends_as_if_undisturbed(row: Row, new_job: Callable[..., Job]) -> None:
+    new_job().play(row.text())

@@ -1,0 +1,21 @@
+"""A job that is restarted as a whole goes on: the table of tests/scenarios/rows.py in local mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from etcd_server import EtcdCluster
+from local_job import LocalJob
+from rows import LOCALLY, ROWS, Row
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=str(row), marks=() if row in LOCALLY else pytest.mark.long) for row in ROWS]
+)
+def test_job_restarted_as_a_whole_ends_as_if_undisturbed(
+    row: Row, new_job: Callable[..., LocalJob], etcd: EtcdCluster
+) -> None:
+    new_job(etcd=etcd.urls[0]).play(row.text())

@@ -1,0 +1,28 @@
+"""Random sequences in local mode: tests/scenarios/sequences.py, judged by `expect outcome`.
+
+    EVERSTEP_SEEDS=7 pytest -s tests/run/test_run_sequences.py       one seed; EVERSTEP_SEEDS=100:150 for fifty
+    EVERSTEP_SEQUENCE=FILE pytest -s tests/run/test_run_sequences.py       a text, to replay or to shrink
+
+`make test` has time for a few here and for others on the cluster (tests/e2e/test_sequences.py), `make soak` for fifty.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from etcd_server import EtcdCluster
+from given import play, texts
+from local_job import NODES, LocalJob
+from sequences import Place
+from testcluster.s3 import S3Server
+
+pytestmark = [pytest.mark.timeout(420), pytest.mark.s3]
+
+
+@pytest.mark.parametrize("text", texts(os.environ, range(4), Place(NODES, store=True)))
+def test_random_sequence_ends_as_if_undisturbed(
+    text: str, new_job: Callable[..., LocalJob], etcd: EtcdCluster, s3_server: S3Server
+) -> None:
+    play(new_job(s3_server, etcd=etcd.urls[0]), text, "tests/run/test_run_sequences.py")

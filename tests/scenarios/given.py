@@ -1,0 +1,35 @@
+"""Which sequences a test plays, and what it says of one that failed: how to play it again, and its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from player import Player
+from reference import ScenarioError
+from sequences import Place, sequence
+
+SEEDS = "EVERSTEP_SEEDS"  # 7, or 100:150
+FILE = "EVERSTEP_SEQUENCE"  # a file with a text, to replay or to shrink
+
+
+def texts(environ: Mapping[str, str], each_time: Iterable[int], place: Place) -> list[Any]:
+    """Parameters of a test: the text of a file, or of the seeds that are asked for, or of those of each time."""
+    if path := environ.get(FILE):
+        return [pytest.param(Path(path).read_text(), id="given")]
+    first, colon, after = environ.get(SEEDS, "").partition(":")
+    if first:
+        each_time = range(int(first), int(after) if colon else int(first) + 1)
+    return [pytest.param(sequence(seed, place), id=f"seed-{seed}") for seed in each_time]
+
+
+def play(player: Player, text: str, test: str) -> None:
+    """`test`: the path of the test file."""
+    print(text)
+    try:
+        player.play(text)
+    except ScenarioError as e:
+        again = f"write the text to FILE, then: {FILE}=FILE pytest -s {test}"
+        raise ScenarioError(f"{e}\n\nThe sequence was\n\n{text}\nTo play it again, {again}") from e

@@ -1,0 +1,151 @@
+"""The words of scenario texts: what each line does to a `Player`. README.md beside this file has them for people."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from reference import SCRIPTS, ScenarioError
+
+if TYPE_CHECKING:
+    from player import Player
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A scenario's `job` line."""
+
+    workers: int
+    steps: int
+    pause: float  # seconds a step
+    every: int  # steps between commits
+    backend: str = "everstep"
+    launcher: str = ""
+    script: str = "digits"
+    sizes: str = ""  # FEWEST:MOST of an elastic job
+    together: bool = False  # all workers on one node
+
+    @classmethod
+    def parse(cls, words: list[str]) -> Asked:
+        """Raises `ScenarioError` naming the word."""
+        given = dict(word.partition("=")[::2] for word in words)
+        kinds: dict[str, Callable[[str], Any]] = {
+            "workers": int, "steps": int, "pause": float, "every": int, "together": "yes".__eq__,
+        }  # fmt: skip
+        try:
+            asked = cls(**{key: kinds.get(key, str)(value) for key, value in given.items()})
+        except (TypeError, ValueError) as e:
+            raise ScenarioError(f"job {shlex.join(words)}: {e}") from e
+        if asked.script not in SCRIPTS:
+            raise ScenarioError(f"job: script={asked.script}: one of {', '.join(SCRIPTS)}")
+        return replace(asked, launcher=asked.launcher or ("torchrun" if asked.backend == "c10d" else "everstep-run"))
+
+
+def play(player: Player, text: str) -> None:
+    """Run a scenario; an error names its line."""
+    for number, line in enumerate(text.splitlines(), 1):
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        try:
+            _step(player, words)
+        except ScenarioError as e:
+            raise ScenarioError(f"line {number}: {line}\n{e}") from e
+
+
+def _step(player: Player, words: list[str]) -> None:
+    match words:
+        case ["maybe", *rest]:
+            _maybe(player, rest)
+        case ["job", *sizes]:
+            player.ask_for(Asked.parse(sizes))
+        case ["until", *what]:
+            _until(player, what)
+        case ["expect", *what]:
+            _expect(player, what)
+        case _:
+            _do(player, words)
+
+
+def _maybe(player: Player, words: list[str]) -> None:
+    """What cannot be done now, because what it is done to is not there, is left out."""
+    try:
+        _step(player, words)
+    except ScenarioError as e:
+        print(f"left out: {shlex.join(words)}: {str(e).splitlines()[0]}")
+
+
+def _until(player: Player, what: list[str]) -> None:
+    match what:
+        case ["step", step]:
+            player.until_step(int(step))
+        case ["further", steps]:
+            player.until_further(int(steps))
+        case ["committed", step]:
+            player.until_step(int(step), "checkpoint.lastCommittedStep")
+        case ["training"]:
+            player.until_training()
+        case ["lost"]:
+            player.until_lost()
+        case ["recovered"]:
+            player.until_recovered()
+        case ["apart"]:
+            player.until_apart()
+        case ["no-pods"]:
+            player.wait("no pods", lambda: not player.nodes_of_pods())
+        case ["complete"]:
+            player.until_complete()
+        case _:
+            raise ScenarioError(f"unknown: until {shlex.join(what)}")
+
+
+def _expect(player: Player, what: list[str]) -> None:
+    match what:
+        case ["undisturbed"]:
+            player.expect_undisturbed()
+        case ["samples"]:
+            player.expect_samples()
+        case ["outcome"]:
+            player.expect_outcome()
+        case ["spread", most]:
+            player.expect_spread(int(most))
+        case ["restarts", count]:
+            kind, number = count.split("=")
+            player.expect_restarts(kind, int(number))
+        case ["cause", cause]:
+            player.expect_cause(cause)
+        case _:
+            raise ScenarioError(f"unknown: expect {shlex.join(what)}")
+
+
+def _do(player: Player, words: list[str]) -> None:
+    match words:
+        case [("suspend" | "resume") as verb]:
+            player.suspend(verb == "suspend")
+        case ["scale", replicas]:
+            player.sizes_seen.add(int(replicas))
+            player.scale(int(replicas))
+        case ["wait", seconds]:
+            time.sleep(float(seconds))  # the next line comes at any moment
+        case ["lose-processes", count]:
+            player.lose_processes(int(count))
+        case ["delete-pod", *which]:
+            player.delete_pods(_which(player, which))
+        case [("kill-process" | "kill-torchrun") as verb, *which]:
+            for index in _which(player, which):
+                getattr(player, verb.replace("-", "_"))(index)
+        case ["kill-node-of", index]:
+            player.kill_node_of(int(index))
+        case [("kill-node" | "pause-node" | "drain-node") as verb, number]:
+            getattr(player, verb.replace("-", "_"))(player.node_names()[int(number) - 1])
+        case [("kill-operator" | "restart-store" | "start-nodes") as verb]:
+            getattr(player, verb.replace("-", "_"))()
+        case _:
+            raise ScenarioError(f"unknown line: {shlex.join(words)}")
+
+
+def _which(player: Player, words: list[str]) -> list[int]:
+    return player.indices() if words == ["all"] else [int(word) for word in words]

@@ -1,0 +1,84 @@
+"""The rows of `tables/restarted_as_a_whole.txt`: what starts the job, what takes it, and whether it had committed.
+
+`make test` plays `LOCALLY` and `ON_THE_CLUSTER`, each where its name says; `make soak` plays all rows in both places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+TEXT = Path(__file__).parent / "tables" / "restarted_as_a_whole.txt"
+NEVER = 100_000  # steps between commits of a job that makes none before its fault
+OFTEN = 10
+
+FAULTS = {
+    "all-pods": "delete-pod all\nuntil lost",
+    "suspended-twice": "\n".join(
+        ["suspend", "until no-pods", "resume", "until training", "suspend", "until no-pods", "resume"]
+    ),
+    "node-of-all": "kill-node-of 0\nuntil training\nstart-nodes",
+    "operator-and-all": "kill-operator\nkill-torchrun all",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """How a job is started. `losses`: processes that are killed one after the other before the fault; where a lost
+    process recreates or restarts the whole world, that is one, and torchrun would end the pod at the fourth."""
+
+    script: str
+    command: str
+    backend: str
+    losses: int
+
+
+LAUNCHERS = {
+    "session": Launcher("ledger", "everstep-run", "everstep", 5),
+    "plain": Launcher("digits", "everstep-run", "everstep", 5),
+    "torchrun-everstep": Launcher("ledger", "torchrun", "everstep", 2),
+    "torchrun-etcd": Launcher("ledger", "torchrun", "etcd", 2),
+    "torchrun-c10d": Launcher("ledger", "torchrun", "c10d", 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    launcher: str
+    fault: str
+    committed: bool
+
+    def __str__(self) -> str:
+        return f"{self.launcher}-{self.fault}-{'committed' if self.committed else 'uncommitted'}"
+
+    def text(self) -> str:
+        how = LAUNCHERS[self.launcher]
+        return Template(TEXT.read_text()).substitute(
+            launcher=how.command,
+            script=how.script,
+            backend=how.backend,
+            every=OFTEN if self.committed else NEVER,
+            losses=how.losses,
+            together="yes" if self.fault == "node-of-all" else "no",
+            fault=FAULTS[self.fault],
+        )
+
+
+ROWS = [Row(launcher, fault, committed) for launcher in LAUNCHERS for fault in FAULTS for committed in (True, False)]
+# What `make test` has time for: each launcher, each fault, and both states of the log, in either place.
+LOCALLY = (
+    Row("session", "all-pods", False),
+    Row("plain", "operator-and-all", True),
+    Row("torchrun-everstep", "suspended-twice", True),
+    Row("torchrun-etcd", "node-of-all", False),
+    Row("torchrun-c10d", "all-pods", True),
+)
+ON_THE_CLUSTER = (
+    Row("session", "suspended-twice", True),
+    Row("session", "node-of-all", True),
+    Row("plain", "all-pods", False),
+    Row("torchrun-everstep", "all-pods", True),
+    Row("torchrun-etcd", "operator-and-all", True),
+    Row("torchrun-c10d", "suspended-twice", False),
+)

@@ -1,0 +1,123 @@
+"""The random sequences and the table of restarts say only what can be done: read by rules of their own."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1] / "scenarios"),
+    str(Path(__file__).resolve().parents[1] / "warm"),
+]
+
+import rows  # noqa: E402
+from lines import Asked  # noqa: E402
+from sequences import KINDS, MOST, Place, sequence  # noqa: E402
+
+places = st.builds(Place, st.integers(1, 5), st.booleans())
+seeds = st.integers(0, 10**9)
+AWAY = ("kill-node", "pause-node", "drain-node")
+
+
+def words_of(text: str) -> list[list[str]]:
+    found = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [words[1:] if words[0] == "maybe" else words for words in found if words]
+
+
+@given(seeds, places)
+def test_sequence_suspends_resumes_and_takes_nodes_only_where_that_can_be(seed: int, place: Place) -> None:
+    suspended, away, kind = False, 0, KINDS[seed % len(KINDS)]
+    job, *lines = words_of(sequence(seed, place))
+    workers = Asked.parse(job[1:]).workers
+    assert 1 <= workers <= MOST
+    for words in lines:
+        match words:
+            case ["suspend"]:
+                assert not suspended
+                suspended = True
+            case ["resume"]:
+                assert suspended
+                suspended = False
+            case [verb, number] if verb in AWAY:
+                away += 1
+                assert 1 <= int(number) <= place.nodes
+                assert away < place.nodes, "no node is left"
+            case ["start-nodes"]:
+                assert away
+                away = 0
+            case ["scale", number]:
+                assert kind.resizes
+                assert 1 <= int(number) <= MOST
+                assert int(number) != workers
+                workers = int(number)
+            case ["delete-pod" | "kill-process", *which] if which != ["all"]:
+                assert not suspended, "there is no such worker"
+                assert which
+                assert all(0 <= int(one) < workers for one in which)
+            case ["until", "further", _]:
+                assert not suspended, "no step will come"
+            case ["restart-store"]:
+                assert place.store
+            case ["wait", seconds]:
+                assert 0 <= float(seconds) <= 6
+            case _:
+                pass
+    assert not suspended
+    assert not away
+    assert lines[-2:] == [["until", "complete"], ["expect", "outcome"]]
+
+
+@given(seeds, places)
+def test_same_seed_in_the_same_place_gives_the_same_text(seed: int, place: Place) -> None:
+    assert sequence(seed, place) == sequence(seed, place)
+
+
+@given(seeds, places)
+def test_job_has_steps_left_for_every_moment_of_its_sequence(seed: int, place: Place) -> None:
+    job, *lines = words_of(sequence(seed, place))
+    asked = Asked.parse(job[1:])
+    seconds = sum(float(words[1]) for words in lines[:-4] if words[0] == "wait")
+    steps = sum(int(words[2]) for words in lines if words[:2] == ["until", "further"])
+    assert asked.steps > seconds / asked.pause + steps
+
+
+def test_fifty_seeds_have_every_kind_of_job_and_every_event() -> None:
+    texts = [words_of(sequence(seed, Place(2, store=True))) for seed in range(50)]
+    assert {" ".join(text[0][5:8]) for text in texts} == {
+        f"script={k.script} launcher={k.launcher} backend={k.backend}" for k in KINDS
+    }
+    events = {words[0] for text in texts for words in text}
+    assert events >= {
+        "delete-pod", "kill-process", "scale", "suspend", "resume", "drain-node", "kill-node", "pause-node",
+        "start-nodes", "kill-operator", "restart-store",
+    }  # fmt: skip
+    deleted = {
+        len(words) - 1 if words[1] != "all" else 0 for text in texts for words in text if words[0] == "delete-pod"
+    }
+    assert deleted >= {0, 1, 2}, "one, some and all"
+
+
+@pytest.mark.parametrize("lane", [rows.LOCALLY, rows.ON_THE_CLUSTER])
+def test_rows_of_each_time_have_every_launcher_and_fault_with_and_without_a_commit(lane: tuple[rows.Row, ...]) -> None:
+    assert set(lane) <= set(rows.ROWS)
+    assert {row.launcher for row in lane} == set(rows.LAUNCHERS)
+    assert {row.fault for row in lane} == set(rows.FAULTS)
+    assert {row.committed for row in lane} == {True, False}
+
+
+def test_no_row_is_played_twice_each_time() -> None:
+    assert not set(rows.LOCALLY) & set(rows.ON_THE_CLUSTER)
+
+
+@pytest.mark.parametrize("row", rows.ROWS, ids=str)
+def test_every_row_is_a_text_whose_job_can_be_asked_for(row: rows.Row) -> None:
+    (job,) = [words for words in words_of(row.text()) if words[0] == "job"]
+    asked = Asked.parse(job[1:])
+    assert asked.launcher == rows.LAUNCHERS[row.launcher].command
+    assert asked.together == (row.fault == "node-of-all")
+    assert (asked.every < asked.steps) == row.committed
