@@ -61,6 +61,21 @@ def test_report_of_an_earlier_round_changes_nothing() -> None:
     assert progress.snapshot() == before
 
 
+def test_commit_of_workers_that_a_new_round_stops_is_told_until_that_round_reports() -> None:
+    """A suspend publishes a round of no workers; those that were told to stop then commit their last step."""
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, step=371, committed_step=350, committed_at=1.0), at(1))
+    progress.published(2, at(2))
+    assert progress.accept(report(Phase.SAVE, step=373, committed_step=373, committed_at=2.0), at(3))
+    seen = progress.snapshot()
+    assert (seen.round, seen.step, seen.committed_step) == (2, 373, 373)
+    assert not progress.accept(report(Phase.SAVE, step=373, committed_step=350), at(4)), "an older one is no news"
+    progress.published(3, at(5))
+    progress.accept(report(Phase.START, round=3), at(6))
+    assert not progress.accept(report(Phase.SAVE, step=380, committed_step=380), at(7))
+    assert progress.snapshot().committed_step == 373
+
+
 def test_report_of_a_later_round_opens_it_for_a_replica_that_did_not_publish_it() -> None:
     progress = fresh()
     progress.accept(report(Phase.TRAIN, 0, step=1), at(1))

@@ -2,7 +2,7 @@
 
 Kept in memory only: an operator that restarts begins empty and is told again within a second by every process that
 (re)starts, and within the next report by rank 0. Nothing here is needed for correctness; it is what people read.
-Invariant: reports of an earlier round never change the facts of a later one.
+Invariant: reports of an earlier round never change the facts of a later one, but for the commit that it begins from.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ class JobProgress:
 
         `claimant`: the pod, where nothing but its word says that there is such a round.
         """
-        if report.rank >= MAX_RANKS or (report.round < self._round and not self._is_doubted(claimant, now)):
+        if report.rank >= MAX_RANKS:
             return False
+        if report.round < self._round and not self._is_doubted(claimant, now):
+            return self._late(report)
         if report.round != self._round:
             # Formed by the agents, or published by a leader whose status write has not reached this cache yet.
             self._open_round(report.round, None)
@@ -98,6 +100,16 @@ class JobProgress:
         if claimant is None or self._claimed_at is None or claimant in self._claimed_by:
             return False
         return len(self._claimed_by) == 1 and now - self._claimed_at >= DOUBTED
+
+    def _late(self, report: Report) -> bool:
+        """A worker that stops commits its last step after the round that stops it was published: of a suspended job
+        that is the commit that people ask for. Once the round's own processes have reported, they know better."""
+        heard = self._started or self._restored or self._stepped
+        if heard or report.committed_step is None or report.committed_step <= (self._committed_step or 0):
+            return False
+        self._committed(report)
+        self._step = max(self._step or 0, report.committed_step)
+        return True
 
     def _start(self, report: Report, now: datetime) -> bool:
         self._started.add(report.rank)
