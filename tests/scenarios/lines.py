@@ -108,6 +108,8 @@ def _expect(player: Player, what: list[str]) -> None:
             player.expect_undisturbed()
         case ["samples"]:
             player.expect_samples()
+        case ["kept"]:
+            player.expect_kept()
         case ["outcome"]:
             player.expect_outcome()
         case ["spread", most]:

@@ -314,6 +314,19 @@ class Player(ABC):
             raise ScenarioError(f"test accuracy is {got.accuracy}")
         self.verify_commits()
 
+    def expect_kept(self) -> None:
+        """Of a job of the session that was asked to stop every step that was reported is in the newest commit, and the
+        status names it."""
+        reported = int((self.status().get("progress") or {}).get("step", 0))
+        committed = Committed.read(self.url, {**os.environ, **self.storage_environment()}).step
+        if committed < reported:
+            raise ScenarioError(f"step {reported} was reported, and {committed} is committed\n{self.describe()}")
+
+        def told() -> bool:
+            return bool((self.status().get("checkpoint") or {}).get("lastCommittedStep") == committed)
+
+        self.wait(f"the status names the commit of step {committed}", told, 20)
+
     def expect_outcome(self) -> None:
         """The last commit is that of a run that nobody touched: to the bit if the job could have only one size, else to
         the rounding of sums. All commits are whole, the budget has paid for nothing, and nothing of the job runs."""

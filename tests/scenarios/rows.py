@@ -16,7 +16,10 @@ OFTEN = 10
 FAULTS = {
     "all-pods": "delete-pod all\nuntil lost",
     "suspended-twice": "\n".join(
-        ["suspend", "until no-pods", "resume", "until training", "suspend", "until no-pods", "resume"]
+        [
+            *("suspend", "until no-pods", "$kept", "resume", "until training"),
+            *("suspend", "until no-pods", "$kept", "resume"),
+        ]
     ),
     "node-of-all": "kill-node-of 0\nuntil training\nstart-nodes",
     "operator-and-all": "kill-operator\nkill-torchrun all",
@@ -61,7 +64,8 @@ class Row:
             every=OFTEN if self.committed else NEVER,
             losses=how.losses,
             together="yes" if self.fault == "node-of-all" else "no",
-            fault=FAULTS[self.fault],
+            # What the session promises; a script that saves by itself goes on from its last commit.
+            fault=Template(FAULTS[self.fault]).substitute(kept="expect kept" if how.script == "ledger" else ""),
         )
 
 
