@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -67,9 +68,10 @@ class Operator:
         clock: Clock,
         *,
         on_report: Callable[[PodIdentity, Report], None] = lambda _identity, _report: None,
+        synced: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_report` is told of every report that was accepted."""
-        self._clock, self._metrics, self._settings = clock, metrics, settings
+        """`on_report` is told of every report that was accepted; `synced` is called once, with full caches."""
+        self._clock, self._metrics, self._settings, self._synced = clock, metrics, settings, synced
         rng = random.SystemRandom().random
         self.caches = Caches(
             jobs=Informer(client, JOBS, clock=clock, rng=rng, indexers={BY_UID: index_uid}),
@@ -128,6 +130,7 @@ class Operator:
             metrics=metrics,
             jobs=JOBS,
             rounds=round_views(self.caches, self.rounds),
+            forget=self.rounds.forget,
         )
         wiring = Wiring(self.caches, self.queue, expectations, self.reconciler, clock, self.rounds, client)
         self.controller = Controller(
@@ -173,6 +176,7 @@ class Operator:
             group.create_task(self._measure())
             for informer in informers:
                 await informer.wait_synced()
+            self._synced()
             # Only with full caches: a leader that sees no pods would believe that all of them are lost.
             group.create_task(self.elector.run())
             group.create_task(self.controller.run())
@@ -218,10 +222,17 @@ class Operator:
             await self._clock.sleep(METRICS_INTERVAL)
 
 
+def _spare_collector() -> None:
+    """Leave what lives as long as the process, code and full caches, out of garbage collections: each stops everything,
+    the renewal of the Lease too."""
+    gc.collect()
+    gc.freeze()
+
+
 async def _serve(asked: Invocation) -> None:
     settings, clock, metrics = asked.settings, SystemClock(), Metrics()
     async with HttpKubeClient(asked.cluster.source, on_answer=metrics.api_request) as client:
-        task = asyncio.create_task(Operator(client, settings, metrics, clock).run())
+        task = asyncio.create_task(Operator(client, settings, metrics, clock, synced=_spare_collector).run())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)

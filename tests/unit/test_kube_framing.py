@@ -1,5 +1,6 @@
 """Decoding what no sane server sends, and what a hostile user can make it send."""
 
+import gc
 import json
 import sys
 from typing import Any
@@ -97,3 +98,25 @@ def test_pod_is_decoded_narrowly_with_times_in_utc() -> None:
     assert micro_time(ended.finished_at) == "2026-11-21T10:00:00.000000Z"
     assert event.object.status.pod_ip == "10.1.2.3"
     assert to_body(event.object.spec) == {"nodeName": "n1", "containers": [{"name": "worker"}]}
+
+
+def test_ten_thousand_cached_pods_are_nothing_to_the_garbage_collector() -> None:
+    """A full collection walked all of them, and stopped the operator for so long that it lost its Lease."""
+    owner = {"apiVersion": "v1", "kind": "Job", "name": "j", "uid": "u", "controller": True}
+    ended = {"terminated": {"exitCode": 137, "finishedAt": "2026-01-01T00:00:00Z"}}
+    pod = {
+        "metadata": {"name": "w0", "namespace": "ns", "labels": {"a": "b", "c": "d"}, "ownerReferences": [owner]},
+        "spec": {"nodeName": "n1"},
+        "status": {
+            "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}],
+            "containerStatuses": [{"name": "worker", "state": ended}],
+        },
+    }
+    page = json.dumps({"metadata": {}, "items": [pod] * 10_000}).encode()
+    decode_page(Pod, page, "list")  # whatever is made once
+    gc.collect()
+    before = len(gc.get_objects())
+    kept = decode_page(Pod, page, "list").items or []
+    gc.collect()  # which also finds which tuples need no watching
+    assert len(gc.get_objects()) - before < 100
+    assert len(kept) == 10_000

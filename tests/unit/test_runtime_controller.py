@@ -205,3 +205,42 @@ async def test_events_during_a_pass_cause_one_more_pass_never_two_at_once(bench:
         bench.queue.add("a")
     await bench.clock.advance(10)
     assert bench.times("a") == [2.0, 4.0]
+
+
+async def test_news_of_a_new_term_do_not_wait_for_every_other_key(bench: Bench) -> None:
+    """A leader that lost its Lease for a moment looked at all jobs first: a lost worker waited 12 s to be replaced."""
+    bench.keys = [f"job-{n:03}" for n in range(300)]
+    bench.takes = dict.fromkeys(bench.keys, 1.0)
+    await bench.clock.advance(1)
+    bench.queue.add("job-298")  # it comes while nobody leads
+    await bench.clock.advance(1)
+    bench.gate.set(1)
+    await bench.clock.advance(0.5)
+    bench.queue.add("job-299")
+    await bench.clock.advance(3)
+    assert bench.times("job-298")
+    assert bench.times("job-299")
+    await bench.clock.advance(200)
+    assert {key for _, key in bench.passes} == set(bench.keys)
+
+
+async def test_nothing_is_remembered_of_keys_that_are_gone_nor_by_a_follower(bench: Bench) -> None:
+    bench.gate.set(1)
+    await bench.clock.advance(0)
+    for n in range(100):
+        bench.behaviour[f"gone-{n}"] = lambda: Result("the job is gone", gone=True)
+        bench.queue.add(f"gone-{n}")
+        bench.behaviour[f"failing-{n}"] = fail(Conflict("no"))
+        bench.queue.add(f"failing-{n}")
+    await bench.clock.advance(10)
+    assert not [key for key in bench.controller._reasons if key.startswith("gone")]
+    bench.gate.set(None)
+    await bench.clock.advance(1)
+    for n in range(100):
+        bench.queue.add(f"later-{n}")
+    assert len(bench.queue) == 0
+    await bench.clock.advance(60)
+    bench.gate.set(2)
+    await bench.clock.advance(1)
+    assert bench.controller._reasons == {}
+    assert bench.controller._troubles == {}

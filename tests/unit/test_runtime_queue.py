@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.runtime.errors import QueueFull, QueueShutDown
-from everstep_operator.runtime.queue import KeyQueue, WorkQueue
+from everstep_operator.runtime.queue import FAIR, RECENT, KeyQueue, WorkQueue
 
 KEYS = st.sampled_from("abcde")
 
@@ -24,13 +24,28 @@ class Naive:
     due: dict[str, float] = field(default_factory=dict)
     working: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
+    routine: list[str] = field(default_factory=list)
+    taken: int = 0
 
-    def add(self, key: str) -> None:
+    def add(self, key: str, routine: bool = False) -> None:
+        if routine and (key in self.ready or key in self.routine):
+            return
         self.due.pop(key, None)
+        if key in self.routine:
+            self.routine.remove(key)
         if key in self.working:
             self.again.add(key)
+        elif routine:
+            self.routine.append(key)
         elif key not in self.ready:
             self.ready.append(key)
+
+    def take(self) -> str | None:
+        if self.routine and (not self.ready or self.taken >= FAIR - 1):
+            self.taken = 0
+            return self.routine.pop(0)
+        self.taken += bool(self.ready)
+        return self.ready.pop(0) if self.ready else None
 
     def tick(self, now: float) -> None:
         for _, key in sorted((due, key) for key, due in self.due.items() if due <= now):
@@ -44,10 +59,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.model = Naive()
         self.now = 0.0
 
-    @rule(key=KEYS)
-    def add(self, key: str) -> None:
-        self.queue.add(key)
-        self.model.add(key)
+    @rule(key=KEYS, routine=st.booleans())
+    def add(self, key: str, routine: bool) -> None:
+        self.queue.add(key, routine=routine)
+        self.model.add(key, routine)
 
     # Distinct delays, as two keys due at the same moment may come in either order.
     @rule(key=KEYS, delay=st.floats(0.001, 20))
@@ -56,7 +71,7 @@ class QueueMachine(RuleBasedStateMachine):
         if due in self.model.due.values():
             return
         self.queue.add_after(key, delay, self.now)
-        if key not in self.model.ready and key not in self.model.again:
+        if key not in self.model.ready and key not in self.model.again and key not in self.model.routine:
             self.model.due[key] = min(due, self.model.due.get(key, due))
 
     @rule(seconds=st.floats(0, 10))
@@ -67,7 +82,7 @@ class QueueMachine(RuleBasedStateMachine):
     def take(self) -> None:
         self.model.tick(self.now)
         taken = self.queue.take(self.now)
-        assert taken == (self.model.ready.pop(0) if self.model.ready else None)
+        assert taken == self.model.take()
         if taken is not None:
             assert taken not in self.model.working
             self.model.working.add(taken)
@@ -85,7 +100,13 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def next_due_agrees(self) -> None:
         assert self.queue.next_due() == min(self.model.due.values(), default=None)
-        assert len(self.queue) == len(self.model.ready)
+        assert len(self.queue) == len(self.model.ready) + len(self.model.routine)
+
+    @rule()
+    def clear(self) -> None:
+        self.queue.clear()
+        for held in (self.model.ready, self.model.routine, self.model.due, self.model.again):
+            held.clear()
 
 
 QueueMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
@@ -189,3 +210,37 @@ def test_backoff_of_a_huge_attempt_stays_at_its_cap() -> None:
     backoff = Backoff(base=0.1, cap=30.0)
     assert backoff.ceiling(100_000) == 30.0
     assert 15.0 <= backoff.delay(100_000, 0.3) <= 30.0
+
+
+def test_news_come_before_what_is_only_looked_through_and_do_not_put_it_off_for_ever() -> None:
+    queue: KeyQueue[int] = KeyQueue()
+    for key in range(100):
+        queue.add(key, routine=True)
+    queue.add(99)
+    assert queue.take(0.0) == 99
+    for news in range(1000, 1100):
+        queue.add(news)
+    taken = [queue.take(0.0) for _ in range(80)]
+    assert [key for key in taken if key is not None and key < 100] == list(range(80 // FAIR))
+
+
+async def test_paused_queue_keeps_only_the_news_of_the_last_moments(clock: ManualClock) -> None:
+    queue = make(clock)
+    queue.add("a")
+    queue.add_backoff("b")
+    queue.add("c", routine=True)
+    queue.pause()
+    queue.add_after("d", 1.0)
+    await clock.advance(20)
+    queue.add("e")
+    assert len(queue) == 0
+    await clock.advance(20)
+    for n in range(1000):
+        queue.add(str(n))
+        await clock.advance(1)
+    assert len(queue._news) <= RECENT + 1
+    queue.add("f")
+    queue.resume()
+    assert [await queue.get() for _ in range(len(queue))] == [*map(str, range(970, 1000)), "f"]
+    assert queue.failures("b") == 0
+    assert queue._news == {}

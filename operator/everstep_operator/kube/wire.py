@@ -2,7 +2,8 @@
 
 Only the fields that somebody reads exist here; everything else is skipped by the decoder without an allocation, which
 is what keeps 10,000 pods at 34 MB. Objects are immutable, so a cache may hand them out. Times are aware UTC datetimes.
-Invariant: every list is a tuple, and an absent list or map reads as empty.
+Invariant: every list is a tuple, and an absent list or map reads as empty. No value can refer to itself, so none is
+given to the garbage collector: it would stop the operator, and its renewal of the Lease, to walk all of them.
 """
 
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 
-class Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, gc=False):
     """Base of all shapes: camelCase on the wire, unknown fields ignored, immutable."""
 
 

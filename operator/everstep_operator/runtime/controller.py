@@ -1,7 +1,8 @@
 """Workers that take keys from the queue and reconcile them, but only while this replica leads.
 
-A term is one epoch of leadership: it begins with every known key on the queue and ends by cancelling whatever runs,
-since a pass that outlives its leadership must not write (case 39). Passes are level-triggered: cutting one is harmless.
+A term is one epoch of leadership: it begins with every known key on the queue, behind those with news, and ends by
+cancelling whatever runs, since a pass that outlives its leadership must not write (case 39). Between terms no key is
+kept. Passes are level-triggered: cutting one is harmless.
 Errors stay with their key (case 24): a retryable one backs off, a terminal one is recorded and tried again slowly,
 because what makes it pass (a quota, a permission) sends no event. Nothing here ever stops the other keys.
 
@@ -26,10 +27,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a pass ended with: when to come back (seconds; None: only on an event) and what it waits for."""
+    """What a pass ended with: when to come back (seconds; None: only on an event) and what it waits for.
+
+    `gone`: nothing is left of the key, and nothing of it is remembered.
+    """
 
     reason: str
     requeue_after: float | None = None
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +106,19 @@ class Controller(Generic[K]):
         """How the last pass over `key` failed; None after a success."""
         return self._troubles.get(key)
 
-    def forget(self, key: K) -> None:
-        """`key` is gone: drop what is remembered of it."""
-        self._troubles.pop(key, None)
-        self._reasons.pop(key, None)
-        self._queue.forget(key)
-
     async def run(self) -> None:
         """Lead whenever allowed, until cancelled."""
         while True:
+            # A follower would collect the keys of all that is created and deleted, for as long as it follows.
+            self._queue.pause()
             epoch = await self._leadership.wait_leading()
+            self._queue.resume()
+            self._troubles.clear()
+            self._reasons.clear()
             keys = list(self._all_keys())
             log.info("term begins", extra={"controller": self._name, "epoch": epoch, "keys": len(keys)})
             for key in keys:
-                self._queue.add(key)
+                self._queue.add(key, routine=True)
             reason = await self._term(epoch)
             log.info("term ended", extra={"controller": self._name, "epoch": epoch, "reason": reason})
 
@@ -165,6 +169,8 @@ class Controller(Generic[K]):
                 if result.requeue_after is not None:
                     self._queue.add_after(key, result.requeue_after)
                 self._say(key, logging.INFO, "reconciled", result.reason, None)
+                if result.gone:
+                    self._reasons.pop(key, None)
             case WillRetry(error, delay):
                 self._troubles[key] = outcome
                 # What comes from outside explains itself; any other is a bug of ours and needs its traceback.

@@ -78,6 +78,10 @@ class Expectations(Generic[K]):
         """`key` is gone."""
         self._pending.pop(key, None)
 
+    def expire(self, now: float) -> None:
+        """Drop what nobody waits for any more, of keys that nobody asks about."""
+        self._pending = {key: held for key, held in self._pending.items() if now < held.expires}
+
     def __len__(self) -> int:
         return len(self._pending)
 

@@ -1,9 +1,10 @@
 """A work queue of keys: many events about one object become one piece of work.
 
 Invariants: a key is ready at most once; it is never handed to two workers at the same time (an add while it is being
-worked on makes it ready again at `done`); of several delays for one key the earliest wins; it holds at most `limit`
-distinct keys. `KeyQueue` is pure (time is an argument), `WorkQueue` adds the waiting. After client-go's workqueue,
-which keeps delays and back-off in separate layers; here one state holds all, so that one model tests all.
+worked on makes it ready again at `done`); of several delays for one key the earliest wins; a key with news does not
+wait for all those that are only looked through; it holds at most `limit` distinct keys. `KeyQueue` is pure (time is an
+argument), `WorkQueue` adds the waiting. After client-go's workqueue, which keeps delays and back-off in separate
+layers; here one state holds all, so that one model tests all.
 """
 
 import asyncio
@@ -20,6 +21,8 @@ from everstep_operator.runtime.randomness import Random
 K = TypeVar("K", bound=Hashable)
 
 LIMIT = 100_000
+RECENT = 30.0  # seconds; news that came so long before anybody works here are still worked on first
+FAIR = 8  # of so many keys that are taken one is routine, if any is: news must not put off the others for ever
 BACKOFF = Backoff(base=0.05, cap=60.0)
 
 
@@ -30,6 +33,8 @@ class KeyQueue(Generic[K]):
         self._limit = limit
         self._ready: deque[K] = deque()
         self._queued: set[K] = set()  # what is in _ready
+        self._routine: dict[K, None] = {}  # ready too, in order, without news
+        self._taken = 0  # since the last routine one
         self._working: set[K] = set()
         self._again: set[K] = set()  # added while being worked on
         self._due: dict[K, float] = {}
@@ -38,20 +43,28 @@ class KeyQueue(Generic[K]):
 
     def __len__(self) -> int:
         """Keys that are ready now, those in work and those that wait for a delay not counted."""
-        return len(self._ready)
+        return len(self._ready) + len(self._routine)
 
     @property
     def working(self) -> frozenset[K]:
         return frozenset(self._working)
 
-    def add(self, key: K) -> None:
-        """Make `key` ready now; a pending delay of it is dropped, since this work will cover it."""
-        if key in self._queued or key in self._again:
+    def add(self, key: K, *, routine: bool = False) -> None:
+        """Make `key` ready now; a pending delay of it is dropped, since this work will cover it.
+
+        `routine`: nothing is known to have happened to it, so those with news come first.
+        """
+        if key in self._queued or key in self._again or (routine and key in self._routine):
             return
-        self._check_room(key)
+        if key in self._routine:
+            del self._routine[key]
+        else:
+            self._check_room(key)
         self._due.pop(key, None)
         if key in self._working:
             self._again.add(key)
+        elif routine:
+            self._routine[key] = None
         else:
             self._queued.add(key)
             self._ready.append(key)
@@ -61,7 +74,7 @@ class KeyQueue(Generic[K]):
         if delay <= 0:
             self.add(key)
             return
-        if key in self._queued or key in self._again:
+        if key in self._queued or key in self._again or key in self._routine:
             return
         due = now + delay
         if key in self._due and self._due[key] <= due:
@@ -78,12 +91,28 @@ class KeyQueue(Generic[K]):
             due, _, key = heapq.heappop(self._heap)
             if self._due.get(key) == due:
                 self.add(key)
-        if not self._ready:
+        if self._routine and (not self._ready or self._taken >= FAIR - 1):
+            key = next(iter(self._routine))
+            del self._routine[key]
+            self._taken = 0
+        elif self._ready:
+            key = self._ready.popleft()
+            self._queued.discard(key)
+            self._taken += 1
+        else:
             return None
-        key = self._ready.popleft()
-        self._queued.discard(key)
         self._working.add(key)
         return key
+
+    @property
+    def news(self) -> tuple[K, ...]:
+        """Ready keys to which something happened, in order, and those in work to which it happened meanwhile."""
+        return (*self._ready, *self._again)
+
+    def clear(self) -> None:
+        """Drop every key but those that are being worked on."""
+        for held in (self._ready, self._queued, self._routine, self._again, self._due, self._heap):
+            held.clear()
 
     def done(self, key: K) -> None:
         """The work on `key` ended; if it was added meanwhile it is ready again."""
@@ -104,7 +133,7 @@ class KeyQueue(Generic[K]):
     def _check_room(self, key: K) -> None:
         if key in self._due or key in self._working:
             return
-        held = len(self._queued) + len(self._working) + len(self._due)
+        held = len(self._queued) + len(self._routine) + len(self._working) + len(self._due)
         # A key in work may also have a delay: only the distinct ones count, and they are counted only near the limit.
         if held >= self._limit and held - len(self._working & self._due.keys()) >= self._limit:
             raise QueueFull(
@@ -128,20 +157,25 @@ class WorkQueue(Generic[K]):
         self._keys: KeyQueue[K] = KeyQueue(limit)
         self._failures: dict[K, int] = {}
         self._wake = asyncio.Event()
-        self._shut = False
+        self._shut = self._paused = False
+        self._news: dict[K, float] = {}  # while paused: when it was added last, in order
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, key: K) -> None:
-        """Make `key` ready now. Raises `QueueFull` at the limit."""
-        self._keys.add(key)
-        self._wake.set()
+    def add(self, key: K, *, routine: bool = False) -> None:
+        """Make `key` ready now, after those with news if it is `routine`. Raises `QueueFull` at the limit."""
+        if self._paused:
+            self._note(key)
+        else:
+            self._keys.add(key, routine=routine)
+            self._wake.set()
 
     def add_after(self, key: K, delay: float) -> None:
         """Make `key` ready in `delay` seconds; of several delays the earliest wins. Raises `QueueFull`."""
-        self._keys.add_after(key, delay, self._clock.monotonic())
-        self._wake.set()
+        if not self._paused:
+            self._keys.add_after(key, delay, self._clock.monotonic())
+            self._wake.set()
 
     def add_backoff(self, key: K, *, at_least: float = 0.0) -> float:
         """Count a failure of `key` and make it ready after its back-off; the delay in seconds."""
@@ -176,6 +210,29 @@ class WorkQueue(Generic[K]):
         """The work on `key` ended, well or not."""
         self._keys.done(key)
         self._wake.set()
+
+    def pause(self) -> None:
+        """Nobody works here for a time: until `resume` only the news of the last moments are kept."""
+        self._paused = True
+        for key in self._keys.news:
+            self._note(key)
+        self._keys.clear()
+        self._failures.clear()
+
+    def resume(self) -> None:
+        """Begin with those news. What there is besides has to be added."""
+        self._paused = False
+        oldest = self._clock.monotonic() - RECENT
+        for key in [key for key, at in self._news.items() if at >= oldest]:
+            self.add(key)
+        self._news.clear()
+
+    def _note(self, key: K) -> None:
+        now = self._clock.monotonic()
+        self._news.pop(key, None)
+        self._news[key] = now
+        while len(self._news) > LIMIT or next(iter(self._news.values())) < now - RECENT:
+            del self._news[next(iter(self._news))]
 
     def shut_down(self) -> None:
         """Wake every waiting worker with `QueueShutDown`; keys that are left are dropped, they come back by a list."""

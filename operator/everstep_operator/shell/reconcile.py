@@ -8,6 +8,7 @@ write. Being cut anywhere is harmless: the next pass derives what is missing.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -76,7 +77,9 @@ class Reconciler:
         metrics: Metrics,
         jobs: Resource[Unstructured],
         rounds: observe.RoundViews = observe.no_rounds,
+        forget: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`forget` is told the UID of a job that is gone, when no pass over it can speak of it any more."""
         self._caches = caches
         self._applier = applier
         self._recorder = recorder
@@ -86,11 +89,13 @@ class Reconciler:
         self._metrics = metrics
         self._jobs = jobs
         self._rounds = rounds
+        self._forget = forget
         self._memory: dict[Key, _Memory] = {}
 
     def forget_all(self) -> None:
         """A new term of leadership begins: another replica may have decided since."""
         self._memory.clear()
+        self._expectations.expire(self._clock.monotonic())
 
     def progress_of(self, obj: Unstructured) -> JobProgress:
         return self._remember(obj).progress
@@ -98,9 +103,10 @@ class Reconciler:
     async def reconcile(self, key: Key) -> Result:
         obj = self._caches.jobs.get(*key)
         if obj is None:
-            self._memory.pop(key, None)
             self._expectations.forget(key)
-            return Result("the job is gone")
+            if (memory := self._memory.pop(key, None)) is not None:
+                self._forget(memory.uid)
+            return Result("the job is gone", gone=True)
         memory = self._remember(obj)
         version = obj.metadata.resource_version
         if version != memory.written and is_not_newer(version, memory.written):
@@ -190,6 +196,8 @@ class Reconciler:
         key, uid = obj.key, obj.metadata.uid
         memory = self._memory.get(key)
         if memory is None or memory.uid != uid:
+            if memory is not None:
+                self._forget(memory.uid)
             try:
                 status = parse_status(obj.status)
             except SpecError:
