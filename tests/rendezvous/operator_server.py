@@ -102,7 +102,7 @@ class OperatorServer:
     async def _set_up(self) -> None:
         self.cluster = MemoryCluster(SystemClock())
         self.cluster.install(lenient_crd())
-        self.client: Any = self.cluster.client(manager="test")
+        self.client: Any = self.cluster.client()
 
     def do(self, work: Coroutine[Any, Any, T], limit: float = 30.0) -> T:
         """Run it in the loop, and give what it gives."""
@@ -137,7 +137,7 @@ class OperatorServer:
         faults = Faults()
         if cut:
             faults.cut()
-        client = self.cluster.client(manager=labels.MANAGER, faults=faults)
+        client = self.cluster.client(faults=faults)
         operator = Operator(client, settings, Metrics(process=False), SystemClock())
         replica = Replica(operator, faults)
         listening, serving = asyncio.Event(), asyncio.Event()

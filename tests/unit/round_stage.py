@@ -72,7 +72,7 @@ class Stage:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.cluster = MemoryCluster(self.clock)
-        self.client: Any = self.cluster.client(manager="test")
+        self.client: Any = self.cluster.client()
         self.epochs = 0
         self.rounds: dict[int, tuple[Member, ...]] = {}
 

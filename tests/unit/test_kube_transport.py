@@ -210,13 +210,9 @@ async def test_delete_is_repeated_only_when_bound_to_a_uid(client: HttpKubeClien
 
 async def test_patches_carry_their_content_type_and_precondition(client: HttpKubeClient, server: Server) -> None:
     server.script = [web.json_response(pod("a"))]
-    await client.apply(PODS, "ns", "a", {"spec": {}}, field_manager="m", force=True)
-    await client.patch_status(PODS, "ns", "a", {"phase": "Failed"}, resource_version="9")
-    (_, path, kind, body), (_, status_path, merge, patch) = server.requests
-    assert kind == "application/apply-patch+yaml"
-    assert path == "/api/v1/namespaces/ns/pods/a?fieldManager=m&force=true"
-    assert body == {"spec": {}, "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}}
-    assert status_path == "/api/v1/namespaces/ns/pods/a/status"
+    await client.patch_status(PODS, "ns", "a", {"phase": "Failed"}, resource_version="9", field_manager="m")
+    ((_, path, merge, patch),) = server.requests
+    assert path == "/api/v1/namespaces/ns/pods/a/status?fieldManager=m"
     assert merge == "application/merge-patch+json"
     assert patch == {"status": {"phase": "Failed"}, "metadata": {"resourceVersion": "9"}}
 

@@ -57,8 +57,8 @@ class Stage:
     def __init__(self, faults: Faults | None = None) -> None:
         self.clock = ManualClock()
         self.cluster = MemoryCluster(self.clock)
-        self.client: KubeClient = self.cluster.client(manager="test")
-        self._operators: KubeClient = self.cluster.client(manager="everstep-operator", faults=faults)
+        self.client: KubeClient = self.cluster.client()
+        self._operators: KubeClient = self.cluster.client(faults=faults)
 
     @asynccontextmanager
     async def operating(self) -> AsyncGenerator[Operator, None]:

@@ -32,7 +32,7 @@ def play(store: Store, steps: list[tuple[str, str, str | None]]) -> dict[int, St
         if value is not None:
             uid = old.uid if old is not None else f"uid-{number}"
             meta: dict[str, Any] = {"namespace": namespace, "name": name, "uid": uid, "labels": {"l": value}}
-            store.put(THINGS, {"metadata": meta}, old, (), ())
+            store.put(THINGS, {"metadata": meta}, old)
             state[namespace, name] = value
         elif old is not None:
             store.remove(THINGS, old)

@@ -123,23 +123,6 @@ class KubeClient(Protocol):
         """Create; `AlreadyExists` where the name is taken. After `ConnectionFailed` or `ServerError` it may exist."""
         ...
 
-    async def apply(
-        self,
-        resource: Resource[T],
-        namespace: str | None,
-        name: str,
-        body: Mapping[str, Any],
-        *,
-        field_manager: str,
-        force: bool = False,
-        subresource: str | None = None,
-    ) -> T:
-        """Server-side apply; `Conflict` where another manager owns a field and `force` is not set.
-
-        `apiVersion`, `kind` and `metadata.name` are filled in from the arguments.
-        """
-        ...
-
     async def merge_patch(
         self,
         resource: Resource[T],

@@ -39,7 +39,6 @@ from everstep_operator.kube.wire import KubeObject
 
 T = TypeVar("T", bound=KubeObject)
 
-APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 RESTARTED_LISTS = 3  # how often one list begins anew because its continue token expired
 
@@ -164,28 +163,6 @@ class HttpKubeClient:
         where = _where("create", resource, namespace, body.get("metadata", {}).get("name"))
         full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
         return await self._write("POST", resource, resource.path(namespace), where, full)
-
-    async def apply(
-        self,
-        resource: Resource[T],
-        namespace: str | None,
-        name: str,
-        body: Mapping[str, Any],
-        *,
-        field_manager: str,
-        force: bool = False,
-        subresource: str | None = None,
-    ) -> T:
-        where = _where("apply", resource, namespace, name, subresource)
-        full = {
-            **body,
-            "apiVersion": resource.api_version,
-            "kind": resource.kind,
-            "metadata": {**body.get("metadata", {}), "name": name},
-        }
-        query = _query(fieldManager=field_manager, force="true" if force else "false")
-        path = resource.path(namespace, name, subresource)
-        return await self._write("PATCH", resource, path, where, full, query, APPLY)
 
     async def merge_patch(
         self,

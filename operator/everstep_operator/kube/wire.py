@@ -212,7 +212,7 @@ class Unstructured(KubeObject, frozen=True, kw_only=True):
 
 
 def to_body(value: Wire) -> dict[str, Any]:
-    """The JSON value of `value` with its defaults left out, as `create`, `apply` and `replace` take it."""
+    """The JSON value of `value` with its defaults left out, as `create` and `replace` take it."""
     # Through JSON: to_builtins would keep tuples, which no other code expects in a body.
     body = msgspec.json.decode(msgspec.json.encode(value))
     assert isinstance(body, dict)

@@ -21,7 +21,7 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 STATUSES = tuple(ReadyReason)
 CAUSES = tuple(Cause)
 RUNGS = ("in-process", "re-fork", "recreate", "shrink", "from-storage")
-VERBS = ("get", "list", "watch", "create", "patch", "apply", "update", "delete")
+VERBS = ("get", "list", "watch", "create", "patch", "update", "delete")
 RESOURCES = (
     "trainingjobs",
     "trainingjobs/status",

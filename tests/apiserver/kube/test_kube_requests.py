@@ -114,22 +114,6 @@ async def test_merge_patch_deletes_by_null(client: HttpKubeClient, namespace: st
     assert patched.metadata.annotations == {"b": "2"}
 
 
-async def test_server_side_apply_owns_its_fields_and_yields_to_force_only(
-    client: HttpKubeClient, namespace: str, kube: Any
-) -> None:
-    mine = {"metadata": {"labels": {"owner": "me"}}}
-    made = await client.apply(kube.CONFIGMAPS, namespace, "c", mine, field_manager="me")
-    again = await client.apply(kube.CONFIGMAPS, namespace, "c", mine, field_manager="me")
-    # Nothing changed, so nothing was written: what keeps a steady state free of writes.
-    assert again.metadata.resource_version == made.metadata.resource_version
-    theirs = {"metadata": {"labels": {"owner": "them"}}}
-    with pytest.raises(Conflict) as caught:
-        await client.apply(kube.CONFIGMAPS, namespace, "c", theirs, field_manager="them")
-    assert [cause.reason for cause in caught.value.causes] == ["FieldManagerConflict"]
-    forced = await client.apply(kube.CONFIGMAPS, namespace, "c", theirs, field_manager="them", force=True)
-    assert forced.metadata.labels["owner"] == "them"
-
-
 async def test_delete_with_another_uid_or_version_leaves_the_object(
     client: HttpKubeClient, namespace: str, kube: Any
 ) -> None:

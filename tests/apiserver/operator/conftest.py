@@ -32,7 +32,7 @@ NAMESPACES = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespa
 ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount", Unstructured)
 CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap", Unstructured)
 LIMIT = 40.0  # seconds that any wait may take
-WRITES = ("create", "apply", "merge_patch", "patch_status", "replace", "delete")
+WRITES = ("create", "merge_patch", "patch_status", "replace", "delete")
 TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["torchrun", "train.py"]}]}}
 numbers = count()
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from everstep_operator.kube.client import EventType
-from everstep_operator.local.memory import applying, custom, deleting, merging, server, watching
+from everstep_operator.local.memory import custom, deleting, server, watching
 from everstep_operator.local.memory.collector import Collector
 from everstep_operator.local.memory.kinds import Kind
-from everstep_operator.local.memory.ownership import Applied
 from everstep_operator.local.memory.schema import Schema
 from everstep_operator.local.memory.server import Server
 from everstep_operator.local.memory.store import Json, Stored, Table
@@ -34,10 +32,10 @@ def mutation(make: Callable[[], Iterator[None]]) -> Mutation:
 
 @mutation
 def generation_counts_status_writes() -> Iterator[None]:
-    def put(self: Server, kind: Kind, new: Json, old: Stored, *rest: Any) -> Stored:
-        if len(rest) > 2 and rest[2] == "status" and "generation" in new["metadata"]:
+    def put(self: Server, kind: Kind, new: Json, old: Stored) -> Stored:
+        if new.get("status") != old.raw.get("status") and "generation" in new["metadata"]:
             new = {**new, "metadata": {**new["metadata"], "generation": new["metadata"]["generation"] + 1}}
-        return right(self, kind, new, old, *rest)
+        return right(self, kind, new, old)
 
     right = Server.put
     with patch.object(Server, "put", put):
@@ -206,30 +204,10 @@ def unchanged_write_makes_a_version() -> Iterator[None]:
     def update(self: Server, kind: Kind, namespace: str | None, name: str, change: Any, **options: Any) -> Stored:
         old = self.find(kind, namespace, name)
         new = right(self, kind, namespace, name, change, **options)
-        return self.store.put(kind.id, new.raw, new, new.managers, new.writes) if new is old else new
+        return self.store.put(kind.id, new.raw, new) if new is old else new
 
     right = Server.update
     with patch.object(Server, "update", update):
-        yield
-
-
-@mutation
-def apply_never_conflicts() -> Iterator[None]:
-    def apply(*args: Any) -> Applied:
-        return replace(right(*args), clashes=())
-
-    right = applying.apply
-    with patch.object(applying, "apply", apply):
-        yield
-
-
-@mutation
-def apply_removes_nothing() -> Iterator[None]:
-    def apply(live: Json, managers: Any, config: Json, owner: Any, shape: Any) -> Applied:
-        return replace(right(live, managers, config, owner, shape), raw=merging.merged(live, config))
-
-    right = applying.apply
-    with patch.object(applying, "apply", apply):
         yield
 
 

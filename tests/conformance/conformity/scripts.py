@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformity.bodies import BINDINGS, CONFIGMAPS, CONTAINER, JOBS, NO_UID, configmap, job, pod
+from conformity.bodies import BINDINGS, CONFIGMAPS, JOBS, NO_UID, configmap, job, pod
 from conformity.world import World
 from everstep_operator.kube.client import Changed
 from everstep_operator.kube.errors import KubeError
@@ -34,8 +34,8 @@ def _request(rng: random.Random) -> Request:
     resource = rng.choice((CONFIGMAPS, JOBS, JOBS, PODS, PODS, LEASES))
     name = rng.choice(NAMES)
     verb = rng.choices(
-        ("create", "get", "patch", "status", "replace", "delete", "apply", "bind", "free"),
-        (6, 1, 5, 4, 2, 3, 4, 1, 2),
+        ("create", "get", "patch", "status", "replace", "delete", "bind", "free"),
+        (6, 1, 5, 4, 2, 3, 1, 2),
     )[0]
     version = rng.choice((None, None, None, "newest", "newest", "stale"))
     match verb:
@@ -51,9 +51,6 @@ def _request(rng: random.Random) -> Request:
             uid = rng.choice((None, None, "own", "another"))
             propagation = rng.choice((None, "Background"))
             return verb, resource, name, uid, version, rng.choice((None, 0, 5, 40)), propagation
-        case "apply":
-            part = _part(rng, resource)
-            return verb, resource, name, part, rng.choice(MANAGERS), rng.random() < 0.3
         case "bind":
             return verb, PODS, name, rng.choice(("n1", "n2"))
         case _:
@@ -139,26 +136,6 @@ def _status(rng: random.Random, resource: Resource[Any]) -> dict[str, Any]:
     return rng.choice(({"replicas": 1}, {"replicas": -1}, {"replicas": None}, {"progress": step}, {"unknown": 1}))
 
 
-def _part(rng: random.Random, resource: Resource[Any]) -> dict[str, Any]:
-    """What one manager applies."""
-    labels, data = _labels(rng), _labels(rng)
-    part: dict[str, Any] = {"metadata": {"labels": labels}} if labels else {}
-    if resource is CONFIGMAPS and data:
-        part["data"] = data
-    elif resource is CONFIGMAPS:
-        pass
-    elif resource is JOBS:
-        part["spec"] = {"replicas": rng.choice((1, 2, 3)), "template": {"spec": {"containers": [CONTAINER]}}}
-        if rng.random() < 0.5:
-            part["spec"]["ttlSecondsAfterFinished"] = rng.choice((10, 20))
-    elif resource is PODS:
-        container = {"name": "worker", "image": rng.choice(("none:1", "none:2"))}
-        part["spec"] = {"containers": [container], "automountServiceAccountToken": False}
-    else:
-        part["spec"] = {"holderIdentity": rng.choice("pq")}
-    return part
-
-
 @dataclass
 class Player:
     """Sends a script to one world and writes down what came of it."""
@@ -232,7 +209,6 @@ class Player:
                 grace_seconds=g,
                 propagation=p,
             ),
-            "apply": lambda r, n, body, m, f: client.apply(r, place, n, body, field_manager=m, force=f),
             "bind": lambda r, n, node: client.create(
                 BINDINGS, place, {"metadata": {"name": n}, "target": {"kind": "Node", "name": node}}
             ),

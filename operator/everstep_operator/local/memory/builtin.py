@@ -10,7 +10,6 @@ from everstep_operator.local.memory.kinds import Kind
 from everstep_operator.local.memory.merging import at_path
 from everstep_operator.local.memory.metadata import dns_1035, dns_label, dns_subdomain
 from everstep_operator.local.memory.refusals import FieldError, forbidden, invalid, not_supported, required
-from everstep_operator.local.memory.shapes import NODE, POD, SERVICE
 from everstep_operator.local.memory.store import Json
 
 EVENT_NOTE = 1024  # bytes
@@ -173,16 +172,15 @@ BUILTIN: tuple[Kind, ...] = (
     Kind(
         "", "v1", "pods", "Pod",
         has_status=True, counts=_spec, graceful=True, prepare=pods.prepare, validate=pods.validate,
-        name_errors=dns_subdomain, shape=POD,
+        name_errors=dns_subdomain,
     ),
     Kind(
         "", "v1", "services", "Service",
-        has_status=True, prepare=_prepare_service, validate=_validate_service, name_errors=dns_1035, shape=SERVICE,
+        has_status=True, prepare=_prepare_service, validate=_validate_service, name_errors=dns_1035,
     ),
     Kind(
         "", "v1", "nodes", "Node",
         namespaced=False, has_status=True, status_on_create=True, validate=_validate_node, name_errors=dns_subdomain,
-        shape=NODE,
     ),
     Kind("", "v1", "configmaps", "ConfigMap", validate=_validate_config_map, name_errors=dns_subdomain),
     Kind("", "v1", "secrets", "Secret", prepare=_prepare_secret, validate=_validate_secret, name_errors=dns_subdomain),

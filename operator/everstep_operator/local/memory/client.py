@@ -27,7 +27,6 @@ from everstep_operator.kube.client import (
 from everstep_operator.kube.errors import ConnectionFailed, ServerError
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import KubeObject
-from everstep_operator.local.memory.applying import apply_object
 from everstep_operator.local.memory.deleting import delete
 from everstep_operator.local.memory.faults import Delay, Disconnect, Expire, Faults, LoseAnswer, Refuse, Request, Stale
 from everstep_operator.local.memory.kinds import Kind
@@ -77,8 +76,8 @@ class Where:
 class MemoryClient:
     """Implements `kube.client.KubeClient`; made by `MemoryCluster.client`."""
 
-    def __init__(self, server: Server, tokens: TokenAuthority, manager: str, faults: Faults | None) -> None:
-        self._server, self._tokens, self._manager = server, tokens, manager
+    def __init__(self, server: Server, tokens: TokenAuthority, faults: Faults | None) -> None:
+        self._server, self._tokens = server, tokens
         self.faults = faults
 
     async def get(self, resource: Resource[T], namespace: str | None, name: str) -> T:
@@ -155,36 +154,7 @@ class MemoryClient:
 
     async def create(self, resource: Resource[T], namespace: str | None, body: Mapping[str, Any]) -> T:
         where = Where("create", resource, namespace, body.get("metadata", {}).get("name"), named=False)
-        return await self._write(
-            resource, where, lambda kind: self._server.create(kind, namespace, body, self._manager)
-        )
-
-    async def apply(
-        self,
-        resource: Resource[T],
-        namespace: str | None,
-        name: str,
-        body: Mapping[str, Any],
-        *,
-        field_manager: str,
-        force: bool = False,
-        subresource: str | None = None,
-    ) -> T:
-        where = Where("apply", resource, namespace, name, subresource)
-
-        def write(kind: Kind) -> Stored:
-            return apply_object(
-                self._server,
-                kind,
-                namespace,
-                name,
-                body,
-                manager=field_manager,
-                force=force,
-                subresource=subresource,
-            )
-
-        return await self._write(resource, where, write)
+        return await self._write(resource, where, lambda kind: self._server.create(kind, namespace, body))
 
     async def merge_patch(
         self,
@@ -200,10 +170,9 @@ class MemoryClient:
         where = Where("patch", resource, namespace, name, subresource)
         if resource_version is not None:
             body = {**body, "metadata": {**body.get("metadata", {}), "resourceVersion": resource_version}}
-        manager = field_manager or self._manager
 
         def write(kind: Kind) -> Stored:
-            return self._server.merge_patch(kind, namespace, name, body, subresource=subresource, manager=manager)
+            return self._server.merge_patch(kind, namespace, name, body, subresource=subresource)
 
         return await self._write(resource, where, write)
 
@@ -229,9 +198,7 @@ class MemoryClient:
 
     async def replace(self, resource: Resource[T], namespace: str | None, name: str, body: Mapping[str, Any]) -> T:
         where = Where("replace", resource, namespace, name)
-        return await self._write(
-            resource, where, lambda kind: self._server.replace(kind, namespace, name, body, self._manager)
-        )
+        return await self._write(resource, where, lambda kind: self._server.replace(kind, namespace, name, body))
 
     async def delete(
         self,

@@ -26,8 +26,6 @@ from everstep_operator.local.memory.store import HISTORY, Store
 from everstep_operator.local.memory.tokens import Claims, TokenAuthority
 from everstep_operator.runtime.clock import Clock
 
-MANAGER = "everstep-local"
-
 
 class MemoryCluster:
     """Use it in one event loop. `history` is how many events a resource remembers for its watchers."""
@@ -59,13 +57,13 @@ class MemoryCluster:
         """Of the newest change."""
         return str(self._server.store.version)
 
-    def client(self, *, manager: str = MANAGER, faults: Faults | None = None) -> MemoryClient:
-        """A connection of its own; `manager` owns the fields of writes that name no field manager."""
-        return MemoryClient(self._server, self._tokens, manager, faults)
+    def client(self, *, faults: Faults | None = None) -> MemoryClient:
+        """A connection of its own."""
+        return MemoryClient(self._server, self._tokens, faults)
 
     def create_namespace(self, name: str) -> None:
         """As `client().create(NAMESPACES, …)`, for where no loop runs yet."""
-        self._server.create(self._server.kinds.of(NAMESPACES), None, {"metadata": {"name": name}}, MANAGER)
+        self._server.create(self._server.kinds.of(NAMESPACES), None, {"metadata": {"name": name}})
         self.collect()  # which gives it its service account
 
     def install(self, definition: Mapping[str, Any]) -> None:

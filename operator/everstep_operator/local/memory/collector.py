@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 from everstep_operator.kube.client import Propagation
-from everstep_operator.local.memory.deleting import FOREGROUND, MANAGER, ORPHAN, delete
+from everstep_operator.local.memory.deleting import FOREGROUND, ORPHAN, delete
 from everstep_operator.local.memory.kinds import Kind
 from everstep_operator.local.memory.refusals import Refusal
 from everstep_operator.local.memory.server import ACCOUNT_TABLE, NAMESPACE_TABLE, Server
@@ -67,7 +67,7 @@ class Collector:
             return
         if live:
             meta = {**stored.meta, "ownerReferences": live}
-            server.put(kind, {**stored.raw, "metadata": meta}, stored, MANAGER)
+            server.put(kind, {**stored.raw, "metadata": meta}, stored)
         elif "deletionTimestamp" not in stored.meta:
             self._delete(server, kind, stored, "Background")
 
@@ -107,7 +107,7 @@ class Collector:
             meta = {key: value for key, value in child.meta.items() if key != "ownerReferences"}
             if kept:
                 meta["ownerReferences"] = kept
-            server.put(child_kind, {**child.raw, "metadata": meta}, child, MANAGER)
+            server.put(child_kind, {**child.raw, "metadata": meta}, child)
         self._drop_finalizer(server, kind, owner, ORPHAN)
 
     @staticmethod
@@ -116,7 +116,7 @@ class Collector:
         meta = {key: value for key, value in owner.meta.items() if key != "finalizers"}
         if kept:
             meta["finalizers"] = kept
-        server.put(kind, {**owner.raw, "metadata": meta}, owner, MANAGER)
+        server.put(kind, {**owner.raw, "metadata": meta}, owner)
 
     def _visit_namespaces(self, server: Server) -> None:
         """Something went: perhaps it was the last of a terminating namespace."""
@@ -142,7 +142,7 @@ class Collector:
     def _give_account(server: Server, namespace: str) -> None:
         """Every namespace has a service account `default`, a moment after it was made."""
         if server.store.table(ACCOUNT_TABLE).get((namespace, "default")) is None:
-            server.create(server.kinds.at(ACCOUNT_TABLE), namespace, {"metadata": {"name": "default"}}, MANAGER)
+            server.create(server.kinds.at(ACCOUNT_TABLE), namespace, {"metadata": {"name": "default"}})
 
     @staticmethod
     def _delete(server: Server, kind: Kind, stored: Stored, propagation: Propagation) -> None:

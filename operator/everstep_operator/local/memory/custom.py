@@ -67,7 +67,6 @@ def custom_kind(definition: Json) -> Kind:
         prepare=prepare,
         validate=validate,
         name_errors=dns_subdomain,
-        shape=schema.shape(root=True),
     )
 
 

@@ -19,7 +19,6 @@ from everstep_operator.local.memory.store import Json, Stored
 FOREGROUND, ORPHAN = "foregroundDeletion", "orphan"
 _FINALIZERS: dict[Propagation, str] = {"Foreground": FOREGROUND, "Orphan": ORPHAN}
 DEFAULT_GRACE = 30  # seconds
-MANAGER = "kube-apiserver"
 
 
 def delete(
@@ -55,7 +54,7 @@ def delete(
     meta = _marked(server, old, grace, finalizers)
     marked = old
     if meta != old.meta:
-        marked = server.store.put(kind.id, {**old.raw, "metadata": meta}, old, old.managers, old.writes)
+        marked = server.store.put(kind.id, {**old.raw, "metadata": meta}, old)
         server.touched(marked.uid)
     if not grace and not finalizers:
         server.remove(kind, marked)
@@ -116,5 +115,5 @@ def _terminate_namespace(server: Server, kind: Kind, old: Stored) -> None:
         meta = {**old.meta, "deletionTimestamp": server.now(), "deletionGracePeriodSeconds": 0}
         # What the real one keeps in spec.finalizers: without it the object would be gone at once.
         raw = {**old.raw, "metadata": meta, "status": {**(old.raw.get("status") or {}), "phase": "Terminating"}}
-        server.store.put(kind.id, raw, old, old.managers, old.writes)
+        server.store.put(kind.id, raw, old)
         server.touched(old.uid)

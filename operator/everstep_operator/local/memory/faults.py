@@ -86,7 +86,7 @@ Fault: TypeAlias = RequestFault | EventFault
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a rule looks at. `verb`: get, list, watch, create, apply, patch, replace, delete, review; for an event of a
+    """What a rule looks at. `verb`: get, list, watch, create, patch, replace, delete, review; for an event of a
     watch "event". `name` is that of the object, empty where there is none."""
 
     verb: str

@@ -13,7 +13,6 @@ from typing import Any
 from everstep_operator.kube.resources import Resource, custom_resource
 from everstep_operator.kube.wire import KubeObject, Unstructured
 from everstep_operator.local.memory.refusals import FieldError, no_such_resource
-from everstep_operator.local.memory.shapes import PLAIN, Shape
 from everstep_operator.local.memory.store import Json, TableId
 
 # What clients of this cluster need beyond the operator's own resources.
@@ -70,7 +69,6 @@ class Kind:
     prepare: Prepare = as_it_is
     validate: Validate = anything
     name_errors: Callable[[str], list[str]] = lambda _: []
-    shape: Shape = PLAIN
 
     @property
     def id(self) -> TableId:

@@ -23,7 +23,6 @@ from everstep_operator.local.memory.refusals import (
     too_many,
     type_invalid,
 )
-from everstep_operator.local.memory.shapes import DEFAULT, METADATA, Shape
 from everstep_operator.local.memory.store import Json
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -215,19 +214,6 @@ class Schema:
         """Whether there is a rule here or further down."""
         below = [*self.properties.values(), *([self.items] if self.items is not None else [])]
         return self.rules is not None or any(child.has_rules for child in below)
-
-    def shape(self, *, root: bool = False) -> Shape:
-        """How its values merge."""
-        fields = {name: child.shape() for name, child in self.properties.items()}
-        if root:
-            fields["metadata"] = METADATA
-        return Shape(
-            fields=fields,
-            rest=self.more.shape() if self.more is not None else None,
-            items=self.items.shape() if self.items is not None else DEFAULT,
-            keys=self.keys if self.list_type == "map" else (),
-            of_values=self.list_type == "set",
-        )
 
 
 def _join(path: str, name: str) -> str:

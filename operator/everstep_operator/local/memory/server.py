@@ -15,7 +15,6 @@ from everstep_operator.kube.wire import rfc3339
 from everstep_operator.local.memory import metadata
 from everstep_operator.local.memory.kinds import BINDINGS, Kind, Kinds
 from everstep_operator.local.memory.merging import at_path, copied, merged, put_at, same, without_nulls
-from everstep_operator.local.memory.ownership import settle
 from everstep_operator.local.memory.refusals import (
     Refusal,
     already_exists,
@@ -29,14 +28,13 @@ from everstep_operator.local.memory.refusals import (
     terminating,
     unprocessable,
 )
-from everstep_operator.local.memory.store import Json, Store, Stored, Write
+from everstep_operator.local.memory.store import Json, Store, Stored
 from everstep_operator.runtime.clock import Clock
 
 NAMESPACE_TABLE = ("", "namespaces")
 POD_TABLE = ("", "pods")
 ACCOUNT_TABLE = ("", "serviceaccounts")
 _SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # what the server draws generated names from
-MAX_WRITES = 16  # unsettled writes that an object carries before its owners are worked out
 
 Change = Callable[[Json], Json]
 
@@ -70,9 +68,7 @@ class Server:
 
     # ---- create -----------------------------------------------------------------------------------------------------
 
-    def create(
-        self, kind: Kind, namespace: str | None, body: Mapping[str, Any], manager: str, operation: str = "Update"
-    ) -> Stored:
+    def create(self, kind: Kind, namespace: str | None, body: Mapping[str, Any]) -> Stored:
         """Raises Refusal: 400, 403 in a terminating namespace, 404 without one, 409 for a taken name, 422."""
         given = self._typed(kind, {"apiVersion": kind.api_version, "kind": kind.kind, **copied(body)}, {})
         self._check_kind(kind, given)
@@ -80,7 +76,7 @@ class Server:
         if meta.get("resourceVersion"):
             raise Refusal(500, "", "resourceVersion should not be set on objects to be created")
         if kind.plural == BINDINGS.plural and not kind.group:
-            return self._bind(namespace or "", meta.get("name", ""), given, manager)
+            return self._bind(namespace or "", meta.get("name", ""), given)
         self._check_place(kind, namespace, meta)
         name = meta.get("name") or self._generated(meta)
         self._require_namespace(kind, namespace or "", name)
@@ -95,12 +91,10 @@ class Server:
         if kind.has_status and not kind.status_on_create:
             given.pop("status", None)
         new = kind.prepare(given, None)
-        # An apply owns what it says; any other create owns the defaults too.
-        own = given if operation == "Apply" else new
         self._validate(kind, new, None)
         if self.store.table(kind.id).get((namespace or "", name)) is not None:
             raise already_exists(kind.full_plural, name)
-        stored = self.store.put(kind.id, new, None, (), ((manager, operation, "", None, own),))
+        stored = self.store.put(kind.id, new, None)
         if "ownerReferences" in stored.meta or kind.id == NAMESPACE_TABLE:
             self.touched(stored.uid)
         return stored
@@ -157,19 +151,19 @@ class Server:
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
-    def replace(self, kind: Kind, namespace: str | None, name: str, body: Mapping[str, Any], manager: str) -> Stored:
+    def replace(self, kind: Kind, namespace: str | None, name: str, body: Mapping[str, Any]) -> Stored:
         """PUT. Raises Refusal: 400, 404, 409 for another version, 422."""
         given = {"apiVersion": kind.api_version, "kind": kind.kind, **copied(body)}
         self._check_kind(kind, given)
         if (self.store.table(kind.id).get((namespace or "", name))) is None and kind.create_on_update:
             kept = {k: v for k, v in (given.get("metadata") or {}).items() if k not in ("resourceVersion", "uid")}
-            return self.create(kind, namespace, {**given, "metadata": kept}, manager)
+            return self.create(kind, namespace, {**given, "metadata": kept})
         meta = given.get("metadata") or {}
         if not meta.get("resourceVersion") and not kind.unconditional_update:
             self.find(kind, namespace, name)
             error = invalid("metadata.resourceVersion", 0, "must be specified for an update")
             raise unprocessable(kind.full_kind, name, [error])
-        return self.update(kind, namespace, name, lambda _: given, manager=manager)
+        return self.update(kind, namespace, name, lambda _: given)
 
     def merge_patch(
         self,
@@ -179,15 +173,12 @@ class Server:
         patch: Mapping[str, Any],
         *,
         subresource: str | None,
-        manager: str,
     ) -> Stored:
         """JSON merge patch of the object, its status or its scale. Raises Refusal: 400, 404, 409, 422."""
         body = copied(patch)
         if subresource == "scale":
-            return self._patch_scale(kind, namespace, name, body, manager)
-        return self.update(
-            kind, namespace, name, lambda old: merged(old, body), subresource=subresource, manager=manager
-        )
+            return self._patch_scale(kind, namespace, name, body)
+        return self.update(kind, namespace, name, lambda old: merged(old, body), subresource=subresource)
 
     def update(
         self,
@@ -196,10 +187,7 @@ class Server:
         name: str,
         change: Change,
         *,
-        manager: str,
-        operation: str = "Update",
         subresource: str | None = None,
-        managers: Any = None,
     ) -> Stored:
         """Put `change(old)` in the place of the old object, as far as `subresource` lets it."""
         if subresource not in (None, "status") or (subresource == "status" and not kind.has_status):
@@ -213,24 +201,13 @@ class Server:
         meta = new["metadata"]
         kept = {**old.raw, "metadata": {k: v for k, v in old.meta.items() if k != "resourceVersion"}}
         if new == kept or (kind.typed and same(new, kept)):
-            if managers is not None and managers != self.settle(kind, old.managers, old.writes):
-                return self.store.put(kind.id, new, old, managers, ())
             return old
         self._validate(kind, new, old.raw)
         if kind.counts is not None and kind.counts(new) != kind.counts(old.raw):
             new = {**new, "metadata": {**meta, "generation": old.meta.get("generation", 0) + 1}}
-        return self.put(kind, new, old, manager, operation, subresource, managers)
+        return self.put(kind, new, old)
 
-    def put(
-        self,
-        kind: Kind,
-        new: Json,
-        old: Stored,
-        manager: str,
-        operation: str = "Update",
-        subresource: str | None = None,
-        managers: Any = None,
-    ) -> Stored:
+    def put(self, kind: Kind, new: Json, old: Stored) -> Stored:
         """Store `new`, which is checked, or remove the object if `new` takes away the last that held it."""
         meta = new["metadata"]
         if "deletionTimestamp" in meta and not meta.get("finalizers") and not meta.get("deletionGracePeriodSeconds"):
@@ -238,22 +215,10 @@ class Server:
             last = self.remove(kind, old)
             version = {"resourceVersion": last.meta["resourceVersion"]}
             return Stored({**new, "metadata": {**meta, **version}}, last.version)
-        if managers is None:
-            write: Write = (manager, operation, subresource or "", old.raw, new)
-            managers, writes = old.managers, (*old.writes, write)
-            if len(writes) > MAX_WRITES:
-                managers, writes = self.settle(kind, managers, writes), ()
-        else:
-            writes = ()
-        stored = self.store.put(kind.id, new, old, managers, writes)
+        stored = self.store.put(kind.id, new, old)
         if meta.get("ownerReferences") != old.meta.get("ownerReferences") or "deletionTimestamp" in meta:
             self.touched(stored.uid)
         return stored
-
-    @staticmethod
-    def settle(kind: Kind, managers: Any, writes: tuple[Write, ...]) -> Any:
-        """Who owns what after `writes`."""
-        return settle(managers or {}, writes, kind.shape)
 
     def remove(self, kind: Kind, old: Stored) -> Stored:
         """Take the object out of the store; its last state."""
@@ -297,7 +262,7 @@ class Server:
 
     # ---- subresources -----------------------------------------------------------------------------------------------
 
-    def _patch_scale(self, kind: Kind, namespace: str | None, name: str, patch: Json, manager: str) -> Stored:
+    def _patch_scale(self, kind: Kind, namespace: str | None, name: str, patch: Json) -> Stored:
         scale = kind.scale
         if scale is None:
             raise no_such_resource()
@@ -312,7 +277,7 @@ class Server:
             meta = {**raw["metadata"], "resourceVersion": wanted["metadata"].get("resourceVersion")}
             return put_at({**raw, "metadata": meta}, scale.replicas, replicas)
 
-        new = self.update(kind, namespace, name, change, manager=manager)
+        new = self.update(kind, namespace, name, change)
         return Stored(self._scale(kind, new), new.version)
 
     def _scale(self, kind: Kind, stored: Stored) -> Json:
@@ -329,7 +294,7 @@ class Server:
             "status": status,
         }
 
-    def _bind(self, namespace: str, name: str, binding: Json, manager: str) -> Stored:
+    def _bind(self, namespace: str, name: str, binding: Json) -> Stored:
         """Assign a pod to a node, once."""
         pods = self.kinds.at(POD_TABLE)
         old = self.find(pods, namespace, name)
@@ -345,5 +310,5 @@ class Server:
         scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": self.now()}
         new = put_at(old.raw, ("spec", "nodeName"), target)
         new = put_at(new, ("status", "conditions"), [*others, scheduled])
-        self.put(pods, new, old, manager)
+        self.put(pods, new, old)
         return Stored({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}, old.version)

@@ -22,8 +22,6 @@ T = TypeVar("T", bound=KubeObject)
 Json: TypeAlias = dict[str, Any]
 TableId: TypeAlias = tuple[str, str]  # (group, plural)
 Key: TypeAlias = tuple[str, str]  # (namespace, name); the namespace is empty for what has none
-# (manager, operation, subresource, before, after), see `ownership`
-Write: TypeAlias = tuple[str, str, str, "Json | None", Json]
 
 HISTORY = 10_000  # events a table remembers: an informer that missed more lists again
 
@@ -31,13 +29,11 @@ HISTORY = 10_000  # events a table remembers: an informer that missed more lists
 class Stored:
     """One version of one object. `raw` is read only, for everybody, for ever."""
 
-    __slots__ = ("_decoded", "managers", "raw", "version", "writes")
+    __slots__ = ("_decoded", "raw", "version")
 
-    def __init__(self, raw: Json, version: int, managers: Any = (), writes: tuple[Write, ...] = ()) -> None:
+    def __init__(self, raw: Json, version: int) -> None:
         self.raw = raw
         self.version = version
-        self.managers = managers  # who owns which field, as far as it was worked out
-        self.writes = writes  # later writes, not yet worked into `managers`
         self._decoded: KubeObject | None = None
 
     @property
@@ -207,11 +203,11 @@ class Store:
         """UIDs of the objects that name `uid` as an owner, existing or not."""
         return tuple(self._dependents.get(uid, ()))
 
-    def put(self, table: TableId, raw: Json, old: Stored | None, managers: Any, writes: tuple[Write, ...]) -> Stored:
+    def put(self, table: TableId, raw: Json, old: Stored | None) -> Stored:
         """Store `raw` as the next version, in place of `old`."""
         self.version += 1
         meta = {**raw["metadata"], "resourceVersion": str(self.version)}
-        new = Stored({**raw, "metadata": meta}, self.version, managers, writes)
+        new = Stored({**raw, "metadata": meta}, self.version)
         if old is None or old.meta.get("ownerReferences") is not meta.get("ownerReferences"):
             self._unlink(old)
             for owner in meta.get("ownerReferences") or ():

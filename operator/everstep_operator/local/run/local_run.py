@@ -77,9 +77,9 @@ class LocalRun:
         namespaces = dict.fromkeys((job.namespace, OPERATOR_NAMESPACE))
         # The seed is also that of the key that signs tokens: nobody may know it.
         self.cluster = MemoryCluster(self._clock, seed=secrets.randbits(128), namespaces=namespaces)
-        self.client: KubeClient = self.cluster.client(manager="everstep-run")
+        self.client: KubeClient = self.cluster.client()
         self.nodes = LocalNodes(
-            self.cluster.client(manager="kubelet"),
+            self.cluster.client(),
             self.cluster.issue_token,
             clock=self._clock,
             names=[f"node-{i + 1}" for i in range(options.nodes)],
@@ -155,7 +155,7 @@ class LocalRun:
             log_level="INFO",
         )
         operator = Operator(
-            self.cluster.client(manager=labels.MANAGER),
+            self.cluster.client(),
             settings,
             Metrics(process=False),
             self._clock,
