@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import random
@@ -26,6 +25,7 @@ from everstep_operator.runtime.controller import Controller, Limits, Outcome, Su
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.informer import Informer
 from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
+from everstep_operator.runtime.memory import settle
 from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
 from everstep_operator.shell import gate, intake
@@ -222,17 +222,10 @@ class Operator:
             await self._clock.sleep(METRICS_INTERVAL)
 
 
-def _spare_collector() -> None:
-    """Leave what lives as long as the process, code and full caches, out of garbage collections: each stops everything,
-    the renewal of the Lease too."""
-    gc.collect()
-    gc.freeze()
-
-
 async def _serve(asked: Invocation) -> None:
     settings, clock, metrics = asked.settings, SystemClock(), Metrics()
     async with HttpKubeClient(asked.cluster.source, on_answer=metrics.api_request) as client:
-        task = asyncio.create_task(Operator(client, settings, metrics, clock, synced=_spare_collector).run())
+        task = asyncio.create_task(Operator(client, settings, metrics, clock, synced=settle).run())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)

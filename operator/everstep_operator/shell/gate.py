@@ -18,6 +18,7 @@ from typing import TypeAlias, assert_never
 from aiohttp import web
 
 from everstep_operator.shell.claims import PodIdentity
+from everstep_operator.shell.doors import door_of
 from everstep_operator.shell.identity import IdentityCache, Refusal, TooManyChecks
 from everstep_operator.shell.tenants import Rates, Shares, Tenant
 from everstep_operator.telemetry.metrics import ReportResult
@@ -25,6 +26,14 @@ from everstep_operator.telemetry.metrics import ReportResult
 log = logging.getLogger("everstep.gate")
 
 MANY = 1e9
+# What the sender can help: all else a worker may meet in good faith, and many at once.
+FAULTS = frozenset(
+    {
+        ReportResult.UNAUTHORIZED, ReportResult.BUSY, ReportResult.MALFORMED, ReportResult.TOO_LARGE,
+        ReportResult.TIMED_OUT,
+    }
+)  # fmt: skip
+WELCOME = web.RequestKey("welcome", bool)  # whether it was right to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ Leadership: TypeAlias = Leading | Following | NoLeader
 
 @dataclass(slots=True)
 class Answer:
-    """A refusal, or a success without a body (204)."""
+    """A refusal, or a success without a body (204). Who gets one for their own fault is heard less (`doors`)."""
 
     status: int
     reason: str
@@ -61,6 +70,7 @@ class Answer:
     def response(self, request: web.Request) -> web.Response:
         if self.status == 204:
             return web.Response(status=204, headers=self.headers)
+        request[WELCOME] = self.result not in FAULTS
         if not request.content.at_eof():
             self.headers["Connection"] = "close"  # do not read on what was not wanted
         return web.json_response({"reason": self.reason}, status=self.status, headers=self.headers)
@@ -81,8 +91,8 @@ class GateLimits:
     check_seconds: float = 5.0  # for the check of a token
     body_seconds: float = 5.0  # for a body to arrive
     body_bytes: int = 64 * 2**20  # of all bodies that are being read
-    calls_rate: float = 50.0  # a second: a worker makes two reports and a renewal or two
-    calls_burst: float = 200.0
+    calls_rate: float = 20.0  # a second: a worker makes two reports and a renewal or two, and more in a recovery
+    calls_burst: float = 40.0
     # A byte of a document costs some 35 ns of the event loop: a job's 128 KiB a second are half a percent of it.
     bytes_rate: float = 64 * 2**10
     bytes_burst: float = 8 * 2**20
@@ -137,6 +147,9 @@ class Gate:
         if isinstance(identity, Answer):
             yield identity
             return
+        request[WELCOME] = True
+        if (door := door_of(request.transport)) is not None:
+            door.admitted()
         tenant = self._tenant(identity)
         with room.taken(tenant) as given:
             if not given:

@@ -8,21 +8,27 @@ stop the server.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, MessageError, Report
 from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.gate import Answer, Gate, Sender
+from everstep_operator.shell.doors import Doors, door_of
+from everstep_operator.shell.gate import WELCOME, Answer, Gate, Sender
 from everstep_operator.shell.tenants import Shares
 from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics, ReportResult
 
 log = logging.getLogger("everstep.intake")
 
+SCRAPE_SECONDS = 0.25  # for which one rendering of the metrics is given to all who ask
 
 # A check returns None when all is well, else the reason; it must not block.
 Check: TypeAlias = Callable[[], str | None]
@@ -41,7 +47,8 @@ class IntakeSettings:
     max_in_flight: int = 512  # reports handled at once; who asks for more than a share of it is answered 503
     keepalive_seconds: float = 75.0
     stop_seconds: float = 5.0
-    backlog: int = 1024
+    backlog: int = 1024  # connections that wait to be accepted
+    accepted_at_once: int = 16  # in one turn of the event loop: whoever has a connection is answered in between
 
 
 class ReportIntake:
@@ -64,11 +71,13 @@ class ReportIntake:
         self._settings = settings or IntakeSettings()
         self._room = Shares(self._settings.max_in_flight)
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self._scraped, self._scraped_at = b"", float("-inf")
         self.port = self._settings.port
 
     async def start(self) -> None:
         """Listen; afterwards `port` is the port in use."""
-        app = web.Application()
+        app = web.Application(middlewares=[_heard])
         app.router.add_post(REPORT_PATH, self._report)
         if self._routes is not None:
             self._routes(app.router)
@@ -87,19 +96,20 @@ class ReportIntake:
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, s.host, s.port, backlog=s.backlog)
-            await site.start()
+            assert runner.server is not None
+            self._server = await _listening(Doors(runner.server), s)
         except BaseException:
             await runner.cleanup()
             raise
         self._runner = runner
-        self.port = int(runner.addresses[0][1])
+        self.port = int(self._server.sockets[0].getsockname()[1])
         log.info("serving reports, probes and metrics", extra={"host": s.host, "port": self.port})
 
     async def stop(self) -> None:
         """Stop listening, finish what is under way (at most `stop_seconds`), close all connections."""
         runner, self._runner = self._runner, None
-        if runner is not None:
+        if runner is not None and self._server is not None:
+            self._server.close()
             await runner.cleanup()
 
     async def __aenter__(self) -> ReportIntake:
@@ -146,4 +156,27 @@ class ReportIntake:
         return handle
 
     async def _scrape(self, _: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        now = asyncio.get_running_loop().time()
+        if now >= self._scraped_at + SCRAPE_SECONDS:  # anybody may ask, and it takes milliseconds
+            self._scraped, self._scraped_at = self._metrics.render(), now
+        return web.Response(body=self._scraped, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _listening(doors: Doors, settings: IntakeSettings) -> asyncio.Server:
+    """asyncio takes as many new connections in one turn of the loop as may wait for it; here these are two numbers."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(doors, settings.host, settings.port, backlog=settings.accepted_at_once)
+    for listening in server.sockets:
+        with socket.socket(fileno=os.dup(listening.fileno())) as same:
+            same.listen(settings.backlog)
+    return server
+
+
+@web.middleware
+async def _heard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Whoever is refused for their own fault, or comes without a name, pays for it."""
+    try:
+        return await handler(request)
+    finally:
+        if not request.get(WELCOME, False) and (door := door_of(request.transport)) is not None:
+            door.refused()

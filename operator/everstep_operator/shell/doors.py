@@ -1,0 +1,214 @@
+"""Connections: how many a stranger may open, and how fast one is heard who is refused again and again.
+
+A refused request costs the event loop some tenths of a millisecond, whatever it says; a thousand of them at once are
+ahead of every worker. So an address that was refused too often is heard `RATE` times a second: the connection that was
+refused, and each new one of that address, is not read before its turn, and closed if that were later than `LONGEST`.
+A request on a connection where nobody was admitted yet is paid for before it is read, and paid back if it is right.
+Knows no HTTP. Invariants: an address in debt has its turns one after the other, never many at once; a connection on
+which somebody was admitted counts no longer as a stranger's; this machine itself is not slowed down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+from collections import OrderedDict
+from collections.abc import Callable
+
+from everstep_operator.shell.tenants import Shares, Tenant
+
+RATE, BURST = 20.0, 100.0  # of one address, what is refused or not known yet: a second, and at once
+LONGEST = 5.0  # seconds
+IDLE = 15.0  # seconds in which something has to come
+STRANGERS = 4096  # connections on which nobody was admitted yet; of one address a fifth
+MAX_ADDRESSES = 10_000
+SPARE = 256  # file descriptors for all else
+# Local mode, and whoever is in the operator's own pod.
+HERE = frozenset({"127.0.0.1", "::1", ""})
+
+
+class Doors:
+    """Of one server. `connection()` makes what serves one."""
+
+    def __init__(self, connection: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._connection = connection
+        self._strangers = Shares(STRANGERS)
+        self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
+        self.open = 0
+        self._most = max(SPARE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE)
+
+    def __call__(self) -> Door:
+        return Door(self, self._connection)
+
+    def enter(self, address: str) -> bool:
+        """Whether one more connection of that address is served."""
+        if self.open >= self._most or (address not in HERE and not self._strangers.take(_guest(address))):
+            return False
+        self.open += 1
+        return True
+
+    def leave(self, address: str, stranger: bool) -> None:
+        self.open -= 1
+        if stranger:
+            self.admit(address)
+
+    def admit(self, address: str) -> None:
+        if address not in HERE:
+            self._strangers.give_back(_guest(address))
+
+    def turn(self, address: str, now: float) -> float | None:
+        """Pay for a request. Seconds until it is heard; None: the address has too much debt already."""
+        if address in HERE:
+            return 0.0
+        left = self._left(address, now)
+        wait = max(0.0, (1 - left) / RATE)
+        if wait > LONGEST:
+            return None
+        self._debts[address] = (left - 1, now)
+        self._debts.move_to_end(address)
+        while len(self._debts) > MAX_ADDRESSES:
+            self._debts.popitem(last=False)
+        return wait
+
+    def refund(self, address: str, now: float) -> None:
+        """What was paid for was right to come."""
+        if address in self._debts:
+            self._debts[address] = (self._left(address, now) + 1, now)
+
+    def is_heard(self, address: str, now: float) -> bool:
+        """Whether a request would have its turn before long."""
+        return address in HERE or (1 - self._left(address, now)) / RATE <= LONGEST
+
+    def _left(self, address: str, now: float) -> float:
+        left, at = self._debts.get(address, (BURST, now))
+        return min(BURST, left + (now - at) * RATE)
+
+
+class Door(asyncio.Protocol):
+    """One connection, between the transport and what serves it."""
+
+    def __init__(self, doors: Doors, connection: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._doors, self._make = doors, connection
+        self._inner: asyncio.Protocol | None = None
+        self._transport: asyncio.Transport | None = None  # None too when nothing more is heard
+        self._address = ""
+        self._entered = self._stranger = self._paid = False
+        self._timer: asyncio.TimerHandle | None = None  # until it is heard, or closed because nothing came
+        self._held = False
+        self._waiting: list[bytes] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        peer = transport.get_extra_info("peername")
+        self._address = str(peer[0]) if isinstance(peer, tuple) else ""
+        if not self._doors.is_heard(self._address, _now()) or not self._doors.enter(self._address):
+            transport.abort()
+            return
+        # What serves it is made when something comes: until then it costs a socket.
+        self._transport, self._entered, self._stranger = transport, True, True
+        self._timer = asyncio.get_running_loop().call_later(IDLE, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if self._stranger and not self._paid and not self._held:
+            self._paid = True
+            self._hear(self._doors.turn(self._address, _now()))
+        if self._held:
+            self._waiting.append(data)
+            self._pause()
+        elif self._transport is not None:
+            if self._inner is None:
+                self._serve()
+            assert self._inner is not None
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received() if self._inner is not None else None
+
+    def pause_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._entered:
+            self._doors.leave(self._address, self._stranger)
+        self._waiting.clear()
+        self._transport = None
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
+
+    def admitted(self) -> None:
+        """Somebody has proven who they are."""
+        if self._stranger:
+            self._stranger = False
+            self._doors.admit(self._address)
+            self._doors.refund(self._address, _now())
+
+    def refused(self) -> None:
+        """What came is answered with a refusal."""
+        if not self._stranger:
+            self._hear(self._doors.turn(self._address, _now()))
+        elif self._paid:
+            self._paid = False  # the next one pays
+        elif self._transport is not None and self._address not in HERE:
+            self._transport.abort()  # requests in one piece, of which only the first was paid for
+
+    def _hear(self, wait: float | None) -> None:
+        if self._transport is None or self._held:
+            return
+        if wait is None:
+            self._transport.close()
+            self._transport = None
+        elif wait:
+            self._held = True
+            self._set_timer(wait)
+            self._pause()
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set_timer(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._release)
+
+    def _pause(self) -> None:
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def _serve(self) -> None:
+        assert self._transport is not None
+        inner = self._make()
+        assert isinstance(inner, asyncio.Protocol)
+        self._inner = inner
+        inner.connection_made(self._transport)
+
+    def _release(self) -> None:
+        self._timer, self._held = None, False
+        if self._transport is None or self._transport.is_closing():
+            return
+        with contextlib.suppress(RuntimeError):  # it began to close in between
+            self._transport.resume_reading()
+        waiting, self._waiting = self._waiting, []
+        for data in waiting:
+            self.data_received(data)
+
+
+def door_of(transport: asyncio.BaseTransport | None) -> Door | None:
+    """The one that a request came through, while its connection is open."""
+    door = transport.get_protocol() if isinstance(transport, asyncio.Transport) else None
+    return door if isinstance(door, Door) else None
+
+
+def _guest(address: str) -> Tenant:
+    return Tenant(address, address, address)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
