@@ -1,4 +1,5 @@
-"""The vertical gate: the node that holds the operator's leader and worker 0 is killed in the middle of a save."""
+"""The vertical gate: the node that holds the operator's leader and worker 0, or all workers, is killed in the middle of
+a save; then the job is suspended and resumed."""
 
 from __future__ import annotations
 
@@ -82,11 +83,14 @@ def kill_mid_save(job: Job, node: str) -> bool:
 @pytest.mark.kind
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_node_of_leader_and_worker_0_killed_mid_save_ends_as_undisturbed(
-    installed: Cluster, new_job: Callable[..., Job]
+@pytest.mark.parametrize(
+    ("script", "together"), [("digits", False), ("ledger", True)], ids=["worker 0", "all workers, of the session"]
+)
+def test_node_of_leader_and_workers_killed_mid_save_then_suspended_ends_as_undisturbed(
+    installed: Cluster, new_job: Callable[..., Job], script: str, together: bool
 ) -> None:
     job = new_job()
-    job.apply(workers=2, steps=900, pause=0.05, every=1)
+    job.apply(workers=2, steps=900, pause=0.05, every=1, script=script, together=together)
     for attempt in range(ATTEMPTS):
         job.until_step(20 * (attempt + 1), "checkpoint.lastCommittedStep")
         node = job.pod(0)["spec"]["nodeName"]
@@ -100,6 +104,11 @@ def test_node_of_leader_and_worker_0_killed_mid_save_ends_as_undisturbed(
         pytest.fail(f"none of {ATTEMPTS} kills hit a save under way: the workload no longer saves all the time")
     record = job.until_recovered()
     assert record["cause"] == "NodeLost"
+    job.start_nodes()
+    job.suspend(True)
+    job.wait("no pods", lambda: not job.pods())
+    job.suspend(False)
+    job.until_training()
     job.until_complete(seconds=300)
     job.expect_undisturbed()
     job.expect_restarts("userCode", 0)
