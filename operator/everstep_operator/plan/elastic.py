@@ -25,6 +25,7 @@ from everstep_operator.plan import (
     roster,
     sizing,
     standing,
+    startup,
     status,
 )
 from everstep_operator.plan.actions import CreatePod, SetSizes
@@ -167,7 +168,7 @@ def _judge_loss(
         ReadyReason.RECOVERING if hit else None,
         restarts,
         records,
-        Event(EventReason.WORKER_LOST, f"{message}; {what}", warning=True),
+        Event(EventReason.WORKER_LOST, f"{message}; {what}{startup.tried(snapshot, restarts)}", warning=True),
     )
 
 

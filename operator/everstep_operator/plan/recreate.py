@@ -12,7 +12,7 @@ from typing import assert_never
 from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import RecoveryRecord, Restarts, Status, World
-from everstep_operator.plan import budget, changes, lifecycle, names, pods, recovery, status
+from everstep_operator.plan import budget, changes, lifecycle, names, pods, recovery, startup, status
 from everstep_operator.plan.actions import CreatePod
 from everstep_operator.plan.carry import SURVIVOR_GRACE_SECONDS, Carried, Over, blocked, carry, or_deadline
 from everstep_operator.plan.failure import Loss, losses
@@ -154,7 +154,8 @@ def _publish(snapshot: Snapshot, change: _NewRound) -> Plan:
 
 def _publish_events(snapshot: Snapshot, change: _NewRound) -> tuple[Event, ...]:
     if change.loss is not None:
-        return (Event(EventReason.WORKER_LOST, f"{change.message}; recreating the world", warning=True),)
+        what = "recreating the world" + startup.tried(snapshot, change.restarts)
+        return (Event(EventReason.WORKER_LOST, f"{change.message}; {what}", warning=True),)
     if change.reason is ReadyReason.RESIZING:
         return (Event(EventReason.WORLD_RESIZED, change.message),)
     if change.reason is ReadyReason.SUSPENDED:

@@ -13,6 +13,7 @@ import re
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionStatus, ConditionType
+from everstep_operator.api.status import Restarts
 from everstep_operator.plan.snapshot import Snapshot
 
 # A world that has stood for so long has started, whether its script reports or not.
@@ -72,4 +73,13 @@ def has_run(snapshot: Snapshot) -> bool:
     changed = (status.condition(type_) for type_ in (ConditionType.SUSPENDED, ConditionType.RESIZING))
     return now - began > YOUNG or any(
         c is not None and (c.status is ConditionStatus.TRUE or c.last_transition_time > began) for c in changed
+    )
+
+
+def tried(snapshot: Snapshot, restarts: Restarts) -> str:
+    """For the event of a loss: how often the program could not start, and when that ends the job; empty for others."""
+    if restarts.start_failures == snapshot.job.status.restarts.start_failures:
+        return ""
+    return (
+        f"; it has never run: start {restarts.start_failures} of {snapshot.job.spec.recovery.no_progress_limit} failed"
     )
