@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from player import Player
 from reference import ScenarioError
-from sequences import Place, sequence
+from sequences import SEED_LINE, Place, sequence
 
 SEEDS = "EVERSTEP_SEEDS"  # 7, or 100:150
 FILE = "EVERSTEP_SEQUENCE"  # a file with a text, to replay or to shrink
@@ -26,10 +26,14 @@ def texts(environ: Mapping[str, str], each_time: Iterable[int], place: Place) ->
 
 
 def play(player: Player, text: str, test: str) -> None:
-    """`test`: the path of the test file."""
+    """`test`: the path of the test file. Raises `ScenarioError` with the text, and how to play it again."""
     print(text)
     try:
         player.play(text)
     except ScenarioError as e:
-        again = f"write the text to FILE, then: {FILE}=FILE pytest -s {test}"
-        raise ScenarioError(f"{e}\n\nThe sequence was\n\n{text}\nTo play it again, {again}") from e
+        first = text.splitlines()[0].removeprefix(SEED_LINE)
+        again = f"{SEEDS}={first} pytest -s {test}" if first.isdecimal() else "the same again"
+        shorter = f"{FILE}=FILE pytest -s {test}"
+        raise ScenarioError(
+            f"{e}\n\nThe sequence was\n\n{text}\nTo play it again: {again}\nA shorter one from a file: {shorter}"
+        ) from e

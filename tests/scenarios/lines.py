@@ -108,6 +108,9 @@ def _expect(player: Player, what: list[str]) -> None:
             player.expect_undisturbed()
         case ["samples"]:
             player.expect_samples()
+        case ["running"]:
+            if player.over:
+                raise ScenarioError(f"the job has ended before this line: {player.over}; give it more steps")
         case ["kept"]:
             player.expect_kept()
         case ["outcome"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+SEED_LINE = "# seed "  # the first line of a text begins with it
 MOST = 4  # workers
 EVENTS = (3, 6)
 PAUSE = 0.04  # seconds a step
@@ -132,4 +133,4 @@ def sequence(seed: int, place: Place, kinds: tuple[Kind, ...] = KINDS) -> str:
         f"job workers={workers} steps={state.steps} pause={PAUSE} every={rng.choice(EVERY)} script={kind.script}"
         f" launcher={kind.launcher} backend={kind.backend}" + (f" sizes=1:{MOST}" if kind.elastic else "")
     )
-    return "\n".join([f"# seed {seed}", job, "until step 5", *lines, "until complete", "expect outcome"]) + "\n"
+    return "\n".join([f"{SEED_LINE}{seed}", job, "until step 5", *lines, "until complete", "expect outcome"]) + "\n"
