@@ -139,7 +139,8 @@ def test_a_console_that_is_gone_ends_nothing(script: Path) -> None:
         "print(1, flush=True)\n",
     )
     argv = [sys.executable, "-m", "everstep.agent.main", "--tee", "3", str(script)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **FAST}) as agent:
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # with it, nothing is left to flush
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**environ, **FAST}) as agent:
         assert agent.stdout is not None
         assert b"0\n" in agent.stdout.readline()
         agent.stdout.close()

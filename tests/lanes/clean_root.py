@@ -116,6 +116,7 @@ def copy_checkout(root: Path) -> None:
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
+    run("git", "-C", str(target), "add", "--all")  # lint looks at what git knows
 
 
 def copy_configuration(root: Path) -> None:

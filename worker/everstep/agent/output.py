@@ -108,11 +108,23 @@ async def _tail(path: Path, console: TextIO, prefix: str, ended: asyncio.Event) 
         rest = b""
         while True:
             last = ended.is_set()
-            rest = _copy(file, rest, console, prefix, last)
+            try:
+                rest = _copy(file, rest, console, prefix, last)
+            except OSError:
+                _give_up(console)
+                raise
             if last:
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), LOOK_SECONDS)
+
+
+def _give_up(console: TextIO) -> None:
+    """Send what is still buffered, and what comes, to nowhere: Python would try it again at its end, and exit with 120
+    in place of the agent's code."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, console.fileno())
+    os.close(nowhere)
 
 
 def _copy(file: IO[bytes], rest: bytes, console: TextIO, prefix: str, last: bool) -> bytes:
