@@ -37,6 +37,13 @@ def test_flags_are_read_from_the_environment_as_torchrun_reads_them() -> None:
     assert read(["--nnodes=3", "t.py"], environ).nodes == (3, 3)
 
 
+@pytest.mark.parametrize("value", ["true", "yes", "-1", ""])
+def test_switch_in_the_environment_that_is_no_number_is_refused_as_torchrun_does(value: str) -> None:
+    """It was no error, and meant no."""
+    with pytest.raises(UsageError, match=f"PET_STANDALONE={value}: 0 or 1 is expected"):
+        read(["t.py"], {"PET_STANDALONE": value})
+
+
 def test_restarts_that_an_operator_leaves_to_this_agent_are_not_those_that_it_leaves_to_torchrun() -> None:
     environ = {"PET_MAX_RESTARTS": "5", "EVERSTEP_MAX_RESTARTS": "0"}
     assert read(["t.py"], environ).max_restarts == 0

@@ -21,6 +21,7 @@ import everstep
 from everstep.checkpoint import CheckpointError, SaveFailed, UnsupportedVersion, layout
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.manifest import OpenRecord
+from everstep.checkpoint.opening import Settings
 from everstep.checkpoint.ranks import Alone
 from everstep.checkpoint.writer import Committed, Skipped
 from everstep.contract import env
@@ -527,6 +528,19 @@ def test_world_of_several_without_a_process_group_is_refused(monkeypatch: pytest
         begun(MemoryStore())
     with pytest.raises(CheckpointError, match="rank=1 was passed"):
         begun(MemoryStore(), world_size=1, rank=1)
+
+
+@pytest.mark.parametrize(("text", "meant"), [("1", True), ("True", True), ("0", False), ("", False), ("yes", None)])
+def test_variable_for_a_single_committer_is_yes_or_no_and_nothing_else(text: str, meant: bool | None) -> None:
+    def resolved() -> bool:
+        environ = {"EVERSTEP_SINGLE_COMMITTER": text, "EVERSTEP_CHECKPOINT_URL": "memory://x"}
+        return Settings.resolve(environ, None, None, None, None, None, None, None).single_committer
+
+    if meant is None:
+        with pytest.raises(CheckpointError, match="EVERSTEP_SINGLE_COMMITTER=yes: 1 or 0 is expected"):
+            resolved()
+    else:
+        assert resolved() is meant
 
 
 def test_store_without_conditional_create_needs_single_committer() -> None:

@@ -102,9 +102,10 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     def switch(*names: str, text: str) -> None:
         both = _spellings(names)
         name = names[-1].removeprefix("--").replace("-", "_")
-        p.add_argument(
-            *both, dest=name, action="store_true", default=environ.get(f"PET_{name.upper()}", "0") == "1", help=text
-        )
+        variable = f"PET_{name.upper()}"
+        if not (given := environ.get(variable, "0")).isdecimal():  # as torchrun reads it: any other number is yes
+            raise UsageError(f"{variable}={given}: 0 or 1 is expected")
+        p.add_argument(*both, dest=name, action="store_true", default=int(given) != 0, help=text)
 
     value("--nnodes", default="1:1", text="agents, as N or MIN:MAX")
     value("--nproc-per-node", default="1", text="processes for each agent: a number, auto, gpu, cpu, xpu")

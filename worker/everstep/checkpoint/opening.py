@@ -77,7 +77,10 @@ class Settings:
             if value is not None and not 0 < value < 1e9:
                 raise CheckpointError(f"{name}={value}: a positive number is expected")
         if single_committer is None:
-            single_committer = environ.get(SINGLE_COMMITTER, "") in ("1", "true")
+            said = environ.get(SINGLE_COMMITTER, "").lower()
+            if said not in ("", "0", "false", "1", "true"):
+                raise CheckpointError(f"{SINGLE_COMMITTER}={said}: 1 or 0 is expected")
+            single_committer = said in ("1", "true")
         if max_loads is None:
             given = _number(environ, MAX_LOADS)
             max_loads = DEFAULT_LOADS if given is None else int(given)
