@@ -206,7 +206,7 @@ def _record_of(line: str) -> _Record | None:
             exit_code=int(body["exit_code"]) & 0xFF,
             text=_shown(error),
             peer_lost=bool(_PEER_LOST.search(error)),
-            lines=tuple(_shown(str(text)) for text in list(body.get("lines", ()))[-20:]),
+            lines=tuple(_shown(line) for line in redact.lines(str(text) for text in list(body.get("lines", ()))[-20:])),
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
@@ -258,11 +258,12 @@ def _describe(exit_: Exit, code: int, lines: tuple[str, ...]) -> str:
 
 def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
     """The last lines of what the program said; of the launcher's, if it said nothing."""
-    kept = (message or "")[:MAX_MESSAGE]
+    # Hidden together: a key has many lines.
+    kept = "\n".join(redact.lines((message or "")[:MAX_MESSAGE].splitlines()))
     text = startup.own_lines(kept) or [line for line in kept.splitlines() if line.strip()]
     return tuple(_shown(line) for line in text[-lines:])
 
 
 def _shown(text: str) -> str:
     """What a status may quote. Cut after hiding too, because hiding makes a text longer."""
-    return untrusted.encodable(redact.text(text[:MAX_LINE])[:MAX_LINE])
+    return untrusted.encodable(redact.short(text, MAX_LINE))

@@ -2,8 +2,8 @@
 
 Exit messages, kubelet texts, refusals and reports reach the planner from containers and web hooks that nobody vouches
 for. Here, and only here, they are bounded: text that cannot be written as UTF-8, numbers beyond what a status may hold,
-and values of the template's own secret variables, which a failing program likes to print. Invariant: a plan made of
-what this returns can be written as a status, and quotes no secret of the spec.
+values of the template's own secret variables, which a failing program likes to print, and credentials of a known shape.
+Invariant: a plan made of what this returns can be written as a status, and quotes no secret of the spec.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
+from everstep.contract import redact
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
 from everstep.contract.redact import HIDDEN
 from everstep_operator.api.base import SAFE_INT_MAX
@@ -34,7 +36,10 @@ def harmless(snapshot: Snapshot) -> Snapshot:
         snapshot,
         pods=tuple(_pod(pod, secrets) for pod in snapshot.pods),
         progress=_progress(snapshot.progress, secrets),
-        create_refused=_text(snapshot.create_refused, secrets),
+        world=None
+        if snapshot.world is None
+        else replace(snapshot.world, closed=_shown(snapshot.world.closed, secrets)),
+        create_refused=_shown(snapshot.create_refused, secrets),
     )
 
 
@@ -63,14 +68,25 @@ def _text(text: str | None, secrets: Iterable[str]) -> str | None:
     return encodable(text)
 
 
+def _shown(text: str | None, secrets: Iterable[str]) -> str | None:
+    """Text that a status quotes as it is. (An exit message is a record of its own: what is quoted of it is hidden where
+    it is read, in `failure`.)"""
+    return None if text is None else _hidden(_text(text, secrets) or "")
+
+
+@lru_cache(maxsize=2048)  # the same text is in each plan until it changes
+def _hidden(text: str) -> str:
+    return redact.short(text, MAX_TEXT)
+
+
 def _pod(pod: WorkerPod, secrets: tuple[str, ...]) -> WorkerPod:
     exit_ = pod.exit
     return replace(
         pod,
-        reason=_text(pod.reason, secrets),
-        disruption=_text(pod.disruption, secrets),
-        waiting=_text(pod.waiting, secrets),
-        unschedulable=_text(pod.unschedulable, secrets),
+        reason=_shown(pod.reason, secrets),
+        disruption=_shown(pod.disruption, secrets),
+        waiting=_shown(pod.waiting, secrets),
+        unschedulable=_shown(pod.unschedulable, secrets),
         exit=None
         if exit_ is None
         else Exit(exit_.code, _text(exit_.reason, secrets), _text(exit_.message, secrets), exit_.finished_at),
@@ -88,9 +104,9 @@ def _progress(seen: Progress, secrets: tuple[str, ...]) -> Progress:
         step_seconds=_bounded(seen.step_seconds, MAX_SECONDS),
         metrics={encodable(name): seen.metrics[name] for name in names[:MAX_METRICS]},
         committed_step=_bounded(seen.committed_step, SAFE_INT_MAX),
-        checkpoint_error=_text(seen.checkpoint_error, secrets),
-        straggler=_text(seen.straggler, secrets),
-        checkpoint_damaged=_text(seen.checkpoint_damaged, secrets),
+        checkpoint_error=_shown(seen.checkpoint_error, secrets),
+        straggler=_shown(seen.straggler, secrets),
+        checkpoint_damaged=_shown(seen.checkpoint_damaged, secrets),
         productive_seconds=min(seen.productive_seconds, MAX_SECONDS),
         restored_step=_bounded(seen.restored_step, SAFE_INT_MAX),
         restore_seconds=_bounded(seen.restore_seconds, MAX_SECONDS),

@@ -14,7 +14,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from everstep.contract.redact import HIDDEN, text
+from everstep.contract.redact import HIDDEN, short, text
 from everstep_operator.telemetry import redact
 
 MAX_TEXT = 8 * 1024  # characters of a message or field
@@ -34,13 +34,14 @@ class JsonFormatter(logging.Formatter):
             .replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "msg": text(_message(record))[:MAX_TEXT],
+            "msg": short(_message(record), MAX_TEXT),
         }
         for key, item in record.__dict__.items():
             if key not in _STANDARD and key not in line:
                 line[key] = HIDDEN if redact.secret_key(key) else _bounded(redact.value(item))
         if record.exc_info:
-            line["error"] = text(self.formatException(record.exc_info))[-MAX_TRACE:]
+            # The end is kept, and hidden with more than that before it: what is cut in the middle has no shape.
+            line["error"] = text(self.formatException(record.exc_info)[-2 * MAX_TRACE :])[-MAX_TRACE:]
         return json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=str)
 
 

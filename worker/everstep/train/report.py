@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everstep.contract import env
+from everstep.contract import env, redact
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS, Phase, Report
 from everstep.train import termination
 from everstep.train.post import PostError, Refused, post
@@ -130,7 +130,7 @@ class Reporter:
     def slow(self, what: str | None) -> None:
         """Which rank the others wait for, told with the next steps; None: none."""
         with self._wake:
-            self._known = replace(self._known, straggler=what[:MAX_ERROR] if what else None)
+            self._known = replace(self._known, straggler=redact.short(what, MAX_ERROR) if what else None)
 
     def committed(self, step: int, at: float | None = None) -> None:
         """The commit of `step` exists since `at`, in seconds since the epoch (default: now)."""
@@ -139,7 +139,7 @@ class Reporter:
     def save_failed(self, step: int | None, error: object) -> None:
         """The attempt to commit `step` failed; training goes on."""
         text = f"step {step}: {error}" if step is not None else str(error)
-        self._offer(Phase.SAVE_FAILED, checkpoint_error=text[:MAX_ERROR])
+        self._offer(Phase.SAVE_FAILED, checkpoint_error=redact.short(text, MAX_ERROR))
 
     def done(self) -> None:
         """Training is complete. Waits at most FLUSH_SECONDS for what is pending."""
@@ -169,7 +169,7 @@ class Reporter:
         self.started()
         with self._wake:
             text = f"log record {n} is stepped over: {error}"
-            self._known = replace(self._known, checkpoint_error=text[:MAX_ERROR])
+            self._known = replace(self._known, checkpoint_error=redact.short(text, MAX_ERROR))
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Wait until nothing is pending, at most `timeout` seconds; whether that was reached."""

@@ -22,6 +22,7 @@ LOG = "/dev/termination-log"
 MAX_ERROR = 400  # characters
 MAX_LINES = 12
 MAX_LINE = 120
+MAX_CONTEXT, MAX_CUT = 100, 4096  # lines, and characters of one, that are looked at: a key has more lines than are kept
 _TOLD = "__everstep_told__"
 
 
@@ -29,12 +30,13 @@ def write(error: str, exit_code: int, lines: list[str], environ: Mapping[str, st
     """Append one record. Several processes of one pod may write; the operator takes the first that blames no peer."""
     if env.JOB_UID not in environ:
         return
+    shown = redact.lines(line[:MAX_CUT] for line in lines[-MAX_CONTEXT:])
     record = {
         "everstep": 1,
         "rank": environ.get("RANK", ""),
         "exit_code": exit_code,
-        "error": redact.text(error)[:MAX_ERROR],
-        "lines": [redact.text(line)[:MAX_LINE] for line in lines[-MAX_LINES:]],
+        "error": redact.short(error, MAX_ERROR),
+        "lines": [line[:MAX_LINE] for line in shown[-MAX_LINES:]],
     }
     data = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with contextlib.suppress(OSError):
