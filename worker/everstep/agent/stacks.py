@@ -2,19 +2,23 @@
 
     <log dir>/<run id>_<random>/stacks/round-3-step-17-rank-1.txt
 
-Without a log dir they are below the machine's temporary folder, where they stay. Invariant: at most `KEPT` files of at
-most `MAX_BYTES` each; the newest.
+Without a log dir they are below the machine's temporary folder, where they stay, and where others may write too.
+Invariants: at most `KEPT` files of at most `MAX_BYTES` each, the newest; no link that somebody put there is followed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import logging
 import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from everstep.contract import private
+
+log = logging.getLogger("everstep.agent")
 
 MAX_BYTES = 64 * 1024
 KEPT = 256
@@ -35,7 +39,13 @@ def folder_of(run: str, log_folder: Path | None) -> Path:
     """Where the stacks of a run go. `log_folder`: the run's own, below the log dir that was asked for."""
     if log_folder is not None:
         return log_folder / "stacks"
-    return Path(tempfile.gettempdir()) / f"everstep-stacks-{os.getuid()}" / re.sub(r"[^A-Za-z0-9._-]", "_", run)[:100]
+    try:
+        shared = private.folder("stacks")
+    except OSError as e:
+        shared = Path(tempfile.mkdtemp(prefix="everstep-stacks-"))
+        log.warning("stacks are kept in %s: %s", shared, e)
+    # Never `.` or `..`, which an id may be.
+    return shared / ("run-" + re.sub(r"[^A-Za-z0-9._-]", "_", run)[:100])
 
 
 async def written(path: Path, since: int, seconds: float = SECONDS) -> str:
@@ -80,8 +90,8 @@ def keep(folder: Path, name: str, text: str) -> Path | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / name
-        path.write_text(text)
-        files = sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime)
+        private.write(path, text.encode(errors="replace")[-MAX_BYTES:])
+        files = sorted(folder.iterdir(), key=lambda p: p.stat(follow_symlinks=False).st_mtime)
     except OSError:
         return None
     for old in files[:-KEPT]:
