@@ -71,25 +71,16 @@ class Operator:
         synced: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_report` is told of every report that was accepted; `synced` is called once, with full caches."""
-        self._clock, self._metrics, self._settings, self._synced = clock, metrics, settings, synced
+        self._clock, self.metrics, self._settings, self._synced = clock, metrics, settings, synced
         rng = random.SystemRandom().random
+        ours, relisted = f"{labels.MANAGED_BY}={labels.MANAGER}", metrics.relisted
+        of_pods = {BY_OWNER: index_owner, BY_NODE: index_node}
         self.caches = Caches(
-            jobs=Informer(client, JOBS, clock=clock, rng=rng, indexers={BY_UID: index_uid}),
-            pods=Informer(
-                client,
-                PODS,
-                clock=clock,
-                rng=rng,
-                label_selector=f"{labels.MANAGED_BY}={labels.MANAGER}",
-                indexers={BY_OWNER: index_owner, BY_NODE: index_node},
-            ),
-            services=Informer(
-                client, SERVICES, clock=clock, rng=rng, label_selector=f"{labels.MANAGED_BY}={labels.MANAGER}"
-            ),
-            nodes=Informer(client, NODES, clock=clock, rng=rng),
-            budgets=Informer(
-                client, PDBS, clock=clock, rng=rng, label_selector=f"{labels.MANAGED_BY}={labels.MANAGER}"
-            ),
+            jobs=Informer(client, JOBS, clock=clock, rng=rng, indexers={BY_UID: index_uid}, relisted=relisted),
+            pods=Informer(client, PODS, clock=clock, rng=rng, label_selector=ours, indexers=of_pods, relisted=relisted),
+            services=Informer(client, SERVICES, clock=clock, rng=rng, label_selector=ours, relisted=relisted),
+            nodes=Informer(client, NODES, clock=clock, rng=rng, relisted=relisted),
+            budgets=Informer(client, PDBS, clock=clock, rng=rng, label_selector=ours, relisted=relisted),
         )
         seconds = settings.lease_seconds
         self.elector = LeaderElector(
@@ -183,7 +174,7 @@ class Operator:
 
     def _leadership_changed(self, state: object) -> None:
         leading = isinstance(state, Leading)
-        self._metrics.leader(leading)
+        self.metrics.leader(leading)
         self.rounds.forget_all()
         if leading:
             self.reconciler.forget_all()
@@ -213,12 +204,12 @@ class Operator:
         return f"waits for the first list of {', '.join(waiting)}" if waiting else None
 
     def _outcome(self, key: Key, outcome: Outcome, seconds: float) -> None:
-        self._metrics.reconciled(seconds, failed=not isinstance(outcome, Succeeded))
+        self.metrics.reconciled(seconds, failed=not isinstance(outcome, Succeeded))
 
     async def _measure(self) -> None:
         while True:
-            self._metrics.queue_depth(len(self.queue))
-            self._metrics.jobs(self.reconciler.jobs_by_status() if self.elector.is_leader() else {})
+            self.metrics.queue_depth(len(self.queue))
+            self.metrics.jobs(self.reconciler.jobs_by_status() if self.elector.is_leader() else {})
             await self._clock.sleep(METRICS_INTERVAL)
 
 

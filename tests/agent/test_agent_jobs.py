@@ -160,7 +160,7 @@ def test_a_program_error_is_counted_for_the_whole_job_and_ends_it_when_there_wer
     assert run.codes() == [1, 1]
     logs = [a.log.read_text() for a in run.agents]
     assert sum(log.count("]: ValueError: no such luck\n") for log in logs) == 3
-    assert all("ValueError: no such luck; 2 restarts are allowed" in log for log in logs)
+    assert all("ValueError: no such luck; all 2 restarts are used up (--max-restarts)" in log for log in logs)
     restarts = {line.split()[6] for path in tmp_path.glob("*.steps") for line in path.read_text().splitlines()}
     assert restarts <= {"0", "1", "2"}
 

@@ -117,7 +117,7 @@ def test_more_failures_than_allowed_end_the_agent_with_the_code_of_the_last_and_
     (finish,) = play.exits(0, -9)
     assert isinstance(finish, e.Finish)
     assert finish.code == 3
-    assert "ValueError; 1 restarts are allowed" in finish.why
+    assert "ValueError; its one restart is used up (--max-restarts)" in finish.why
 
 
 def test_where_an_operator_restarts_workers_the_others_are_not_ended_with_this_one() -> None:

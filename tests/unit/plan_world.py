@@ -251,7 +251,7 @@ class World:
         self.now += timedelta(seconds=float(seconds))
 
     def do_step(self, step: str, restored: str = "") -> None:
-        """All ranks of the round have restored and completed `step`."""
+        """All ranks of the round have restored and completed `step`, the first since they restored."""
         self.progress = replace(
             self.progress,
             round=self.status.world.round,
@@ -260,6 +260,7 @@ class World:
             started_at=self.now,
             restored_at=self.now,
             restored_step=int(restored) if restored else None,
+            resumed_step=int(restored) if restored else int(step) - 1,
             restore_seconds=0.25,
             trained_at=self.now,
             first_step_at=self.now + timedelta(milliseconds=50),
@@ -268,6 +269,10 @@ class World:
     def do_committed(self, step: str) -> None:
         healthy = replace(self.progress, checkpoint_error=None, checkpoint_damaged=None)
         self.progress = replace(healthy, committed_step=int(step), committed_at=self.now)
+
+    def do_skipped(self) -> None:
+        """A save was due while the one before was still being written."""
+        self.progress = replace(self.progress, skipped_saves=self.progress.skipped_saves + 1)
 
     def do_commit_failed(self, error: str) -> None:
         self.progress = replace(self.progress, checkpoint_error=error)

@@ -29,8 +29,10 @@ from everstep_operator.kube.errors import (
     from_response,
 )
 from everstep_operator.kube.framing import split_lines
-from everstep_operator.kube.resources import NODES, PODS
+from everstep_operator.kube.resources import CONFIGMAPS, EVENTS, LEASES, NODES, PDBS, PODS, SERVICES
 from everstep_operator.kube.transport import HttpKubeClient, Limits
+from everstep_operator.main import JOBS
+from everstep_operator.telemetry.metrics import RESOURCES, VERBS, Metrics
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -414,3 +416,24 @@ def test_page_of_a_proxy_is_quoted_within_a_bound() -> None:
     assert isinstance(error, ServerError)
     assert len(str(error)) < 3000
     assert error.retry_after is None
+
+
+async def test_every_request_is_counted_by_words_that_the_metric_knows(server: Server) -> None:
+    metrics = Metrics(process=False)
+    server.script = [web.json_response({"metadata": {}, "items": [], "status": {"authenticated": False}})]
+    async with HttpKubeClient(KubeConfig(str(server.kubeconfig)), on_answer=metrics.api_request) as client:
+        for resource in (PODS, SERVICES, CONFIGMAPS, EVENTS, LEASES, PDBS, JOBS):
+            await client.create(resource, "ns", {})
+            await client.get(resource, "ns", "a")
+            await client.list(resource, "ns")
+            await client.replace(resource, "ns", "a", {})
+            await client.merge_patch(resource, "ns", "a", {})
+            await client.delete(resource, "ns", "a")
+        await client.patch_status(JOBS, "ns", "a", {})
+        await client.list(NODES)
+        await client.review_token("t", ("us",))
+    families = {f.name: f for f in metrics.registry.collect()}
+    counted = [s.labels for s in families["everstep_api_requests"].samples if s.name.endswith("_total")]
+    assert {labels["verb"] for labels in counted} == set(VERBS)
+    assert {labels["resource"] for labels in counted} == set(RESOURCES)
+    assert {s.labels["verb"] for s in families["everstep_api_request_seconds"].samples} == set(VERBS)

@@ -11,28 +11,31 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from everstep.contract import labels
 from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
 from everstep.contract.messages import REPORT_PATH, Phase, Report
+from everstep.contract.rounds import DOCUMENT_PATH, PRESENCE_PATH, TTL_HEADER, VERSION_HEADER
 from everstep_operator.api.events import EventReason
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import EVENTS, LEASES, PDBS, PODS, SERVICES
 from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
 from everstep_operator.local.memory.cluster import MemoryCluster
-from everstep_operator.local.memory.faults import Faults, LoseAnswer, Refuse
+from everstep_operator.local.memory.faults import Delay, Expire, Faults, LoseAnswer, Refuse
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.shell.presence import Worker
 from everstep_operator.shell.round_documents import JobRef
 from everstep_operator.shell.rounds import Agent
-from everstep_operator.telemetry.metrics import Metrics
+from everstep_operator.telemetry.metrics import ROUND_CALLS, Metrics
 
 LIMIT = 30.0  # seconds of the test's own time that any wait may take
 JOB = {
@@ -329,16 +332,20 @@ async def test_elastic_job_follows_the_rounds_that_its_agents_write() -> None:
         await stage.until("the job is complete", stage.complete)
 
 
-async def send(stage: Stage, operator: Operator, pod: str, report: Report | bytes) -> int:
-    """What a worker's report is answered, over HTTP and with the pod's own token."""
+async def call(stage: Stage, operator: Operator, pod: str, method: str, path: str, **options: Any) -> int:
+    """What a worker's call is answered, over HTTP and with the pod's own token."""
     uid = (await stage.pods())[pod].metadata.uid
     token = stage.cluster.issue_token("default", "default", pod, uid, labels.TOKEN_AUDIENCE, 600)
-    body = report if isinstance(report, bytes) else report.encode()
-    url = f"http://127.0.0.1:{operator.intake.port}{REPORT_PATH}"
+    url = f"http://127.0.0.1:{operator.intake.port}{path}"
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session:
-        posting = asyncio.create_task(session.post(url, data=body))
-        await stage.until("the report is answered", posting.done)
-        return (await posting).status
+        calling = asyncio.create_task(session.request(method, url, **options))
+        await stage.until(f"{method} {path} is answered", calling.done)
+        return (await calling).status
+
+
+async def send(stage: Stage, operator: Operator, pod: str, report: Report | bytes) -> int:
+    body = report if isinstance(report, bytes) else report.encode()
+    return await call(stage, operator, pod, "POST", REPORT_PATH, data=body)
 
 
 @pytest.mark.parametrize("backend", ["c10d", "everstep", "etcd"])
@@ -460,3 +467,95 @@ async def test_nothing_grows_with_the_jobs_that_came_and_went() -> None:
     # Answers about tokens have a bound of their own (test_intake_identity) and expire.
     kept = {path: size for path, size in after.items() if "._identities." not in path}
     assert not {path: (before.get(path, 0), size) for path, size in kept.items() if size >= before.get(path, 0) + 6}
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """The value of every sample by its name and labels."""
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {" ".join((s.name, *(s.labels[k] for k in sorted(s.labels)))): s.value for f in families for s in f.samples}
+
+
+async def test_every_metric_is_moved_by_what_it_speaks_of() -> None:
+    """A metric that nothing moves reads as if nothing had happened."""
+    faults = Faults()
+    stage = Stage(faults)
+    spec = {**ELASTIC["spec"], "rendezvous": {"backend": "everstep"}}
+    seen: set[str] = set()
+
+    async with stage.operating() as operator:
+
+        def moved(*names: str) -> bool:
+            seen.update(name for name, value in samples(operator.metrics).items() if value > 0)
+            return all(any(name.startswith(wanted) for name in seen) for wanted in names)
+
+        job = await stage.client.create(JOBS, "default", {**ELASTIC, "spec": spec})
+
+        async def all_run() -> bool:
+            await stage.run_pods()
+            return len(await stage.pods()) == 4
+
+        async def train(round_: int, step: int, *pods: str) -> None:
+            for rank, pod in enumerate(pods):
+                report = Report(Phase.TRAIN, rank=rank, world_size=len(pods), at=1.0, round=round_, step=step)
+                assert await send(stage, operator, pod, report) == 204
+
+        await stage.until("the pods run", all_run)
+        await form(stage, operator, job, {0: 0, 1: 0, 2: 0, 3: 0})
+        await train(1, 10, *(f"digits-w{i}-0" for i in range(4)))
+        await stage.until(
+            "it runs", lambda: moved("everstep_jobs Running", "everstep_leader", "everstep_reports_total")
+        )
+        await stage.client.delete(PODS, "default", "digits-w1-0", grace_seconds=0)
+        await stage.until("it is replaced", lambda: replaced(stage, "digits-w1-1"))
+        await form(stage, operator, job, {0: 0, 2: 0, 3: 0})
+        await train(2, 11, "digits-w0-0", "digits-w2-0", "digits-w3-0")
+        recovered = ("everstep_recoveries_total PodDeleted shrink", "everstep_recovery_seconds_count")
+        await stage.until("it has recovered", lambda: moved(*recovered))
+        await form(stage, operator, job, {0: 0, 1: 1, 2: 0, 3: 0})
+        await train(3, 12, "digits-w0-0", "digits-w2-0", "digits-w3-0", "digits-w1-1")
+        await stage.until("it has regrown", lambda: moved("everstep_recoveries_total PodDeleted regrow"))
+
+        # What agents ask of the round store.
+        ask = partial(call, stage, operator, "digits-w0-0")
+        watching = asyncio.create_task(ask("GET", f"{DOCUMENT_PATH}?version=0&lapses=0&wait=1"))
+        await stage.until("a watch waits or was answered", lambda: moved("everstep_round_requests_total watch 200"))
+        await watching
+        assert await ask("GET", DOCUMENT_PATH) == 200
+        agent, wish = f"{PRESENCE_PATH}/agent-0-0", Wish(Member(0, "agent-0-0"), 0, Sizes(2, 8)).encode()
+        assert await ask("PUT", agent, data=wish, headers={TTL_HEADER: "30"}) == 204
+        assert await ask("POST", agent) == 204
+        assert await ask("GET", PRESENCE_PATH) == 200
+        assert await ask("PUT", DOCUMENT_PATH, data=b"{}", headers={VERSION_HEADER: "1"}) in (400, 412)
+        assert await ask("DELETE", agent) == 204
+        assert moved(*(f"everstep_round_requests_total {name}" for name in ROUND_CALLS))
+
+        # A watch that is lost for good; writes that fail; more work than workers.
+        stage.cluster.compact()
+        faults.add(Expire(), "event", resource=PODS, times=1)
+        await stage.client.delete(PODS, "default", "digits-w3-0", grace_seconds=0)
+        await stage.until("pods are listed again", lambda: moved("everstep_informer_relists_total pods"))
+        faults.add(Refuse(500), "patch", resource=JOBS, times=3)
+        for number in range(40):
+            await stage.client.create(JOBS, "default", {**JOB, "metadata": {"name": f"more{number}"}})
+        faults.add(Delay(30), "create", resource=PODS)
+        await stage.until("keys wait", lambda: moved("everstep_queue_depth", "everstep_reconcile_errors_total"))
+    exported = {f.name for f in text_string_to_metric_families(Metrics(process=False).render().decode())}
+    still = {name for name in exported if not any(one.startswith(name) for one in seen)}
+    # Requests to the API server are told by the HTTP client (test_kube_transport), waiting agents by the next test.
+    assert still == {"everstep_api_requests", "everstep_api_request_seconds", "everstep_round_watches"}
+
+
+async def test_agents_that_wait_are_counted_while_they_wait() -> None:
+    stage = Stage()
+    spec = {**ELASTIC["spec"], "rendezvous": {"backend": "everstep"}}
+    async with stage.operating() as operator:
+        job = await stage.client.create(JOBS, "default", {**ELASTIC, "spec": spec})
+        await stage.until("a pod is there", lambda: replaced(stage, "digits-w0-0"))
+        await form(stage, operator, job, {0: 0, 1: 0})
+        sight = await operator.rounds.read(Agent(JobRef("default", "digits", job.metadata.uid), Worker("p", 0, 0)), 0)
+        path = f"{DOCUMENT_PATH}?version={sight.version}&lapses={sight.lapses}&wait=600"
+        watching = asyncio.create_task(call(stage, operator, "digits-w0-0", "GET", path))
+        await stage.until("it waits", lambda: samples(operator.metrics)["everstep_round_watches"] == 1)
+        await form(stage, operator, job, {0: 0, 1: 0, 2: 0})
+        assert await watching == 200
+        assert samples(operator.metrics)["everstep_round_watches"] == 0

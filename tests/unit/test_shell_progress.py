@@ -216,3 +216,25 @@ def test_late_report_of_an_older_round_is_ignored_when_others_speak_of_the_newer
     progress.accept(report(Phase.START, 1, round=4), at(1), "pod-1")
     progress.accept(report(Phase.TRAIN, step=9, round=3), at(60), "pod-2")
     assert (progress.snapshot().round, progress.snapshot().step) == (4, None)
+
+
+def test_skipped_save_is_counted_and_is_no_failure() -> None:
+    progress = fresh(checkpoint={"skippedSaves": 2, "healthy": True})
+    assert not progress.accept(report(Phase.SAVE_SKIPPED), at(1))
+    seen = progress.snapshot()
+    assert (seen.skipped_saves, seen.checkpoint_error) == (3, None)
+
+
+def test_round_resumes_before_the_lowest_first_step_of_its_ranks() -> None:
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, 0, step=90), at(1))
+    progress.accept(report(Phase.TRAIN, 1, round=2, step=93), at(2))  # told of late: it has gone on
+    progress.accept(report(Phase.TRAIN, 0, round=2, step=91), at(3))
+    progress.accept(report(Phase.TRAIN, 0, round=2, step=120), at(4))
+    assert progress.snapshot().resumed_step == 90
+
+
+def test_new_leader_that_hears_of_a_round_in_the_middle_does_not_say_where_it_resumed() -> None:
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, 0, round=7, step=500), at(1))
+    assert progress.snapshot().resumed_step is None

@@ -16,8 +16,8 @@ def test_everything_that_happened_is_rendered() -> None:
     m.reconciled(3, failed=True)
     m.api_request("create", "pods", 201, 0.01)
     m.api_request("get", "pods", "error")
-    m.recovery_begun("NodeLost", "recreate")
-    m.recovered(4.2)
+    m.recovered("NodeLost", "recreate", 4.2)
+    m.recovered("NodeLost", "regrow", None)
     m.report(ReportResult.ACCEPTED)
     m.leader(True)
     m.queue_depth(7)
@@ -29,7 +29,8 @@ def test_everything_that_happened_is_rendered() -> None:
     assert got["everstep_api_requests_total", "error", "pods", "get"] == 1
     assert got["everstep_api_request_seconds_count", "create"] == 1
     assert got["everstep_recoveries_total", "NodeLost", "recreate"] == 1
-    assert got["everstep_recovery_seconds_sum",] == 4.2
+    assert got["everstep_recoveries_total", "NodeLost", "regrow"] == 1
+    assert (got["everstep_recovery_seconds_sum",], got["everstep_recovery_seconds_count",]) == (4.2, 1)
     assert got["everstep_reports_total", "accepted"] == 1
     assert got["everstep_leader",] == 1
     assert got["everstep_queue_depth",] == 7
@@ -48,7 +49,7 @@ def test_words_outside_the_set_add_no_series() -> None:
     m = Metrics(process=False)
     for i in range(1000):
         m.api_request(f"verb{i}", f"res{i}", 600 + i, 0.1)
-        m.recovery_begun(f"cause{i}", f"rung{i}")
+        m.recovered(f"cause{i}", f"rung{i}", 1.0)
         m.jobs({f"status{i}": 1, f"other{i}": 1})
     got = samples(m)
     assert got["everstep_api_requests_total", "other", "other", "other"] == 1000

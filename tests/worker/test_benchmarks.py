@@ -71,6 +71,7 @@ def test_script_that_is_asked_for_help_knows_its_imports_and_its_arguments(scrip
         ("reporting.py", "report_call.operator_there.p50"),
         ("rendezvous.py", "lose_one_of_3.p50"),
         ("data.py", "reshard.p95"),
+        ("replacement.py", "replacement.p99"),
     ],
 )
 def test_quick_cell_gives_figures_of_the_agreed_shape(script: str, name: str, tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ class ReadyReason(StrEnum):
     FAILED = "Failed"
 
 
+class Rung(StrEnum):
+    """How the operator brought the training back. What agents mend without it is not in the status."""
+
+    RECREATE = "recreate"  # with the lost worker replaced
+    SHRINK = "shrink"  # with fewer workers
+    REGROW = "regrow"  # to the full size, after a shrink
+
+
 class Cause(StrEnum):
     """Why a worker was lost. `spec.recovery.rules[].onReasons` matches these words and recoveries report them."""
 

@@ -15,19 +15,14 @@ class EventReason(StrEnum):
     WORLD_RESIZED = "WorldResized"
     WORKER_LOST = "WorkerLost"
     WORKER_REPLACED = "WorkerReplaced"
-    NODE_EXCLUDED = "NodeExcluded"
     QUORUM_LOST = "QuorumLost"
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
-    RENDEZVOUS_TIMEOUT = "RendezvousTimeout"
-    PREEMPTION_NOTICED = "PreemptionNoticed"
     CHECKPOINT_COMMITTED = "CheckpointCommitted"  # a series: one event with a count, not one a commit
     CHECKPOINT_COMMIT_FAILED = "CheckpointCommitFailed"
     CHECKPOINT_CORRUPT = "CheckpointCorrupt"
     RESTORED_FROM_CHECKPOINT = "RestoredFromCheckpoint"
-    HANG_DETECTED = "HangDetected"
     STRAGGLER_DETECTED = "StragglerDetected"
     RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
-    STORAGE_LACKS_CONDITIONAL_WRITE = "StorageLacksConditionalWrite"
     JOB_SUSPENDED = "JobSuspended"
     JOB_RESUMED = "JobResumed"
     JOB_COMPLETED = "JobCompleted"
@@ -51,17 +46,6 @@ _NORMAL = frozenset(
         EventReason.JOB_SUSPENDED,
         EventReason.JOB_RESUMED,
         EventReason.JOB_COMPLETED,
-    }
-)
-
-
-# Words of the API that this version does not say yet.
-NOT_YET = frozenset(
-    {
-        EventReason.NODE_EXCLUDED,
-        EventReason.PREEMPTION_NOTICED,
-        EventReason.HANG_DETECTED,
-        EventReason.STORAGE_LACKS_CONDITIONAL_WRITE,
     }
 )
 

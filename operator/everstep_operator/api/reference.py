@@ -15,7 +15,7 @@ from typing import Any
 from everstep.contract.labels import API_VERSION, KIND
 from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason
 from everstep_operator.api.crd import COLUMNS, crd
-from everstep_operator.api.events import NOT_YET, EventReason, event_type
+from everstep_operator.api.events import EventReason, event_type
 from everstep_operator.api.pending import PENDING
 
 _BOUNDS = {
@@ -93,7 +93,7 @@ def _words() -> list[str]:
     lines += [f"Reasons of Ready (the STATUS column): {', '.join(f'`{r}`' for r in ReadyReason)}.", ""]
     lines += [f"Causes of a loss, for `onReasons`: {', '.join(f'`{c}`' for c in Cause)}.", ""]
     lines += ["Events:", "", "| reason | type |", "|---|---|"]
-    lines += [f"| `{r}` | {event_type(r)}{' (not in this version)' if r in NOT_YET else ''} |" for r in EventReason]
+    lines += [f"| `{r}` | {event_type(r)} |" for r in EventReason]
     return [*lines, ""]
 
 

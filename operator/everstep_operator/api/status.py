@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
 from everstep_operator.api.base import Count, Int32, StatusModel, Timestamp
-from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, Rung
 
 MAX_RECOVERIES = 10
 MAX_WORKERS = 4096
@@ -101,6 +101,11 @@ class CheckpointStatus(StatusModel):
         default=None, description="Where the commits are: spec.checkpoint.url."
     )
     healthy: bool | None = Field(default=None, description="False while the last attempt to commit failed.")
+    skipped_saves: Count = Field(
+        default=0,
+        description="Saves that were due while the one before was still being written: the store is slower than the "
+        "interval. Nothing is lost by one.",
+    )
 
 
 class Restarts(StatusModel):
@@ -150,7 +155,7 @@ class RecoveryRecord(StatusModel):
     worker: Count | None = Field(default=None, description="Index of the worker that was lost first.")
     node: Annotated[str, StringConstraints(max_length=253)] | None = Field(default=None, description="Node it ran on.")
     rung: Annotated[str, StringConstraints(max_length=32)] = Field(
-        description="Step of the recovery ladder: in-process, re-fork, recreate, shrink, regrow, from-storage."
+        description=f"Step of the recovery ladder: {', '.join(Rung)}."
     )
     detect_ms: Count | None = Field(default=None, description="Milliseconds from the fault to its notice, when known.")
     rendezvous_ms: Count | None = Field(default=None, description="Milliseconds from the notice to the new round.")

@@ -230,7 +230,7 @@ class HttpKubeClient:
         await self._exchange(request, idempotent=uid is not None)
 
     async def review_token(self, token: str, audiences: Sequence[str]) -> TokenReview:
-        where = "review token"
+        where = "review tokenreviews"
         body = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",

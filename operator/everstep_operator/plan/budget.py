@@ -93,17 +93,25 @@ def decide(
     if charge is Charge.USER_CODE and counted.in_window > recovery.max_restarts:
         return Fail(
             "RestartBudgetExhausted",
-            f"worker {loss.index}: {loss.detail}; {recovery.max_restarts} restarts within "
-            f"{recovery.restart_window_seconds} s are used up (spec.recovery.maxRestarts)",
+            f"worker {loss.index}: {loss.detail}; {_used_up(recovery)}",
             EventReason.RESTART_BUDGET_EXHAUSTED,
         )
     if reporting and counted.without_progress >= recovery.no_progress_limit:
         return Fail(
             "NoProgress",
-            f"worker {loss.index}: {loss.detail}; {counted.without_progress} restarts without one new step "
+            f"worker {loss.index}: {loss.detail}; lost {counted.without_progress} times in a row without one new step "
             f"(spec.recovery.noProgressLimit)",
         )
     return Restart(counted)
+
+
+def _used_up(recovery: Recovery) -> str:
+    allowed = recovery.max_restarts
+    if allowed == 0:
+        return "no restart is allowed (spec.recovery.maxRestarts is 0)"
+    number = "the one restart" if allowed == 1 else f"all {allowed} restarts"
+    within = f"within {recovery.restart_window_seconds} s"
+    return f"{number} {within} {'is' if allowed == 1 else 'are'} used up (spec.recovery.maxRestarts)"
 
 
 def not_before(recovery: Recovery, restarts: Restarts) -> datetime | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason
+from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Status, World
 from everstep_operator.plan import recovery
@@ -25,7 +25,7 @@ def events(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
         found += _recovered(snapshot, observed)
     slow = observed.progress.straggler
     if slow is not None and slow != before.progress.straggler:
-        found.append(Event(EventReason.STRAGGLER_DETECTED, slow, warning=True))
+        found.append(Event(EventReason.STRAGGLER_DETECTED, slow))
     return (*found, *_commits(snapshot, observed))
 
 
@@ -35,11 +35,11 @@ def of_capacity(snapshot: Snapshot, observed: Status, unplaced: Collection[int])
     found = []
     waits = ready is not None and ready.reason == ReadyReason.WAITING_FOR_QUORUM
     if waits and observed.world.formed_at is not None and _holds(before, ConditionType.QUORUM_REACHED):
-        found.append(Event(EventReason.QUORUM_LOST, ready.message if ready is not None else "", warning=True))
+        found.append(Event(EventReason.QUORUM_LOST, ready.message if ready is not None else ""))
     stalled = observed.condition(ConditionType.STALLED)
     if unplaced and _holds(observed, ConditionType.STALLED) and not _holds(before, ConditionType.STALLED):
         text = stalled.message if stalled is not None else ""
-        found.append(Event(EventReason.INSUFFICIENT_CAPACITY, text, warning=True))
+        found.append(Event(EventReason.INSUFFICIENT_CAPACITY, text))
     return tuple(found)
 
 
@@ -56,14 +56,14 @@ def _holds(status: Status, type_: ConditionType) -> bool:
 
 def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
     done = observed.recoveries[0]
-    if done.rung == recovery.REGROW:
+    if done.rung == Rung.REGROW:
         return [Event(EventReason.WORKER_REPLACED, f"the world has its {observed.world.size} workers again")]
-    size = f" with {observed.world.size} workers" if done.rung == recovery.SHRINK else ""
+    size = f" with {observed.world.size} workers" if done.rung == Rung.SHRINK else ""
     found = [
         Event(
-            EventReason.WORLD_RESIZED if done.rung == recovery.SHRINK else EventReason.WORKER_REPLACED,
-            f"training goes on{size} {recovery.total_ms(done) / 1000:.1f} s after worker {done.worker} was lost "
-            f"({done.cause}); {done.lost_steps if done.lost_steps is not None else 'unknown'} steps are retaken",
+            EventReason.WORLD_RESIZED if done.rung == Rung.SHRINK else EventReason.WORKER_REPLACED,
+            f"training resumed{size} {recovery.total_ms(done) / 1000:.1f} s after worker {done.worker} was lost "
+            f"({done.cause}){_repeated(done.lost_steps)}",
         )
     ]
     if (step := snapshot.progress.restored_step) is not None:
@@ -71,6 +71,12 @@ def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
         text = f"the state after step {step} was restored in {took:.1f} s"
         found.append(Event(EventReason.RESTORED_FROM_CHECKPOINT, text))
     return found
+
+
+def _repeated(steps: int | None) -> str:
+    if steps is None:
+        return ""  # nobody told: better nothing than a guess
+    return f"; {steps or 'no'} {'step' if steps == 1 else 'steps'} repeated"
 
 
 def _commits(snapshot: Snapshot, observed: Status) -> list[Event]:
@@ -82,8 +88,8 @@ def _commits(snapshot: Snapshot, observed: Status) -> list[Event]:
     if observed.checkpoint.healthy is False and before.checkpoint.healthy is not False:
         seen = snapshot.progress
         if seen.checkpoint_error is None and seen.checkpoint_damaged is not None:
-            found.append(Event(EventReason.CHECKPOINT_CORRUPT, seen.checkpoint_damaged, warning=True))
+            found.append(Event(EventReason.CHECKPOINT_CORRUPT, seen.checkpoint_damaged))
         else:
             message = seen.checkpoint_error or "a commit failed"
-            found.append(Event(EventReason.CHECKPOINT_COMMIT_FAILED, message, warning=True))
+            found.append(Event(EventReason.CHECKPOINT_COMMIT_FAILED, message))
     return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import assert_never
 
-from everstep_operator.api.conditions import ConditionType, ReadyReason
+from everstep_operator.api.conditions import ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import RecoveryRecord, Restarts, Status
 from everstep_operator.plan import (
@@ -158,7 +158,7 @@ def _judge_loss(
         restarts = restarts.model_copy(update={"incident_at": snapshot.now})
     records = snapshot.job.status.recoveries
     if hit and not (follows and recovery.is_open(records)):
-        records = recovery.opened(snapshot.now, root, records, recovery.RECREATE if replaced else recovery.SHRINK)
+        records = recovery.opened(snapshot.now, root, records, Rung.RECREATE if replaced else Rung.SHRINK)
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
     message = root.sentence + more
     what = f"replacing {_workers(indices)}" if replaced else "going on without a replacement (spec.elastic.regrow)"
@@ -168,7 +168,7 @@ def _judge_loss(
         ReadyReason.RECOVERING if hit else None,
         restarts,
         records,
-        Event(EventReason.WORKER_LOST, f"{message}; {what}{startup.tried(snapshot, restarts)}", warning=True),
+        Event(EventReason.WORKER_LOST, f"{message}; {what}{startup.tried(snapshot, restarts)}"),
     )
 
 
@@ -259,7 +259,7 @@ def _status(snapshot: Snapshot, wanted: Roster, current: dict[int, WorkerPod], c
         world = world.model_copy(update={"size": 0, "formed_at": None, "formed_round": None})
     records = change.recoveries if change is not None and change.recoveries is not None else job.status.recoveries
     if change is None and seen.stands:
-        rung = recovery.RECREATE if seen.size >= wanted.wanted else recovery.SHRINK
+        rung = Rung.RECREATE if seen.size >= wanted.wanted else Rung.SHRINK
         records = recovery.completed_as(records, snapshot.progress, job.status.restarts.last_step, rung)
         if seen.size >= wanted.wanted and condition.trains(snapshot, seen):
             records = recovery.regrown(snapshot.now, snapshot.progress, records)

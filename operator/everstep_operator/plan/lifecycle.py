@@ -91,7 +91,7 @@ def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
         finished_at=snapshot.now,
     )
     # An event's reason stands beside its message: said once.
-    event = Event(failed.event, failed.message if failed.reason == failed.event else failure.message, warning=True)
+    event = Event(failed.event, failed.message if failed.reason == failed.event else failure.message)
     return Plan(ended, clean_up(snapshot), (event,), publish=True, reason=failure.message)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from everstep_operator.api.events import EventReason, event_type
 from everstep_operator.api.status import Status
 from everstep_operator.plan.actions import Action
 from everstep_operator.plan.stages import Stage
@@ -19,12 +20,11 @@ from everstep_operator.plan.stages import Stage
 class Event:
     """A Kubernetes event about the job, recorded only if the plan's status write succeeded."""
 
-    reason: str
+    reason: EventReason
     message: str
-    warning: bool = False
 
     def __str__(self) -> str:
-        return f"event {'Warning' if self.warning else 'Normal'} {self.reason}: {self.message}"
+        return f"event {event_type(self.reason)} {self.reason}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from everstep_operator.api.conditions import Rung
 from everstep_operator.api.status import MAX_RECOVERIES, RecoveryRecord
 from everstep_operator.plan.failure import Loss
 from everstep_operator.plan.snapshot import Progress
 
-# Rungs of the ladder that the operator itself climbs.
-RECREATE, SHRINK, REGROW = "recreate", "shrink", "regrow"
-
 
 def opened(
-    now: datetime, loss: Loss, old: tuple[RecoveryRecord, ...], rung: str = RECREATE
+    now: datetime, loss: Loss, old: tuple[RecoveryRecord, ...], rung: Rung = Rung.RECREATE
 ) -> tuple[RecoveryRecord, ...]:
     record = RecoveryRecord(
         at=now,
@@ -42,20 +40,19 @@ def completed(
     start = published_at or records[0].at
     restore = progress.restore_seconds or 0.0
     total = _ms(start, progress.restored_at) or 0
-    restored = progress.restored_step or 0
     done = records[0].model_copy(
         update={
             "rendezvous_ms": max(0, total - round(restore * 1000)),
             "restore_ms": round(restore * 1000),
             "first_step_ms": _ms(progress.restored_at, progress.first_step_at),
-            "lost_steps": max(0, step_before - restored) if step_before is not None else None,
+            "lost_steps": _repeated(progress, step_before),
         }
     )
     return (done, *records[1:])
 
 
 def completed_as(
-    records: tuple[RecoveryRecord, ...], progress: Progress, step_before: int | None, rung: str
+    records: tuple[RecoveryRecord, ...], progress: Progress, step_before: int | None, rung: Rung
 ) -> tuple[RecoveryRecord, ...]:
     """The same where the agents form the rounds: the clock runs from the loss, and what was reported before it was
     about an older round. `rung` is the one that brought the training back."""
@@ -64,22 +61,30 @@ def completed_as(
     start = progress.lost_at or records[0].at
     if progress.first_step_at <= start:
         return records
-    # Members that kept their memory restored nothing, and took nothing again but the step that failed.
-    steps = step_before if progress.restored_step is not None else None
-    done = completed(records, progress, start, steps)
+    done = completed(records, progress, start, step_before)
     return (done[0].model_copy(update={"rung": rung}), *done[1:])
 
 
 def regrown(now: datetime, progress: Progress, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
     """The world has its size again after the newest recovery shrank it. Written when it has taken a step."""
-    if not records or records[0].rung != SHRINK or is_open(records):
+    if not records or records[0].rung != Rung.SHRINK or is_open(records):
         return records
     taken = _ms(progress.restored_at, progress.first_step_at) if progress.first_step_at is not None else None
     before = records[0]
     grown = RecoveryRecord(
-        at=now, cause=before.cause, worker=before.worker, node=before.node, rung=REGROW, first_step_ms=taken or 0
+        at=now, cause=before.cause, worker=before.worker, node=before.node, rung=Rung.REGROW, first_step_ms=taken or 0
     )
     return (grown, *records)[:MAX_RECOVERIES]
+
+
+def _repeated(progress: Progress, step_before: int | None) -> int | None:
+    """Steps that had been completed and were taken again; None if nobody told where the training resumed.
+
+    What the processes did says it, not what they restored: members that kept their memory restored nothing and lost
+    nothing, and a script may keep its state by other means.
+    """
+    resumed = progress.restored_step if progress.resumed_step is None else progress.resumed_step
+    return None if step_before is None or resumed is None else max(0, step_before - resumed)
 
 
 def total_ms(record: RecoveryRecord) -> int:

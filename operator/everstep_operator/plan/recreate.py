@@ -155,7 +155,7 @@ def _publish(snapshot: Snapshot, change: _NewRound) -> Plan:
 def _publish_events(snapshot: Snapshot, change: _NewRound) -> tuple[Event, ...]:
     if change.loss is not None:
         what = "recreating the world" + startup.tried(snapshot, change.restarts)
-        return (Event(EventReason.WORKER_LOST, f"{change.message}; {what}", warning=True),)
+        return (Event(EventReason.WORKER_LOST, f"{change.message}; {what}"),)
     if change.reason is ReadyReason.RESIZING:
         return (Event(EventReason.WORLD_RESIZED, change.message),)
     if change.reason is ReadyReason.SUSPENDED:

@@ -81,6 +81,7 @@ class Progress:
     updated_at: datetime | None = None
     committed_step: int | None = None
     committed_at: datetime | None = None
+    skipped_saves: int = 0  # since the job began
     checkpoint_error: str | None = None  # why the last attempt to commit failed
     straggler: str | None = None  # which rank the others wait for, while they do
     checkpoint_damaged: str | None = None  # which commit was stepped over at the last restore, and why
@@ -92,6 +93,7 @@ class Progress:
     started_at: datetime | None = None  # all ranks have reported START
     restored_at: datetime | None = None  # all ranks have restored
     restored_step: int | None = None
+    resumed_step: int | None = None  # the last step that was complete when the round began to train
     restore_seconds: float | None = None
     first_step_at: datetime | None = None  # all ranks have completed one step
 

@@ -112,6 +112,7 @@ def _checkpoint(snapshot: Snapshot) -> CheckpointStatus:
         committed_at=seen.committed_at if newer else old.committed_at,
         url=spec.url if spec is not None else None,
         healthy=healthy,
+        skipped_saves=max(seen.skipped_saves, old.skipped_saves),
     )
 
 

@@ -108,7 +108,9 @@ def _progress(seen: Progress, secrets: tuple[str, ...]) -> Progress:
         straggler=_shown(seen.straggler, secrets),
         checkpoint_damaged=_shown(seen.checkpoint_damaged, secrets),
         productive_seconds=min(seen.productive_seconds, MAX_SECONDS),
+        skipped_saves=min(seen.skipped_saves, SAFE_INT_MAX),
         restored_step=_bounded(seen.restored_step, SAFE_INT_MAX),
+        resumed_step=_bounded(seen.resumed_step, SAFE_INT_MAX),
         restore_seconds=_bounded(seen.restore_seconds, MAX_SECONDS),
     )
 

@@ -71,7 +71,9 @@ class Informer(Generic[T]):
         label_selector: str | None = None,
         indexers: Mapping[str, Indexer[T]] | None = None,
         timing: Timing = Timing(),
+        relisted: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`relisted` is told of the resource when everything was listed again, because a watch was lost for good."""
         self._client = client
         self._resource = resource
         self._clock = clock
@@ -79,6 +81,7 @@ class Informer(Generic[T]):
         self._namespace = namespace
         self._selector = label_selector
         self._timing = timing
+        self._relisted = relisted
         self._cache: Cache[T] = Cache(indexers)
         self._handlers: list[Handler[T]] = []
         self._synced = asyncio.Event()
@@ -144,6 +147,8 @@ class Informer(Generic[T]):
                 where=f"list {self._resource.plural}",
             )
         self._stale_lists = 0
+        if self.has_synced:
+            self._relisted(self._resource.plural)
         self._emit(self._cache.replace(listed))
         self._synced.set()
         log.debug("listed", extra={"resource": self._resource.plural, "objects": len(self._cache)})

@@ -10,6 +10,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from everstep.contract.messages import Phase, Report
+from everstep_operator.api.base import SAFE_INT_MAX
 from everstep_operator.api.status import Status
 from everstep_operator.plan.snapshot import Progress
 
@@ -24,6 +25,7 @@ class JobProgress:
     def __init__(self, status: Status, now: datetime) -> None:
         """Start from what the status remembers, so that a restart neither recounts steps nor forgets goodput."""
         self._step = status.progress.step
+        self._skipped = status.checkpoint.skipped_saves
         self._productive = 0.0
         if status.goodput_percent and status.start_time is not None:
             self._productive = status.goodput_percent / 100 * max(0.0, (now - status.start_time).total_seconds())
@@ -40,6 +42,7 @@ class JobProgress:
 
     def _open_round(self, round_: int, published_at: datetime | None) -> None:
         self._round, self._published_at = round_, published_at
+        self._seen_to_begin = published_at is not None  # if not, an operator before this one may have seen it
         self._claimed_by: set[str] = set()
         self._claimed_at: datetime | None = None
         self._started: set[int] = set()
@@ -49,6 +52,7 @@ class JobProgress:
         self._started_at: datetime | None = None
         self._restored_at: datetime | None = None
         self._restored_step: int | None = None
+        self._resumed_step: int | None = None
         self._restore_seconds: float | None = None
         self._trained_at: datetime | None = None
         self._straggler: str | None = None
@@ -74,7 +78,9 @@ class JobProgress:
             return self._late(report)
         if report.round != self._round:
             # Formed by the agents, or published by a leader whose status write has not reached this cache yet.
+            followed = self._updated_at is not None
             self._open_round(report.round, None)
+            self._seen_to_begin = followed
         if claimant is not None and len(self._claimed_by) < MAX_RANKS:
             self._claimed_at = self._claimed_at or now
             self._claimed_by.add(claimant)
@@ -89,6 +95,9 @@ class JobProgress:
             case Phase.TRAIN | Phase.DONE:
                 return self._train(report, now) or healed
             case Phase.SAVE:
+                return healed
+            case Phase.SAVE_SKIPPED:
+                self._skipped += 1
                 return healed
             case Phase.SAVE_FAILED:
                 changed = self._error is None
@@ -112,6 +121,7 @@ class JobProgress:
         return True
 
     def _start(self, report: Report, now: datetime) -> bool:
+        self._seen_to_begin = True
         self._started.add(report.rank)
         if self._started_at is None and len(self._started) >= self._world_size:
             self._started_at = now
@@ -131,6 +141,10 @@ class JobProgress:
     def _train(self, report: Report, now: datetime) -> bool:
         first = self._trained_at is None
         self._trained_at = self._trained_at or now
+        if report.step and report.rank not in self._stepped and self._seen_to_begin:
+            # Ranks that are told of late have gone on meanwhile: the lowest is where the round began.
+            before = SAFE_INT_MAX if self._resumed_step is None else self._resumed_step
+            self._resumed_step = min(report.step - 1, before)
         self._stepped.add(report.rank)
         complete = self._first_step_at is None and len(self._stepped) >= self._world_size
         if complete:
@@ -175,6 +189,7 @@ class JobProgress:
             updated_at=self._updated_at,
             committed_step=self._committed_step,
             committed_at=self._committed_at,
+            skipped_saves=self._skipped,
             checkpoint_error=self._error,
             checkpoint_damaged=self._damaged,
             straggler=self._straggler,
@@ -184,6 +199,7 @@ class JobProgress:
             started_at=self._started_at,
             restored_at=self._restored_at,
             restored_step=self._restored_step,
+            resumed_step=self._resumed_step,
             restore_seconds=self._restore_seconds,
             trained_at=self._trained_at,
             first_step_at=self._first_step_at,

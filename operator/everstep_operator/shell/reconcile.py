@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from everstep_operator.api.base import SpecError
-from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason
+from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Condition, Status
 from everstep_operator.kube.resources import Resource
@@ -187,10 +187,9 @@ class Reconciler:
         if not new.recoveries or new.recoveries == old.recoveries:
             return
         newest = new.recoveries[0]
-        if recovery.is_open(new.recoveries):
-            self._metrics.recovery_begun(newest.cause, newest.rung)
-        else:
-            self._metrics.recovered(recovery.total_ms(newest) / 1000)
+        if not recovery.is_open(new.recoveries):
+            seconds = None if newest.rung == Rung.REGROW else recovery.total_ms(newest) / 1000
+            self._metrics.recovered(newest.cause, newest.rung, seconds)
 
     def _remember(self, obj: Unstructured) -> _Memory:
         key, uid = obj.key, obj.metadata.uid

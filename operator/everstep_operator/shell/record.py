@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from everstep.contract import labels
-from everstep_operator.api.events import EventReason
+from everstep_operator.api.events import EventReason, event_type
 from everstep_operator.api.status import Status
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import AlreadyExists, KubeError
@@ -90,7 +90,7 @@ class Recorder:
 
     async def _write_event(self, job: JobView, event: Event) -> None:
         now = micro_time(self._now())
-        series = _SERIES.get(EventReason(event.reason))
+        series = _SERIES.get(event.reason)
         note = (series or event.message)[:MAX_NOTE]
         # A series has one name per job and reason; any other event is named by its content and moment.
         seed = f"{job.uid}/{event.reason}" if series else f"{job.uid}/{event.reason}/{note}/{now}"
@@ -113,7 +113,7 @@ class Recorder:
             "reportingInstance": self._instance[:128],
             "action": "Reconcile",
             "reason": event.reason,
-            "type": "Warning" if event.warning else "Normal",
+            "type": event_type(event.reason),
             "note": note,
             "regarding": {
                 "apiVersion": labels.API_VERSION,

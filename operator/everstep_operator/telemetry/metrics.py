@@ -13,15 +13,15 @@ from enum import StrEnum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from everstep_operator.api.conditions import Cause, ReadyReason
+from everstep_operator.api.conditions import Cause, ReadyReason, Rung
 
 OTHER = "other"
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 STATUSES = tuple(ReadyReason)
 CAUSES = tuple(Cause)
-RUNGS = ("in-process", "re-fork", "recreate", "shrink", "from-storage")
-VERBS = ("get", "list", "watch", "create", "patch", "update", "delete")
+RUNGS = tuple(Rung)
+VERBS = ("get", "list", "create", "patch", "replace", "delete", "review")
 RESOURCES = (
     "trainingjobs",
     "trainingjobs/status",
@@ -31,7 +31,6 @@ RESOURCES = (
     "nodes",
     "events",
     "leases",
-    "serviceaccounts",
     "poddisruptionbudgets",
     "tokenreviews",
     "jwks",
@@ -88,7 +87,7 @@ class Metrics:
         self._jobs = Gauge("everstep_jobs", "Jobs by the reason of their Ready condition.", ("status",), registry=r)
         self._recoveries = Counter(
             "everstep_recoveries",
-            "Recoveries begun, by what failed and how it is mended.",
+            "Recoveries that ended, by what failed and how it was mended.",
             ("cause", "rung"),
             registry=r,
         )
@@ -125,7 +124,7 @@ class Metrics:
         known = code if code in CODES else "error" if code == "error" else OTHER
         verb = _one_of(verb, VERBS)
         self._api.labels(verb, _one_of(resource, RESOURCES), known).inc()
-        if seconds is not None and verb != "watch":
+        if seconds is not None:
             self._api_seconds.labels(verb).observe(seconds)
 
     def relisted(self, resource: str) -> None:
@@ -141,13 +140,12 @@ class Metrics:
         for status, count in counts.items():
             self._jobs.labels(status).set(count)
 
-    def recovery_begun(self, cause: str, rung: str) -> None:
-        """A fault was seen and is being mended."""
+    def recovered(self, cause: str, rung: str, seconds: float | None) -> None:
+        """All members took their next step, `seconds` after the fault was observed; None: it was mended before, and now
+        the world has its size again."""
         self._recoveries.labels(_one_of(cause, CAUSES), _one_of(rung, RUNGS)).inc()
-
-    def recovered(self, seconds: float) -> None:
-        """All members took their next step `seconds` after the fault was observed."""
-        self._recovery_seconds.observe(max(0.0, seconds))
+        if seconds is not None:
+            self._recovery_seconds.observe(max(0.0, seconds))
 
     def report(self, result: ReportResult) -> None:
         """A worker's report was answered."""

@@ -190,9 +190,16 @@ def _charged(state: State, restarts: int | None) -> Step:
         return state, ()
     failure = state.failure
     code = failure.code if failure.code > 0 else 128 - failure.code
-    why = f"{failure.why}; {state.config.max_restarts} restarts are allowed"
+    why = failure.why + _used_up(state.config.max_restarts)
     state, told = end(state, Ending(code, why), signal.SIGKILL)
     return state, ((CloseJob(why), *told) if state.config.alone else told)
+
+
+def _used_up(restarts: int) -> str:
+    """Nothing where the agent was never to restart: whoever starts it again says how often."""
+    if restarts == 0:
+        return ""
+    return f"; {'its one restart is' if restarts == 1 else f'all {restarts} restarts are'} used up (--max-restarts)"
 
 
 def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) -> Step:

@@ -32,6 +32,7 @@ class Phase(StrEnum):
     TRAIN = "train"
     SAVE = "save"  # a commit was made
     SAVE_FAILED = "save-failed"  # an attempt to commit failed; training goes on
+    SAVE_SKIPPED = "save-skipped"  # the save before is still being written
     DONE = "done"
 
 

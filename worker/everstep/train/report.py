@@ -141,6 +141,10 @@ class Reporter:
         text = f"step {step}: {error}" if step is not None else str(error)
         self._offer(Phase.SAVE_FAILED, checkpoint_error=redact.short(text, MAX_ERROR))
 
+    def save_skipped(self) -> None:
+        """A save was due while the one before was still being written; nothing is wrong with that one."""
+        self._offer(Phase.SAVE_SKIPPED)
+
     def done(self) -> None:
         """Training is complete. Waits at most FLUSH_SECONDS for what is pending."""
         self._offer(Phase.DONE)
@@ -154,8 +158,10 @@ class Reporter:
                     self.restored(fields.get("step"), fields.get("seconds"))
                 case "committed":
                     self.committed(fields["step"], fields.get("at"))
-                case "save-failed" | "save-skipped":
+                case "save-failed":
                     self.save_failed(fields.get("step"), fields.get("error", "unknown error"))
+                case "save-skipped":
+                    self.save_skipped()
                 case "stepped-over":
                     self._damaged(fields["n"], fields.get("error", ""))
                 case "fenced" | "unusable":
@@ -223,7 +229,7 @@ class Reporter:
         pending = _Pending(self._known, self._metrics, steady=phase in (Phase.TRAIN, Phase.SAVE) and not first)
         # Facts of one moment are not repeated: a later report would claim them anew.
         self._known = replace(self._known, restored_step=None, restore_seconds=None, checkpoint_error=None)
-        if self._identity[0] != 0 and not first and phase in (Phase.TRAIN, Phase.SAVE):
+        if self._identity[0] != 0 and not first and phase in (Phase.TRAIN, Phase.SAVE, Phase.SAVE_SKIPPED):
             return False  # one voice per job; ranks beyond 0 speak only about (re)starts, failures and the end
         if pending.steady and self._queue and self._queue[-1].steady:
             waiting = self._queue.pop().report

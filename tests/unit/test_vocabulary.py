@@ -1,0 +1,89 @@
+"""Every word that the operator documents is one that it says: people wait for words that no path produces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from everstep.contract import exit_codes
+from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason, Rung
+from everstep_operator.api.events import EventReason
+from everstep_operator.plan.failure import losses_among
+from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
+from everstep_operator.telemetry.metrics import Metrics
+
+FOLDER = Path(__file__).with_name("transcripts")
+OBSERVABILITY = Path(__file__).parents[2] / "docs/operations/observability.md"
+
+
+@pytest.fixture(scope="module")
+def worlds(plan_world: ModuleType, elastic_world: ModuleType) -> list[tuple[str, set[str], set[str]]]:
+    """Of every transcript: what it printed, and every condition type and rung that its status ever held."""
+    found = []
+    for path in sorted(FOLDER.rglob("*.txt")):
+        if path.parent.name not in ("transcripts", "elastic"):
+            continue
+        world = elastic_world.ElasticWorld() if path.parent.name == "elastic" else plan_world.World()
+        printed, types, rungs = [], set(), set()
+        for line in commands(path.read_text()):
+            printed.append(world.run(line))
+            types |= {str(c.type) for c in world.status.conditions}
+            rungs |= {r.rung for r in world.status.recoveries}
+        found.append(("\n".join(printed), types, rungs))
+    return found
+
+
+def commands(text: str) -> Iterator[str]:
+    for block in text.strip("\n").split("\n\n"):
+        for line in block.split("\n----", 1)[0].splitlines():
+            if line.strip() and not line.startswith("#"):
+                yield line
+
+
+def test_every_event_reason_of_ready_condition_and_rung_is_in_some_history(
+    worlds: list[tuple[str, set[str], set[str]]],
+) -> None:
+    said = "\n".join(printed for printed, _, _ in worlds)
+    assert set(re.findall(r"^event \w+ (\w+):", said, re.MULTILINE)) == set(EventReason)
+    assert set(re.findall(r"^status (\w+) ", said, re.MULTILINE)) == set(ReadyReason)
+    assert set().union(*(types for _, types, _ in worlds)) == set(ConditionType)
+    assert set().union(*(rungs for _, _, rungs in worlds)) == set(Rung)
+
+
+def pod(**fields: object) -> WorkerPod:
+    given = {"phase": PodPhase.FAILED, "node": "n1", **fields}
+    return WorkerPod("digits-w0-0", "u", 0, 0, 0, **given)  # type: ignore[arg-type]
+
+
+def test_every_cause_is_what_some_lost_worker_is_lost_by(plan_world: ModuleType) -> None:
+    now = plan_world.START
+    exits = [
+        Exit(1),
+        Exit(137, "OOMKilled"),
+        Exit(137),
+        Exit(1, message="Connection closed by peer"),
+        Exit(128, "StartError"),
+        Exit(1, message="RendezvousTimeoutError"),
+        Exit(exit_codes.PREEMPTED),
+        Exit(exit_codes.FENCED),
+        Exit(exit_codes.STORE_UNUSABLE),
+        Exit(255, "Unknown"),
+    ]
+    lost = [pod(exit=one) for one in exits]
+    lost += [pod(reason="Evicted"), pod(disruption="TaintManager"), pod(phase=PodPhase.RUNNING, deleted_at=now)]
+    world = plan_world.World()
+    found = set()
+    for one in lost:
+        (loss,) = losses_among(world.snapshot(), {0: one}, {0: True})
+        found.add(loss.cause)
+    assert found == set(Cause)
+
+
+def test_documented_metrics_are_those_that_are_exported() -> None:
+    documented = set(re.findall(r"^\| `(everstep_\w+)` \|", OBSERVABILITY.read_text(), re.MULTILINE))
+    families = Metrics(process=False).registry.collect()
+    assert documented == {f.name + ("_total" if f.type == "counter" else "") for f in families}
