@@ -432,6 +432,7 @@ async def test_every_request_is_counted_by_words_that_the_metric_knows(server: S
         await client.patch_status(JOBS, "ns", "a", {})
         await client.list(NODES)
         await client.review_token("t", ("us",))
+        await client.signing_keys()
     families = {f.name: f for f in metrics.registry.collect()}
     counted = [s.labels for s in families["everstep_api_requests"].samples if s.name.endswith("_total")]
     assert {labels["verb"] for labels in counted} == set(VERBS)

@@ -89,3 +89,10 @@ def test_memory_of_rates_is_bounded() -> None:
     for i in range(30_000):
         rates.spend(Tenant("a", "j", f"p{i}"), 0.0, float(i))
     assert len(rates) <= 50_000
+
+
+def test_buckets_that_are_full_again_are_forgotten() -> None:
+    rates = Rates(rate=1.0, burst=10.0)
+    for second in range(1000):
+        rates.spend(Tenant("ns", f"job{second}", f"pod{second}"), 1.0, float(second))
+    assert len(rates) < 20

@@ -102,9 +102,19 @@ class Rates:
         for level, _, left in found:
             self._levels[level] = (left - amount, now)
             self._levels.move_to_end(level)
-        while len(self._levels) > MAX_BUCKETS:
-            self._levels.popitem(last=False)
+        self._forget(now)
         return wait
+
+    def _forget(self, now: float) -> None:
+        """Drop the oldest buckets if they are full again: nothing is known by them. More of them than a call adds."""
+        for _ in range(len(self._multiples) + 1):
+            level = next(iter(self._levels), None)
+            if level is None:
+                return
+            multiple = self._multiples[len(level) - 1]
+            if len(self._levels) <= MAX_BUCKETS and self._left(level, multiple, now) < self._burst * multiple:
+                return
+            del self._levels[level]
 
     def _left(self, level: Level, multiple: float, now: float) -> float:
         full = self._burst * multiple
