@@ -559,3 +559,19 @@ async def test_agents_that_wait_are_counted_while_they_wait() -> None:
         await form(stage, operator, job, {0: 0, 1: 0, 2: 0})
         assert await watching == 200
         assert samples(operator.metrics)["everstep_round_watches"] == 0
+
+
+async def test_no_pod_waits_for_an_event_to_be_written() -> None:
+    faults = Faults()
+    stage = Stage(faults)
+    async with stage.operating():
+        await stage.client.create(JOBS, "default", ELASTIC)
+        await stage.until("the job runs", stage.run_pods)
+        faults.add(Delay(10_000), "create", resource=EVENTS)
+        for life in range(3):
+            await stage.client.delete(PODS, "default", f"digits-w1-{life}", grace_seconds=0)
+            lost = stage.clock.monotonic()
+            name = f"digits-w1-{life + 1}"
+            await stage.until("it is replaced", lambda name=name: replaced(stage, name))
+            assert stage.clock.monotonic() - lost < 10
+            await stage.until("it runs", stage.run_pods)

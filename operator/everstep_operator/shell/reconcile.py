@@ -20,11 +20,11 @@ from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
 from everstep_operator.plan import names, recovery
 from everstep_operator.plan.explain import explain
-from everstep_operator.plan.outcome import Plan
+from everstep_operator.plan.outcome import Event, Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import JobView, NodeView, Settings, Snapshot, WorkerPod
 from everstep_operator.runtime.cache import is_not_newer
-from everstep_operator.runtime.clock import Clock
+from everstep_operator.runtime.clock import Clock, within
 from everstep_operator.runtime.controller import Result
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.informer import Informer
@@ -40,6 +40,7 @@ BY_OWNER = "owner"
 BY_NODE = "node"
 # Progress alone is written to the API server no more often than this for one job.
 PROGRESS_INTERVAL = timedelta(seconds=5)
+EVENT_SECONDS = 5.0
 _REFUSED_NEWS = 0.1  # seconds from a refusal to the plan that reports it
 _OWN_WRITE_WAIT = 1.0  # seconds; the watch event normally comes first
 
@@ -146,9 +147,9 @@ class Reconciler:
         try:
             memory.applied = await self._applier.apply(job, decided.stages)
         except Exception:
-            await self._recorder.write_events(job, events)
+            await self._tell(job, events)
             raise
-        await self._recorder.write_events(job, events)
+        await self._tell(job, events)
         after = decided.requeue.after.total_seconds() if decided.requeue is not None else None
         if memory.applied != before:
             # The next plan has to know it; what is refused again for the same reason waits as that plan says.
@@ -157,6 +158,15 @@ class Reconciler:
             left = PROGRESS_INTERVAL.total_seconds()
             after = left if after is None else min(after, left)
         return Result(decided.reason, None if after is None else max(0.0, after))
+
+    async def _tell(self, job: JobView, events: tuple[Event, ...]) -> None:
+        """Write events, for a bounded time: the next pass over the job must not wait for what only people read."""
+        if not events:
+            return
+        try:
+            await within(self._clock, EVENT_SECONDS, self._recorder.write_events(job, events))
+        except TimeoutError:
+            log.warning("events not written in time", extra={"job": job.key, "events": [str(e) for e in events]})
 
     async def _write(self, obj: Unstructured, memory: _Memory, job: JobView, decided: Plan) -> bool:
         """Whether something had to be written."""
