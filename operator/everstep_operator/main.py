@@ -32,6 +32,7 @@ from everstep_operator.shell import gate, intake
 from everstep_operator.shell.apply import Applier, Key
 from everstep_operator.shell.claims import PodIdentity
 from everstep_operator.shell.identity import IdentityCache
+from everstep_operator.shell.neighbour import Neighbour
 from everstep_operator.shell.reconcile import BY_NODE, BY_OWNER, Caches, Reconciler
 from everstep_operator.shell.record import Recorder
 from everstep_operator.shell.round_documents import JobRef, RoundDocuments
@@ -82,7 +83,7 @@ class Operator:
             nodes=Informer(client, NODES, clock=clock, rng=rng, relisted=relisted),
             budgets=Informer(client, PDBS, clock=clock, rng=rng, label_selector=ours, relisted=relisted),
         )
-        seconds = settings.lease_seconds
+        self.neighbour = Neighbour(lambda: self.elector.neighbour())  # noqa: PLW0108 - which asks it in turn
         self.elector = LeaderElector(
             client,
             namespace=settings.namespace,
@@ -90,8 +91,9 @@ class Operator:
             identity=settings.identity,
             clock=clock,
             rng=rng,
-            timing=LeaseTiming(duration=seconds, renew_deadline=seconds * 2 / 3, retry=seconds / 6),
+            timing=LeaseTiming.of(settings.lease_seconds),
             on_change=self._leadership_changed,
+            is_gone=self.neighbour.is_gone,
         )
         self.queue: WorkQueue[Key] = WorkQueue(clock, rng)
         expectations: Expectations[Key] = Expectations()
@@ -170,6 +172,7 @@ class Operator:
             self._synced()
             # Only with full caches: a leader that sees no pods would believe that all of them are lost.
             group.create_task(self.elector.run())
+            group.create_task(self.neighbour.run())
             group.create_task(self.controller.run())
 
     def _leadership_changed(self, state: object) -> None:

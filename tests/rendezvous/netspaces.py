@@ -54,6 +54,10 @@ class Machines:
             with contextlib.suppress(Exception):
                 run("ip", "netns", "del", space)
 
+    def space(self, name: str) -> str:
+        """The machine's namespace, as `ip netns` calls it."""
+        return self._spaces[name]
+
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[str]:
         """This thread is on that machine; its address."""

@@ -15,7 +15,8 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,6 +75,7 @@ class Pod:
 class Replica:
     operator: Operator
     faults: Faults
+    host: str
     task: asyncio.Task[None] = field(init=False)
 
     @property
@@ -82,7 +84,7 @@ class Replica:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
 
 class OperatorServer:
@@ -121,16 +123,26 @@ class OperatorServer:
 
     # --- replicas
 
-    def start(self, port: int = 0, *, cut: bool = False) -> Replica:
+    def start(
+        self,
+        port: int = 0,
+        *,
+        cut: bool = False,
+        host: str = "127.0.0.1",
+        inside: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> Replica:
         """One more replica, at a port of one that was killed or at its own; returns when it serves, whether it leads or
-        not. `cut`: it does not reach its API server, and returns when it listens."""
-        return self.do(self._start(port or self._ports.take(), cut))
+        not. `cut`: it does not reach its API server, and returns when it listens. It listens at `host`, in the network
+        of `inside`."""
+        return self.do(self._start(port or self._ports.take(), cut, host, inside))
 
-    async def _start(self, port: int, cut: bool) -> Replica:
+    async def _start(
+        self, port: int, cut: bool, host: str, inside: Callable[[], AbstractContextManager[object]]
+    ) -> Replica:
         number = len(self.replicas)
         settings = OperatorSettings.from_env(
             {
-                "EVERSTEP_PORT": str(port), "EVERSTEP_HOST": "127.0.0.1", "EVERSTEP_POD_NAME": f"replica-{number}",
+                "EVERSTEP_PORT": str(port), "EVERSTEP_HOST": host, "EVERSTEP_POD_NAME": f"replica-{number}",
                 "EVERSTEP_LEASE_SECONDS": str(self._lease_seconds),
             }
         )  # fmt: skip
@@ -139,9 +151,9 @@ class OperatorServer:
             faults.cut()
         client = self.cluster.client(faults=faults)
         operator = Operator(client, settings, Metrics(process=False), SystemClock())
-        replica = Replica(operator, faults)
+        replica = Replica(operator, faults, host)
         listening, serving = asyncio.Event(), asyncio.Event()
-        replica.task = asyncio.create_task(self._run(replica, listening, serving))
+        replica.task = asyncio.create_task(self._run(replica, listening, serving, inside))
         self.replicas.append(replica)
         waiting = asyncio.ensure_future((listening if cut else serving).wait())
         await asyncio.wait((waiting, replica.task), return_when=asyncio.FIRST_COMPLETED)
@@ -151,12 +163,20 @@ class OperatorServer:
         return replica
 
     @staticmethod
-    async def _run(replica: Replica, listening: asyncio.Event, serving: asyncio.Event) -> None:
+    async def _run(
+        replica: Replica,
+        listening: asyncio.Event,
+        serving: asyncio.Event,
+        inside: Callable[[], AbstractContextManager[object]],
+    ) -> None:
         operator = replica.operator
-        async with operator.intake, asyncio.TaskGroup() as group:
+        async with contextlib.AsyncExitStack() as stack:
+            with inside():
+                await stack.enter_async_context(operator.intake)
+            group = await stack.enter_async_context(asyncio.TaskGroup())
             listening.set()
             # The Lease names the port, which is known only now.
-            operator.elector._identity = f"{operator.elector.identity.partition('_')[0]}_127.0.0.1:{replica.port}"
+            operator.elector._identity = f"{operator.elector.identity.partition('_')[0]}_{replica.host}:{replica.port}"
             caches = operator.caches
             informers = (caches.jobs, caches.pods, caches.services, caches.nodes, caches.budgets)
             for informer in informers:
@@ -164,6 +184,7 @@ class OperatorServer:
             for informer in informers:
                 await informer.wait_synced()
             group.create_task(operator.elector.run())
+            group.create_task(operator.neighbour.run())
             serving.set()
 
     def leads(self, replica: Replica) -> bool:

@@ -133,6 +133,7 @@ class World:
     clock: ManualClock = field(default_factory=ManualClock)
     leases: Leases = field(default_factory=Leases)
     replicas: list[Replica] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)  # addresses of whose processes it is said
 
     def replica(self, identity: str) -> Replica:
         clock = Stoppable(self.clock)
@@ -146,6 +147,7 @@ class World:
             clock=clock,
             rng=lambda: 0.5,
             on_change=changes.append,
+            is_gone=self.gone.__contains__,
         )
         made = Replica(clock, link, elector, changes)
         self.replicas.append(made)
@@ -210,6 +212,45 @@ async def test_dead_leader_is_replaced_after_the_lease_duration(world: World) ->
     assert not b.elector.is_leader()
     await world.advance(3.5)
     assert b.elector.require() == 2
+
+
+async def test_leader_that_is_gone_is_replaced_when_its_renewals_stopped_for_a_third_of_the_lease(world: World) -> None:
+    a, b = await pair(world)
+    a.clock.stop()
+    a.link.down = True
+    stopped = world.clock.monotonic()
+    await world.clock.advance(0.5)
+    world.gone.add("10.0.0.1:8080")
+    assert b.elector.holder_address() is None, "nobody is sent there any more"
+    while not b.elector.is_leader():
+        await world.clock.advance(0.1)
+    seconds = world.clock.monotonic() - stopped
+    assert 1.0 < seconds < 2.8, "it had renewed a moment before it stopped, and the other looks twice a second"
+    assert b.elector.require() == 2
+    # What it still believes ends by its own clock, or when it reaches the API server: whichever is first.
+    a.clock.go_on()
+    a.link.down = False
+    await world.clock.advance(1.5)
+    assert not a.elector.is_leader()
+
+
+async def test_leader_that_renews_is_not_replaced_whoever_says_that_it_is_gone(world: World) -> None:
+    """The replicas do not reach each other, and both reach the API server."""
+    a, b = await pair(world)
+    world.gone |= {"10.0.0.1:8080", "10.0.0.2:8080"}
+    await world.advance(60)
+    assert a.elector.require() == 1
+    assert b.elector.holder_address() is None
+    assert (a.elector.neighbour(), b.elector.neighbour()) == (None, "10.0.0.1:8080")
+
+
+async def test_leader_that_only_stopped_renewing_has_its_whole_lease(world: World) -> None:
+    a, b = await pair(world)
+    world.gone.add("10.0.0.9:8080")
+    a.link.down = True
+    await world.advance(2.5)
+    assert a.elector.is_leader()
+    assert not b.elector.is_leader()
 
 
 async def test_leader_stopped_for_a_minute_may_not_write_when_it_wakes(world: World) -> None:

@@ -7,6 +7,11 @@ used: the timestamps inside the Lease are for people, a clock jump of an hour ch
 that was stopped finds its leadership over when it wakes (case 39). Every acquisition raises `leaseTransitions`, even by
 the same replica: that number is the epoch. After client-go's `leaderelection`, which raises it only with the holder.
 
+The exception is a leader that is gone, as `is_gone` says from its machine: it is replaced once it has not renewed for
+`silent` seconds, which is sooner. Both together are a machine that is lost or cut off from all, so that nothing which
+it still believes is written; and whatever a leader writes is a swap, so that nothing rests on this (ADR 0009). One that
+reaches the API server goes on renewing, and is never replaced.
+
 Somebody who deletes the Lease by hand shortens this only for a replica that starts just then and never saw it.
 """
 
@@ -30,15 +35,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeaseTiming:
-    """Seconds. `retry` is the time between two attempts, of the leader to renew and of the others to take over."""
+    """Seconds. `retry` is the time between two renewals; others look twice in that. `silent`: without a renewal, after
+    which a leader that is gone is replaced."""
 
     duration: int = 6
     renew_deadline: float = 4.0
     retry: float = 1.0
+    silent: float = 2.0
 
     def __post_init__(self) -> None:
         if not 0 < self.retry < self.renew_deadline < self.duration:
             raise ValueError(f"a Lease needs 0 < retry < renew_deadline < duration, got {self}")
+        if not self.retry < self.silent <= self.duration:
+            raise ValueError(f"a Lease needs retry < silent <= duration, got {self}")
+
+    @classmethod
+    def of(cls, seconds: int) -> "LeaseTiming":
+        """For a Lease of so many seconds."""
+        return cls(duration=seconds, renew_deadline=seconds * 2 / 3, retry=seconds / 6, silent=seconds / 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +103,9 @@ class LeaderElector:
         rng: Random,
         timing: LeaseTiming = LeaseTiming(),
         on_change: Callable[[Leadership], None] | None = None,
+        is_gone: Callable[[str], bool] = lambda _address: False,
     ) -> None:
+        """`is_gone`: whether the process at an address is known to be gone; see above."""
         self._client = client
         self._namespace = namespace
         self._name = name
@@ -98,6 +114,7 @@ class LeaderElector:
         self._rng = rng
         self._timing = timing
         self._on_change = on_change
+        self._is_gone = is_gone
         self._seen: _Seen | None = None
         self._state: Leadership = Following("", 0, "not yet observed")
         self._announced: int | None = None  # the epoch that others were told of; None: that nobody leads here
@@ -139,7 +156,12 @@ class LeaderElector:
                 # Not to itself either: a redirect of a replica that lost its time would come back for ever.
                 if self._seen is None or not holder or holder == self._identity or self._is_free(self._seen):
                     return None
-                return address_of(holder)
+                return None if self._holder_is_gone(self._seen) else address_of(holder)
+
+    def neighbour(self) -> str | None:
+        """The address of another replica that holds the Lease, or held it last."""
+        holder = self._seen.lease.spec.holder_identity if self._seen is not None else None
+        return address_of(holder) if holder and holder != self._identity else None
 
     async def wait_leading(self) -> int:
         """Wait until this replica leads; its epoch."""
@@ -176,7 +198,11 @@ class LeaderElector:
         state = self.state()
         if isinstance(state, Leading):
             return min(self._timing.retry, max(0.0, state.until - self._clock.monotonic()))
-        return self._timing.retry * (1.0 + 0.2 * self._rng())
+        pause = self._timing.retry / 2 * (1.0 + 0.2 * self._rng())
+        if self._seen is None:
+            return pause
+        due = self._seen.at + self._patience(self._seen) - self._clock.monotonic()
+        return due if 0 < due < pause else pause
 
     async def _attempt(self) -> None:
         """Renew, or take over if the Lease is free; every failure leaves the state to run out by itself."""
@@ -235,8 +261,16 @@ class LeaderElector:
     def _is_free(self, seen: _Seen) -> bool:
         if not seen.lease.spec.holder_identity:
             return True
+        return self._clock.monotonic() >= seen.at + self._patience(seen)
+
+    def _patience(self, seen: _Seen) -> float:
+        """Seconds without a renewal after which the Lease may be taken."""
         duration = seen.lease.spec.lease_duration_seconds or self._timing.duration
-        return self._clock.monotonic() >= seen.at + duration
+        return min(duration, self._timing.silent) if self._holder_is_gone(seen) else duration
+
+    def _holder_is_gone(self, seen: _Seen) -> bool:
+        address = address_of(seen.lease.spec.holder_identity or "")
+        return address is not None and self._is_gone(address)
 
     def _won(self, lease: Lease, sent: float) -> None:
         self._observe(lease)

@@ -23,6 +23,7 @@ from urllib3.exceptions import HTTPError, NameResolutionError
 from urllib3.exceptions import SSLError as TransportSSLError
 
 from everstep.contract.answers import is_refusal, words
+from everstep.rendezvous.connections import Pool
 from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
 from everstep.rendezvous.forks import after_fork
 from everstep.rendezvous.sockets import Sockets
@@ -70,7 +71,7 @@ class OperatorCalls:
         self._url, self._token_file, self._limits = url, token_file, limits or Limits()
         self._lock = threading.Lock()
         self._leader: str | None = None
-        self._pool: urllib3.PoolManager | None = None
+        self._pool: Pool | None = None
         self._sockets = Sockets()
         self._context = _context(ca_file) if url.startswith("https:") else None
         after_fork(self)
@@ -178,16 +179,21 @@ class OperatorCalls:
 
     def _raw(self, url: str, wanted: _Call, token: str) -> Reply:
         headers = {**wanted.headers, **({"Authorization": f"Bearer {token}"} if token else {})}
-        response = self._own_pool().request(
-            wanted.method,
-            url + wanted.path,
-            body=wanted.body,
-            headers=headers,
-            timeout=urllib3.Timeout(connect=self._limits.connect, read=wanted.reply),
-            retries=False,
-            redirect=False,
-            preload_content=False,
-        )
+        pool = self._own_pool()
+        try:
+            response = pool.request(
+                wanted.method,
+                url + wanted.path,
+                body=wanted.body,
+                headers=headers,
+                timeout=urllib3.Timeout(connect=self._limits.connect, read=wanted.reply),
+                retries=False,
+                redirect=False,
+                preload_content=False,
+            )
+        except HTTPError:
+            pool.clear()  # others that stand idle may lead to the same silent machine
+            raise
         limit = wanted.limit if response.status == 200 else MAX_ERROR
         try:
             data = b""
@@ -202,11 +208,10 @@ class OperatorCalls:
         response.release_conn()
         return Reply(response.status, response.headers, data)
 
-    def _own_pool(self) -> urllib3.PoolManager:
+    def _own_pool(self) -> Pool:
         with self._lock:
             if self._pool is None:
-                pool = urllib3.PoolManager(num_pools=4, maxsize=4, ssl_context=self._context)
-                self._pool = self._sockets.of(pool)
+                self._pool = self._sockets.of(Pool(num_pools=4, maxsize=4, ssl_context=self._context))
             return self._pool
 
 

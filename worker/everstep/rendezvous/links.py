@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 NEIGHBOURS = 2
 SMALL = 16
 BEAT = 0.5  # seconds between two bytes over a connection
+LOOK_CLOSER = 0.05  # seconds between looks at one that is not acknowledged
 DETECTED = 5.0  # seconds at most: two beats, QUIET, ATTEMPTS and their rest
 REFUSALS = 3  # by a port that was never open to this agent
 SOON = 0.005  # seconds after the first attempt in a row that showed nothing
@@ -231,6 +232,7 @@ class _Follower:
                 if not self._well(time.monotonic() - began):
                     break
                 self._rest = meeting.rest(pulse.round_trip)
+                sock.settimeout(LOOK_CLOSER if pulse.waits else BEAT)
                 try:
                     if not sock.recv(256):
                         break

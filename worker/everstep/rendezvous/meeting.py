@@ -68,7 +68,7 @@ def meet(member: Member, stopped: Callable[[], bool], *, attempts: int = ATTEMPT
     where = f"{member.address}:{member.link_port} ({member.agent})"
     try:
         family, _, _, _, address = socket.getaddrinfo(member.address, member.link_port, type=socket.SOCK_STREAM)[0]
-        made = _connect(family, address, attempts, rest, stopped)
+        made = connect(family, address, attempts, rest, stopped)
     except OSError as e:  # no such name, or no descriptor left
         return Unclear(f"{where}: {e}")
     if isinstance(made, socket.socket):
@@ -80,8 +80,17 @@ def meet(member: Member, stopped: Callable[[], bool], *, attempts: int = ATTEMPT
     return Silent(f"{where} does not answer: {'timed out' if made == 0 else errno.errorcode.get(made, made)}")
 
 
-def _connect(family: int, address: Any, attempts: int, rest: float, stopped: Callable[[], bool]) -> socket.socket | int:
-    """The first connection that stands; else ECONNREFUSED, or the last error, 0 if there was none."""
+def connect(
+    family: int,
+    address: Any,
+    attempts: int,
+    rest: float,
+    stopped: Callable[[], bool] = lambda: False,
+    spacing: float = SPACING,
+) -> socket.socket | int:
+    """The first connection that stands; else ECONNREFUSED, or the last error, 0 if there was none.
+
+    One attempt is made each `spacing` seconds, beside those that are under way. The socket does not block."""
     tried: dict[int, socket.socket] = {}
     poll = select.poll()
     last = 0
@@ -94,7 +103,7 @@ def _connect(family: int, address: Any, attempts: int, rest: float, stopped: Cal
                 poll.register(sock, select.POLLOUT)
             else:
                 last = code
-            until = time.monotonic() + (SPACING if number + 1 < attempts else rest)
+            until = time.monotonic() + (spacing if number + 1 < attempts else rest)
             # At least once for each: whoever had no processor meanwhile finds what came.
             while True:
                 found = poll.poll(max(0.0, min(SPACING, until - time.monotonic())) * 1e3)
@@ -146,6 +155,11 @@ class Pulse:
     def round_trip(self) -> float:
         """Seconds, smoothed."""
         return self._info()[1]
+
+    @property
+    def waits(self) -> bool:
+        """Whether something that was sent is not acknowledged."""
+        return self._info()[0] > 0
 
     def beat(self, now: float) -> bool:
         """Send a byte if the last one was acknowledged; whether it was, or may still be. Raises OSError."""

@@ -1,0 +1,42 @@
+"""A node that falls silent with a worker and the operator's leader on it: how long the other workers have no round.
+
+    python benchmarks/silent_node.py [--quick] [--json PATH] [--trials N]
+
+Machines are network namespaces of this kernel; nothing comes from one of them any more, and nobody is told. Two agents
+are left, and one replica of the operator, behind an address that picks either replica for each connection, as a Service
+does. `heard`: until both know that their round is over; `formed`: until both are in the next, and can train. Needs
+root, `ip` and `iptables`. Leases and patience are those of a new installation.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent / "tests"
+sys.path[:0] = [str(HERE), str(TESTS / "rendezvous"), str(TESTS / "cluster"), str(TESTS)]
+from figures import Better, Figure, finish, parser, quantile
+from silent_machines import in_turn
+
+GOALS = {"heard": None, "formed": 4.0}
+
+
+def main() -> int:
+    p = parser(__doc__)
+    p.add_argument("--trials", type=int, default=20)
+    args = p.parse_args()
+    trials = 1 if args.quick else args.trials
+    with tempfile.TemporaryDirectory() as folder, in_turn(Path(folder), trials) as measure:
+        found = [measure() for _ in range(trials)]
+    figures = []
+    for part, goal in GOALS.items():
+        seconds = [one[part] for one in found]
+        figures.append(Figure(f"silent_node.{part}.p50", quantile(seconds, 0.5), "s", Better.LOWER, trials))
+        figures.append(Figure(f"silent_node.{part}.max", max(seconds), "s", Better.LOWER, trials, goal))
+    return finish(figures, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

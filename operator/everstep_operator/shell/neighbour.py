@@ -1,0 +1,121 @@
+"""Whether the process that holds the Lease is gone, as its machine's kernel says: long before the Lease runs out.
+
+A follower keeps a connection to the leader and asks it for a sign of life, over and over. A kernel acknowledges that
+also for a process that is stopped or has no processor: those are the Lease's to judge. If nothing is acknowledged, or
+the connection ends, attempts to connect again decide. Refused: the process is gone. No answer to any: its machine is
+lost, or cut off. Knows nothing of leases: who asks also sees whether the other still renews. Invariant: an address that
+was never reached is never called gone, because a firewall is silent too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+from typing import TypeAlias
+
+log = logging.getLogger("everstep.neighbour")
+
+BEAT = 0.4  # seconds between an answer and the next question
+SILENT = 1.0  # seconds in which what was sent is acknowledged
+ATTEMPTS, SPACING = 8, 0.1  # to connect again, and seconds between them
+LOOK = 0.5  # seconds until the next look at who is to be watched, or at one that is not reached
+MAX_ANSWER = 64 * 1024
+_QUESTION = b"GET /healthz HTTP/1.1\r\nHost: leader\r\n\r\n"
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT * 1000)),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+)
+
+Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Neighbour:
+    """`address`: `host:port` of who is to be watched; None: nobody."""
+
+    def __init__(self, address: Callable[[], str | None]) -> None:
+        self._address = address
+        self._met: str | None = None  # was reached
+        self._gone: str | None = None
+
+    def is_gone(self, address: str) -> bool:
+        """Whether the process that was reached there is not there any more, or its machine gives no sign."""
+        return address == self._gone
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            address = self._address()
+            if address is None:
+                await asyncio.sleep(LOOK)
+                continue
+            try:
+                why = await self._follow(address)
+            except (OSError, ValueError) as e:  # a name that nobody knows, a port that is none
+                why = str(e)
+            if why and address == self._met and address != self._gone:
+                self._gone = address
+                log.warning("the leader is gone", extra={"address": address, "reason": why})
+            await asyncio.sleep(LOOK if why else 0)
+
+    async def _follow(self, address: str) -> str:
+        """Until it is not to be watched any more, or its connection ends; why it cannot be reached, or nothing."""
+        found = await _reach(address)
+        if isinstance(found, str):
+            return found
+        self._met, self._gone = address, None
+        reader, writer = found
+        try:
+            while self._address() == address:
+                writer.write(_QUESTION)
+                await _answer(reader)
+                await asyncio.sleep(BEAT)
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as e:
+            log.debug("the connection to the leader ended: %s", e)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        return ""
+
+
+async def _answer(reader: asyncio.StreamReader) -> None:
+    """Read one, whatever it says: that it came is enough. However long it takes: the kernel tells of an end."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    _, _, length = head.partition(b"content-length:")
+    size = int(length.split(b"\r\n")[0]) if length else 0
+    if not 0 <= size <= MAX_ANSWER:
+        raise ValueError(f"an answer of {size} bytes")
+    await reader.readexactly(size)
+
+
+async def _reach(address: str) -> Connection | str:
+    """A connection, or why there is none. Attempts are made one after the other, and waited for together."""
+    host, _, port = address.rpartition(":")
+    trying: set[asyncio.Task[Connection]] = set()
+    last = "no answer"
+    try:
+        for _ in range(ATTEMPTS):
+            trying.add(asyncio.create_task(asyncio.open_connection(host.strip("[]"), int(port))))
+            done, trying = await asyncio.wait(trying, timeout=SPACING, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                if error is None:
+                    writer = task.result()[1]
+                    for option in _OPTIONS:
+                        writer.get_extra_info("socket").setsockopt(*option)
+                    return task.result()
+                if isinstance(error, ConnectionRefusedError):
+                    return f"connections are refused: {error}"
+                last = str(error)
+                await asyncio.sleep(SPACING)
+        return f"no sign of its machine: {last}"
+    finally:
+        for task in trying:
+            task.cancel()
+            with contextlib.suppress(OSError, asyncio.CancelledError):
+                (await task)[1].close()

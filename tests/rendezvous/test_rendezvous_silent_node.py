@@ -1,0 +1,74 @@
+"""A machine that falls silent is missed by what the kernels of others say, and no lease is waited out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from agents import LIMIT, until
+from netspaces import Machines
+from operator_server import OperatorServer
+from silent_machines import LOST, SilentNode
+
+from everstep.contract.document import MAX_BYTES
+from everstep.contract.rounds import DOCUMENT_PATH, LAPSES_HEADER
+from everstep.rendezvous.connections import open_connection
+from everstep.rendezvous.errors import StoreUnavailable
+from everstep.rendezvous.http_calls import Limits, OperatorCalls
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_two_workers_go_on_when_the_leader_and_the_third_fall_silent_together(tmp_path: Path) -> None:
+    """The Lease lasts longer than any wait here: nobody waits for its end."""
+    with SilentNode(tmp_path, lease_seconds=int(LIMIT) + 6) as node:
+        took = node.go_on(node.cut())
+        print(f"told after {took['heard']:.1f} s, in the next round after {took['formed']:.1f} s")
+        assert node.operators.leads(node.spare)
+
+
+def test_call_to_a_machine_that_falls_silent_ends_long_before_its_answer_is_due(tmp_path: Path) -> None:
+    with Machines("here", LOST) as machines:
+        operators = OperatorServer(tmp_path)
+        try:
+            leader = operators.start(host=machines.addresses[LOST], inside=lambda: machines.inside(LOST))
+            until(lambda: operators.leads(leader))
+            pod = operators.create_pod(operators.create_job(), 0)
+            ended: list[Exception] = []
+
+            def watch() -> None:
+                with machines.inside("here"):
+                    calls = OperatorCalls(leader.url, str(pod.token_file), limits=Limits(tries=1))
+                    seen = calls.call("GET", DOCUMENT_PATH, expect=(200, 204), limit=MAX_BYTES).headers
+                    path = f"{DOCUMENT_PATH}?version=0&lapses={seen[LAPSES_HEADER]}&wait=600"
+                    waits.set()
+                    try:
+                        calls.call("GET", path, expect=(304,), limit=MAX_BYTES, reply=600.0)
+                    except StoreUnavailable as e:
+                        ended.append(e)
+
+            waits = threading.Event()
+            thread = threading.Thread(target=watch, daemon=True)
+            thread.start()
+            assert waits.wait(LIMIT)
+            until(lambda: leader.operator.rounds.watching == 1)
+            machines.drop(LOST, "here")
+            machines.drop("here", LOST)
+            until(lambda: ended)
+        finally:
+            operators.stop()
+
+
+def test_connection_is_made_to_the_machine_that_answers_of_two_behind_one_address(tmp_path: Path) -> None:
+    """Of a Service with a lost node each attempt gets either."""
+    with SilentNode(tmp_path) as node:
+        node.cut()
+        with node.machines.inside("left"):
+            began = time.monotonic()
+            for _ in range(10):
+                try:
+                    open_connection("10.231.7.200", 8080, 5.0).close()
+                except TimeoutError:
+                    pytest.fail(f"20 attempts met the lost one, {time.monotonic() - began:.1f} s in")

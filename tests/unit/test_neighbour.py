@@ -1,0 +1,109 @@
+"""Whether the leader's process is gone: real connections on the loopback, and an address that was never reached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from everstep_operator.shell.neighbour import Neighbour
+
+LIMIT = 20.0
+
+
+class Leader:
+    """Answers questions, or is stopped and says nothing, or ends each connection."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.answers, self.ends = True, False
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def start(self, port: int = 0) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self.port = self.server.sockets[0].getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        with contextlib.suppress(EOFError, OSError):
+            while not self.ends:
+                await reader.readuntil(b"\r\n\r\n")
+                self.asked += 1
+                if self.answers:
+                    writer.write(b"HTTP/1.1 503 X\r\nContent-Length: 2\r\n\r\nno")
+        writer.close()
+
+    def stop(self) -> None:
+        self.server.close()
+        for writer in self._writers:
+            writer.close()
+
+
+async def until(found: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not found():  # noqa: ASYNC110 - it is a thread's, or a kernel's, to change
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def watching(leader: Leader) -> AsyncIterator[Neighbour]:
+    neighbour = Neighbour(lambda: leader.address)
+    task = asyncio.create_task(neighbour.run())
+    try:
+        yield neighbour
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        leader.stop()
+
+
+async def test_leader_whose_port_closes_is_gone_until_it_is_back() -> None:
+    leader = Leader()
+    await leader.start()
+    async with watching(leader) as neighbour:
+        await until(lambda: leader.asked >= 2)
+        assert not neighbour.is_gone(leader.address)
+        leader.stop()
+        await until(lambda: neighbour.is_gone(leader.address))
+        assert not neighbour.is_gone("127.0.0.1:1")
+        await leader.start(leader.port)
+        await until(lambda: not neighbour.is_gone(leader.address))
+
+
+async def test_leader_that_says_nothing_or_ends_connections_is_there() -> None:
+    leader = Leader()
+    await leader.start()
+    async with watching(leader) as neighbour:
+        await until(lambda: leader.asked >= 1)
+        leader.answers = False
+        asked = leader.asked
+        await until(lambda: leader.asked > asked)
+        await asyncio.sleep(3.0)  # longer than a silent machine would be given
+        assert not neighbour.is_gone(leader.address)
+        leader.ends = leader.answers = True
+        await asyncio.sleep(1.0)
+        assert not neighbour.is_gone(leader.address)
+
+
+async def test_address_that_was_never_reached_is_not_called_gone() -> None:
+    leader = Leader()
+    await leader.start()
+    leader.stop()
+    async with watching(leader) as neighbour:
+        await asyncio.sleep(1.5)
+        assert not neighbour.is_gone(leader.address)
+
+
+async def test_address_that_is_none_stops_nothing() -> None:
+    leader = Leader()
+    await leader.start()
+    real, leader.address = leader.address, "nobody"
+    async with watching(leader) as neighbour:
+        await asyncio.sleep(0.1)
+        leader.address = "127.0.0.1:99999"
+        await asyncio.sleep(1.0)
+        leader.address = real
+        await until(lambda: leader.asked >= 1)
+        assert not neighbour.is_gone(real)
