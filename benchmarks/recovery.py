@@ -40,12 +40,12 @@ from stores import STORES, Store
 
 TUNED = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),)
 TUNED_CONF = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
-OURS = "last_call=30,ttl=2"
+OURS = "last_call=30"  # and what an agent does by default: the lease of 3 s, too
 TORCHRUN, AGENT = "torch.distributed.run", "everstep.agent.main"
 WAYS = (
     Way("stock_default", TORCHRUN, "c10d"),
     Way("stock_tuned", TORCHRUN, "c10d", TUNED_CONF, environ=TUNED),
-    Way("torchrun_etcd", TORCHRUN, "etcd-v3", "last_call=5,ttl=2"),
+    Way("torchrun_etcd", TORCHRUN, "etcd-v3", "last_call=5"),
     Way("everstep_run", AGENT, "etcd-v3", OURS),
     Way("session", AGENT, "etcd-v3", OURS, session=True),
     Way("session_etcd3", AGENT, "etcd-v3", OURS, session=True, store="etcd3"),
@@ -155,8 +155,9 @@ class Trials:
         at = job.stop(victim)
         left = job.world(2, at, self._limit, survivors)
         pids = [job.trainer(a) for a in survivors]
+        newest = max(line.step for line in job.lines())
         began = job.wake(victim)
-        everybody = job.world(3, began, self._limit)
+        everybody = job.world(3, began, self._limit, above=newest)  # it may end the step that it was stopped in
         self._note("woken.all", last(everybody).at - began)
         self._note("woken.pause", job.longest_pause(pids, began))
         self._note("woken.lost_steps", job.lost_steps(everybody))

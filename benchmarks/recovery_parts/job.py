@@ -190,16 +190,17 @@ class Job:
         of: Iterable[subprocess.Popen[bytes]] = (),
         *,
         or_more: bool = False,
+        above: int = -1,
     ) -> dict[int, Line]:
         """Wait until every rank of a world of `size` has made a step after `since`; the first of each. The processes
-        are those of the agents `of`, if they are given. Raises NeverError."""
+        are those of the agents `of`, if they are given, and the steps above `above`. Raises NeverError."""
         agents = list(of)
 
         def found() -> dict[int, Line] | None:
             below = {pid for a in agents for pid in self.below(a)} if agents else None
             worlds: dict[int, dict[int, Line]] = {}
             for line in sorted((line for line in self.lines() if line.at > since), key=lambda line: line.at):
-                if below is None or line.pid in below:
+                if line.step > above and (below is None or line.pid in below):
                     firsts = worlds.setdefault(line.world, {})
                     firsts.setdefault(line.rank, line)
                     if len(firsts) == line.world and (line.world == size or (or_more and line.world > size)):

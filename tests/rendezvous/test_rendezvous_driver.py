@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from random import Random
 
 import pytest
@@ -325,6 +325,36 @@ def test_members_stay_present_while_a_slow_store_is_asked_who_is_gone() -> None:
             until(lambda: all(store.renewed[name] >= before[name] + 2 for name in "abc"))
         finally:
             store.free.set()
+
+
+class Deaf(MemoryStore):
+    """A store that tells of lapses, and does not answer who asks on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deaf = threading.Event()
+        self.asked: list[float] = []
+
+    def read(self) -> View:
+        if self.deaf.is_set():
+            self.asked.append(time.monotonic())
+            raise StoreUnavailable("no replica leads, by a test")
+        return super().read()
+
+
+def test_lapse_that_cannot_be_looked_into_is_asked_about_ever_less_often() -> None:
+    """A thousand agents that ask every few milliseconds keep an operator from ever leading."""
+    store = Deaf()
+    with crew(lambda: store, Sizes(1, 1)) as job:
+        job.start("a")
+        store.deaf.set()
+        store.ask("ghost", b"{}", QUICK.ttl)
+        store.withdraw("ghost")
+        until(lambda: len(store.asked) >= 10)
+        pauses = [after - before for before, after in pairwise(store.asked)]
+        assert min(pauses[7:]) >= QUICK.backoff.most / 4, pauses
+        store.deaf.clear()
+        until(lambda: job.drivers["a"]._lapses == store.read().lapses)
 
 
 class Overtaking(MemoryStore):

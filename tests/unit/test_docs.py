@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from everstep.rendezvous.configuration import Configuration
+from everstep.rendezvous.joining import Settings
+from everstep_operator.shell.presence import LEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 NAMED = re.compile(r"`((?:tests|worker|operator|benchmarks)/[\w/.]+\.(?:py|txt))(?:::(\w+))?`")
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
+
+
+def test_lease_that_the_docs_and_figures_are_about_is_the_default() -> None:
+    ttl = Configuration(()).ttl
+    assert Settings().ttl == LEASE == ttl
+    assert f"| `ttl` | {ttl:g} |" in (ROOT / "docs/reference/rendezvous.md").read_text()
+    ours = [way for way in _ways() if way.module == "everstep.agent.main"]
+    assert ours
+    assert not any("ttl" in way.conf for way in ours), "the benchmark's figures are those of the default"
+
+
+def _ways() -> Any:
+    script = ROOT / "benchmarks/recovery.py"
+    before = sys.path[:]
+    try:
+        return runpy.run_path(str(script))["WAYS"]
+    finally:
+        sys.path[:] = before
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda p: p.relative_to(ROOT).as_posix())

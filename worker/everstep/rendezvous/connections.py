@@ -21,7 +21,7 @@ from everstep.rendezvous.meeting import connect
 
 SILENT = 1.5  # seconds in which what was sent is acknowledged, or its connection is over
 ALIVE = 1  # seconds without a word after which the other kernel is asked whether it is there; whole ones
-SPACING = 0.25  # seconds between attempts to connect
+SPACING = 0.1  # seconds between attempts to connect
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT * 1000)),

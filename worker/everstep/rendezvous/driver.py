@@ -75,6 +75,7 @@ class Driver:
         self._after = 0
         self._view = View(None, 0)
         self._lapses = 0  # those that were looked into
+        self._late = 0  # looks in a row that the store did not answer
         self._standing: Standing = Broken("not joined yet")
         self._joining = False
         self._stopping = threading.Event()
@@ -352,9 +353,10 @@ class Driver:
             except StoreUnavailable as e:
                 # In a crowd another is about to write. If it is away after all, the next look says so.
                 log.debug("looking again for who lapsed: %s", e)
-                self._sleep(self._settings.backoff.seconds(1, self._random), float("inf"))
+                self._late += 1
+                self._sleep(self._settings.backoff.seconds(self._late, self._random), float("inf"))
                 return
-            self._lapses = fresh.lapses
+            self._lapses, self._late = fresh.lapses, 0
 
     def _see(self, view: View) -> None:
         with self._changed:
