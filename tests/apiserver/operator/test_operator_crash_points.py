@@ -101,7 +101,7 @@ def expected(uid: str) -> dict[str, Any]:
         "services": [],
         "round": 2,
         "size": 2,
-        "restarts": {"userCode": 1, "infrastructure": 0, "preemption": 0, "total": 1, "inWindow": 1,
+        "restarts": {"userCode": 1, "infrastructure": 0, "preemption": 0, "startFailures": 0, "total": 1, "inWindow": 1,
                      "withoutProgress": 1},
         "recoveries": [("Error", 1)],
         "conditions": {
