@@ -70,7 +70,7 @@ def forged(uids: list[str]) -> list[str]:
 async def serve() -> None:
     cluster = MemoryCluster(SystemClock(), namespaces=("default", *TENANTS))
     cluster.install(lenient_crd())
-    client: Any = cluster.client(manager="bench")
+    client: Any = cluster.client()
     tokens: dict[str, list[str]] = {"expired": []}
     uids: list[str] = []
     for namespace, count in TENANTS.items():
@@ -100,7 +100,7 @@ async def serve() -> None:
     settings = OperatorSettings.from_env(
         {"EVERSTEP_PORT": "0", "EVERSTEP_HOST": "127.0.0.1", "EVERSTEP_POD_NAME": "operator"}
     )
-    operator = Operator(Client(cluster.client(manager=labels.MANAGER)), settings, Metrics(), SystemClock())  # type: ignore[arg-type]
+    operator = Operator(Client(cluster.client()), settings, Metrics(), SystemClock())  # type: ignore[arg-type]
     async with operator.intake, asyncio.TaskGroup() as group:
         caches = operator.caches
         informers = (caches.jobs, caches.pods, caches.services, caches.nodes, caches.budgets)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import random
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -56,6 +57,7 @@ log = logging.getLogger("everstep.operator")
 LEASE = "everstep-operator"
 JOBS = custom_resource(labels.GROUP, labels.VERSION, labels.PLURAL, labels.KIND, Unstructured)
 METRICS_INTERVAL = 5.0
+MAX_FILES = 65_536
 
 
 class Operator:
@@ -242,8 +244,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup(asked.settings.log_level)
     for unknown in variables.unknown(os.environ, [v.name for v in VARIABLES]):
         log.warning("%s", unknown)
+    _allow_files()
     asyncio.run(_serve(asked))
     return 0
+
+
+def _allow_files() -> None:
+    """As many open files as the container may have: each agent that waits for its round holds a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

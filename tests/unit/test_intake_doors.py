@@ -14,7 +14,7 @@ from tokens import POD, Authority, Reviewer
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep_operator.shell.doors import BURST, LONGEST, MAX_ADDRESSES, RATE, STRANGERS, Doors
-from everstep_operator.shell.gate import Gate, Leading
+from everstep_operator.shell.gate import Following, Gate, Leading
 from everstep_operator.shell.intake import IntakeSettings, ReportIntake
 from everstep_operator.telemetry.metrics import Metrics
 
@@ -83,6 +83,20 @@ async def test_address_that_is_refused_all_the_time_is_heard_seldom_and_a_worker
         assert heard <= BURST + RATE * took + 2
         newcomer = await connect(port, WORKER)
         assert await post(newcomer, good) in (204, 503)
+
+
+async def test_followers_refuse_nobody_whom_they_send_on() -> None:
+    intake = ReportIntake(
+        gate=Gate(Reviewer(CLUSTER).cache(), lambda: Following("http://leader:8080")),
+        accept=lambda _pod, _report: None,
+        metrics=Metrics(process=False),
+        settings=IntakeSettings(host="127.0.0.1", port=0),
+    )
+    async with intake, asyncio.timeout(60):
+        for _ in range(int(BURST) * 2):
+            pipe = await connect(intake.port, STRANGER)
+            assert await post(pipe, "anything") == 307
+            pipe[1].close()
 
 
 async def test_requests_in_one_piece_are_not_cheaper() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -36,7 +37,8 @@ class Doors:
         self._strangers = Shares(STRANGERS)
         self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
         self.open = 0
-        self._most = max(SPARE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = sys.maxsize if files == resource.RLIM_INFINITY else max(SPARE, files - SPARE)
 
     def __call__(self) -> Door:
         return Door(self, self._connection)
@@ -148,6 +150,12 @@ class Door(asyncio.Protocol):
         if self._stranger:
             self._stranger = False
             self._doors.admit(self._address)
+            self._doors.refund(self._address, _now())
+
+    def welcomed(self) -> None:
+        """What came was right to come, as far as is known: a follower sends everybody on."""
+        if self._stranger and self._paid:
+            self._paid = False
             self._doors.refund(self._address, _now())
 
     def refused(self) -> None:

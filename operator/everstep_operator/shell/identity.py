@@ -60,7 +60,7 @@ class IdentityLimits:
         default_factory=lambda: {Lane.KNOWN: 8, Lane.SIGNED: 8, Lane.CLAIMED: 4, Lane.STRANGER: 2}
     )
     waiting: dict[Lane, int] = field(
-        default_factory=lambda: {Lane.KNOWN: 20_000, Lane.SIGNED: 2_048, Lane.CLAIMED: 1_024, Lane.STRANGER: 64}
+        default_factory=lambda: {Lane.KNOWN: 20_000, Lane.SIGNED: 4_096, Lane.CLAIMED: 1_024, Lane.STRANGER: 64}
     )
 
 

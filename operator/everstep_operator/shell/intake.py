@@ -44,7 +44,7 @@ class IntakeSettings:
 
     host: str = "0.0.0.0"  # noqa: S104  # pods and the kubelet reach it through the pod's own address
     port: int = 8080  # 0: any free one, see `ReportIntake.port`
-    max_in_flight: int = 512  # reports handled at once; who asks for more than a share of it is answered 503
+    max_in_flight: int = 4096  # reports handled at once; who asks for more than a share of it is answered 503
     keepalive_seconds: float = 75.0
     stop_seconds: float = 5.0
     backlog: int = 1024  # connections that wait to be accepted
@@ -178,5 +178,5 @@ async def _heard(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     finally:
-        if not request.get(WELCOME, False) and (door := door_of(request.transport)) is not None:
-            door.refused()
+        if (door := door_of(request.transport)) is not None:
+            door.welcomed() if request.get(WELCOME, False) else door.refused()

@@ -47,8 +47,9 @@ Call: TypeAlias = Callable[[web.Request, Agent, Sender], Awaitable[web.Response]
 class RoundLimits:
     """Of one replica."""
 
-    watches: int = 10_000
-    calls: int = 2048  # other than watches, at once
+    # A job may have a third of either when nobody else has any: of the largest job, 4,096 agents, each watches twice.
+    watches: int = 32_768
+    calls: int = 8192  # other than watches, at once
 
 
 class RoundRoutes:
