@@ -244,6 +244,9 @@ class Job(Player):
         except ScenarioError as e:
             raise ScenarioError(f"{e}: {running()}\n{self.describe()}") from e
 
+    def pod_names(self) -> list[str]:
+        return [pod["metadata"]["name"] for pod in self.newest_pods().values()]
+
     def nodes_of_pods(self) -> list[str]:
         return [p["spec"].get("nodeName", "") for p in self.pods()]
 

@@ -249,6 +249,9 @@ class LocalJob(Player):
         if left := [f"process {pid}: {command_of(pid)!r}" for pid in self.processes()]:
             raise ScenarioError("\n".join(["these processes are left of a run that has ended:", *left]))
 
+    def pod_names(self) -> list[str]:
+        return [self.worker(index)["pod"] for index in self.indices()]
+
     def nodes_of_pods(self) -> list[str]:
         return [row["node"] for row in self.view().get("workers", ())]
 

@@ -129,6 +129,7 @@ def _expect(player: Player, what: list[str]) -> None:
 def _do(player: Player, words: list[str]) -> None:
     match words:
         case [("suspend" | "resume") as verb]:
+            player.said = player.newest_step() if verb == "suspend" else player.said
             player.suspend(verb == "suspend")
         case ["scale", replicas]:
             player.sizes_seen.add(int(replicas))

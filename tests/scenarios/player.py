@@ -27,6 +27,8 @@ EXACT = 2
 TOGETHER = 90  # seconds for what a place does until all workers are on one node
 LINE = re.compile(r"^(start|step)=?[ \d]", re.MULTILINE)  # what a script says when a process begins, and of its steps
 
+STEP = re.compile(r"^step=(\d+) ", re.MULTILINE)
+
 
 def wait_for(what: str, probe: Callable[[], T], seconds: float = 120, poll: float = 0.25) -> T:
     """The first true value of `probe`; ScenarioError after `seconds`."""
@@ -58,6 +60,7 @@ class Player(ABC):
     sizes_seen: set[int]  # that it was asked to have
     injected_at: float = 0.0  # seconds since the epoch
     round_before: int = 1
+    said: int = 0  # the step that workers had said when they were suspended
     recovery_before: Mapping[str, Any] | None = None
 
     # What a place provides.
@@ -137,6 +140,10 @@ class Player(ABC):
         """Workers that have a pod."""
 
     @abstractmethod
+    def pod_names(self) -> list[str]:
+        """The newest pod of each worker."""
+
+    @abstractmethod
     def nodes_of_pods(self) -> list[str]:
         """The node of each pod that the job has."""
 
@@ -212,6 +219,12 @@ class Player(ABC):
             for place, line in enumerate(log.splitlines())
             if (found := LINE.match(line)) and found[1] == what
         }
+
+    def newest_step(self) -> int:
+        """What the workers that there are have said last. What the status says may be of a world that was lost."""
+        names = set(self.pod_names())
+        steps = [STEP.findall(log) for pod, log in self.logs().items() if pod in names]
+        return max((int(found[-1]) for found in steps if found), default=0)
 
     def until_training(self) -> None:
         """Until steps are said that were not said before."""
@@ -317,12 +330,11 @@ class Player(ABC):
         self.verify_commits()
 
     def expect_kept(self) -> None:
-        """Of a job of the session that was asked to stop every step that was reported is in the newest commit, and the
-        status names it."""
-        reported = int((self.status().get("progress") or {}).get("step", 0))
+        """Of a job of the session that was suspended every step that its workers had said is in the newest commit, and
+        the status names it."""
         committed = Committed.read(self.url, {**os.environ, **self.storage_environment()}).step
-        if committed < reported:
-            raise ScenarioError(f"step {reported} was reported, and {committed} is committed\n{self.describe()}")
+        if committed < self.said:
+            raise ScenarioError(f"step {self.said} was said, and {committed} is committed\n{self.describe()}")
 
         def told() -> bool:
             return bool((self.status().get("checkpoint") or {}).get("lastCommittedStep") == committed)
