@@ -154,6 +154,7 @@ class Trials:
         survivors = [a for a in job.alive() if a is not victim]
         at = job.stop(victim)
         left = job.world(2, at, self._limit, survivors)
+        self._came("stop", job, left, at)
         pids = [job.trainer(a) for a in survivors]
         newest = max(line.step for line in job.lines())
         began = job.wake(victim)
