@@ -60,7 +60,8 @@ GOALS = {
     ("session", "process.survivors"): 0.3,
     ("session", "agent.survivors"): 1.0,
     ("session", "host.survivors"): 1.0,
-    ("session", "regrow.pause"): 0.3,
+    ("session", "regrow.pause"): 0.05,  # torchft's, nightly of 2026-10
+    ("session", "woken.all"): 0.11,  # the same
     ("session", "stop.survivors"): 5.0,
     ("session_etcd3", "store_agent.survivors"): 3.0,
     ("session_operator", "store_agent.survivors"): 1.0,

@@ -3,16 +3,19 @@
 import json
 import socket
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from everstep.contract.calls import Call
 from everstep.train.recovery import forming
 from everstep.train.recovery.agreement import Quality
+from everstep.train.recovery.ahead import Ahead
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.rounds import AgentRounds, Dismissed, Round, RoundsOver
 
@@ -177,5 +180,52 @@ def test_what_is_heard_late_of_the_round_at_hand_changes_nothing(
     announce_one(2)
     assert heard.acquire(timeout=30)
     assert (recovery.lost is None) is whole, "the next one is waited for in the middle of a step, or ends it"
-    assert recovery.boundary_wanted is whole
+    if whole:
+        eventually(lambda: recovery.boundary_wanted)
     recovery.part()
+
+
+def eventually(found: Callable[[], object]) -> None:
+    until = time.monotonic() + 30
+    while not found():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds: AgentRounds) -> None:
+    """A process that starts, or wakes, is told of a round long before it can be in it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = ("127.0.0.1", store.port)
+
+    def announce_one(number: int, size: int, whole: bool) -> None:
+        agent.say(kind="round", round=number, rank=0, world_size=size, store=place, whole=whole)
+
+    recovery = Recovery(rounds)
+    recovery.main.attach(forming.alone(), 0, 1)
+    recovery.track({"w": torch.zeros(2)})
+    announce_one(0, 1, False)
+    recovery.enter(0, Quality.NONE, lambda: None, lambda: None)
+    announce_one(1, 2, True)
+    link = PrefixStore("round-1", TCPStore(*place, is_master=False, wait_for_workers=False))
+    link.get("link/0")  # it has begun to form
+    assert not recovery.boundary_wanted
+    assert recovery.lost is None
+    other = forming.form(Round(1, 1, 2, place), lambda: False, 30.0)
+    eventually(lambda: recovery.boundary_wanted)
+    assert recovery._meet(3) == Round(1, 0, 2, place)
+    assert recovery.round is not None
+    assert recovery.round.number == 1
+    recovery.part()
+    forming.dismiss(other, [], [])
+
+
+def test_round_that_formed_ahead_and_is_overtaken_is_closed(agent: Agent, rounds: AgentRounds) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ahead, done = Ahead(), threading.Event()
+    one = Round(1, 0, 1, ("127.0.0.1", store.port))
+    ahead.start(1, lambda: forming.form(one, lambda: False, 30.0), done.set)
+    assert done.wait(30)
+    found = ahead._newest
+    assert found is not None
+    assert ahead.take(2) is None
+    eventually(lambda: found[1].result().main is None)

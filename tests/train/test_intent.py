@@ -5,7 +5,9 @@ from __future__ import annotations
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import count
 
+import pytest
 from torch._C import _distributed_c10d as c10d
 
 from everstep.train.intent import MAX_STRIDE, Intent, Wish
@@ -31,3 +33,27 @@ def test_a_wish_for_a_save_that_lasts_until_it_is_granted_is_granted_once_and_at
     assert first == second
     assert len(first) == 2
     assert first[0] < 3 * MAX_STRIDE <= first[1]
+
+
+@pytest.mark.parametrize("at", range(5 * MAX_STRIDE, 6 * MAX_STRIDE, 9))
+def test_wish_is_granted_at_the_boundary_after_the_one_that_told_it_however_rarely_ranks_agree(at: int) -> None:
+    """Where agreeing is dear, a wish waits for the next agreement, and not for another stride until that is read."""
+    store, name = c10d.HashStore(), uuid.uuid4().hex
+
+    def rank(number: int) -> tuple[int, int]:
+        ticks = count()
+        own = c10d.PrefixStore(name, store)
+        # Each look at this clock takes a millisecond: an agreement costs as much as a step.
+        intent = Intent(c10d.ProcessGroupGloo(own, number, 2, timedelta(seconds=30)), lambda: next(ticks) / 1000)
+        for boundary in range(10 * MAX_STRIDE):
+            if intent.at_boundary(Wish(move=number == 0 and boundary >= at)).move:
+                intent.settle()
+                return boundary, intent.stride
+        raise AssertionError("never granted")
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(rank, range(2))
+    assert first == second
+    granted, stride = first
+    assert stride == MAX_STRIDE
+    assert granted - at <= stride + 1

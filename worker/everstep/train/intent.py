@@ -1,8 +1,9 @@
 """What the ranks do at the same step, agreed on without stopping for it: stop, save, go to the next round.
 
-A rank's wish travels in a tiny asynchronous MAX all-reduce that is begun at one boundary between steps and read at a
-later one, while the step between them hides it. Every rank reads the same answer at the same step. The group is one of
-its own, so that these collectives never mix with the program's.
+A rank's wish travels in a tiny asynchronous MAX all-reduce that is begun at one boundary between steps and read at the
+next, while the step between them hides it. The next one is begun a stride later, so that it costs little. Every rank
+reads the same answer at the same step. The group is one of its own, so that these collectives never mix with the
+program's.
 
 Invariant: the boundaries at which ranks communicate depend on agreed numbers alone, never on a rank's own clock.
 """
@@ -22,7 +23,7 @@ from torch._C import _distributed_c10d as c10d
 
 COST = 0.005  # of a step's time that agreeing may take: half of what the session may
 MAX_STRIDE = 64  # boundaries from one agreement to the next
-MAX_SECONDS = 1.0  # from one agreement to the next, unless a single step takes longer
+MAX_SECONDS = 0.25  # from one agreement to the next, unless a single step takes longer
 SMOOTHING = 0.2  # weight of the newest measurement
 
 
@@ -46,6 +47,8 @@ class Intent:
         self._clock = clock
         self._boundary = 0
         self._next = 0  # the boundary at which the next collective begins or is read
+        self._begun = 0  # the boundary at which the newest was begun
+        self._spent = 0.0  # seconds, on the agreement in hand
         self._stride = 1
         self._flight: tuple[Any, torch.Tensor] | None = None
         self._cost = self._step = 0.0  # seconds, smoothed
@@ -65,11 +68,17 @@ class Intent:
             self._step = _smooth(self._step, began - self._left)
         agreed = Wish()
         if self._boundary == self._next:
+            read = self._flight is not None
             agreed = self._read()
-            # A save that all begin now is what this rank still wishes for: told again, it would come twice.
-            self._begin(replace(wish, save=wish.save and not agreed.save))
-            self._next = self._boundary + self._stride
-            self._cost = _smooth(self._cost, self._clock() - began)
+            if not read or self._stride == 1:
+                # A save that all begin now is what this rank still wishes for: told again, it would come twice.
+                self._begin(replace(wish, save=wish.save and not agreed.save))
+                self._begun, self._next = self._boundary, self._boundary + 1
+            else:
+                self._next = self._begun + self._stride
+            self._spent += self._clock() - began
+            if read:
+                self._cost, self._spent = _smooth(self._cost, self._spent), 0.0
         self._boundary += 1
         self._left = self._clock()
         return agreed

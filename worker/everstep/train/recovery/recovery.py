@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.contract import env
 from everstep.train.recovery import forming, fsdp, transfer
 from everstep.train.recovery.agreement import NoState, Quality, Standing, agree
+from everstep.train.recovery.ahead import Ahead
 from everstep.train.recovery.flight import PeerLost, Waiting
 from everstep.train.recovery.group import BACKEND, RecoverableGroup
 from everstep.train.recovery.members import Members
@@ -60,6 +61,7 @@ class Recovery:
         self._formed: forming.Formed | None = None
         self._number = -1
         self._heard_at = 0.0  # when its forming began
+        self._ahead = Ahead()
         self._stuck: forming.Unformed | None = None  # something of a round before may still write into tensors
         self._waiting = Waiting()  # in the program's collectives
         self.main = RecoverableGroup(self._failed, self._waiting)
@@ -222,12 +224,15 @@ class Recovery:
             return None
         try:
             parts = mesh.parts(round_.rank, round_.world_size) if mesh is not None else ()
-            formed = forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS, parts)
-            self._join(formed)
+            formed = self._ahead.take(round_.number)
+            self._join(formed if formed is not None else self._form(round_, parts))
         except (forming.Unformed, PeerLost) as e:
             self._did_not_come(round_, e)
             return None
         return round_
+
+    def _form(self, round_: Round, parts: Sequence[forming.Part] = ()) -> forming.Formed:
+        return forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS, parts)
 
     def _did_not_come(self, round_: Round, why: Exception) -> None:
         log.warning("round %d did not come about here: %s", round_.number, why)
@@ -339,10 +344,18 @@ class Recovery:
         with self._leaving:
             if self._formed is None or self._formed.round.number >= round_.number:
                 return  # the training thread has heard of it sooner, and leaves, or has left, by itself
-            if whole and self.lost is None:
-                self.boundary_wanted = True
-            else:
+            if not whole or self.lost is not None:
                 self._give_up(f"round {round_.number} began")
+            elif self._sharded is None:
+                self._ahead.start(
+                    round_.number, partial(self._form, round_), partial(self._formed_ahead, round_.number)
+                )
+            else:
+                self.boundary_wanted = True
+
+    def _formed_ahead(self, number: int) -> None:
+        with self._leaving:
+            self.boundary_wanted = self.boundary_wanted or self._number < number
 
     def _failed(self, reason: str) -> None:
         """In one of gloo's threads: a collective failed before we heard of anything."""
