@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,13 @@ from everstep_operator.local.run.history import ActionTaken, EventSeen, History,
 from everstep_operator.local.run.view import EventRow, View, WorkerRow
 
 GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Sockets lie below it, and the path of a socket has at most 107 bytes: pytest's own may be longer."""
+    with tempfile.TemporaryDirectory(prefix="cli-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def everstep(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
