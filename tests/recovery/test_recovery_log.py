@@ -17,7 +17,7 @@ from recovery_script import Wanted
 
 from everstep.checkpoint import Catalog
 from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.manifest import OpenRecord
+from everstep.checkpoint.manifest import CommitRecord, OpenRecord
 from everstep.storage import open_store
 
 pytestmark = pytest.mark.timeout(180)
@@ -133,3 +133,85 @@ def test_run_whose_rendezvous_was_lost_with_all_its_processes_goes_on_in_a_new_o
     again.begin(2)
     again.wait(lambda: commits(tmp_path)[0] > newest, "the run does not go on")
     assert opened(tmp_path)[-1] == 1
+
+
+def steps_in_the_log(folder: Path) -> list[int]:
+    """Of the commits, in the order in which they were appended, those without data included."""
+    if not (folder / "c" / "log").exists():
+        return []
+    log = CommitLog(open_store(str(folder / "c")))
+    records = [log.read(n) for n in range(log.head().last + 1)]
+    return [r.step for r in records if isinstance(r, CommitRecord)]
+
+
+def one_of_two_left_out(play: Play, tmp_path: Path, hold: Hold) -> tuple[Agents, Process, Process]:
+    """Who goes on, and who waits for a round of its own."""
+    wanted = Wanted(url=str(tmp_path / "c"), every_steps=10, hold=str(hold.file), workers=0, pause=0.02)
+    agents = play(wanted)
+    agents.begin(2)
+    agents.wait(lambda: steps_in_the_log(tmp_path) == [10], "no commit")
+    stays, left_out = agents.members
+    return agents, stays, left_out
+
+
+def test_commit_of_a_world_that_is_cut_off_after_the_next_one_has_looked_is_not_gone_behind(
+    play: Play, tmp_path: Path
+) -> None:
+    """The next world has not taken the log yet: what an older one commits until then is what it has to restore."""
+    hold = Hold(tmp_path)
+    agents, cut_off, left_out = one_of_two_left_out(play, tmp_path, hold)
+    hold.set((cut_off.pid, r"(put|create|start|part|commit) data/"))
+    agents.announce([cut_off])
+    agents.wait(lambda: bool(agents.steps(cut_off)) and agents.steps(cut_off)[-1]["step"] >= 40, "one does not go on")
+    held = agents.steps(left_out)[-1]["step"]
+    agents.announce([left_out])  # of which the other hears nothing
+    agents.wait(lambda: agents.joined() and agents.steps(left_out)[-1]["step"] > held, "the other does not train")
+    os.kill(left_out.pid, signal.SIGSTOP)
+    hold.set()
+    agents.wait(lambda: steps_in_the_log(tmp_path)[-1] >= 60, "the one that is cut off does not commit")
+    os.kill(left_out.pid, signal.SIGCONT)
+    newest = steps_in_the_log(tmp_path)[-1]
+    agents.wait(lambda: steps_in_the_log(tmp_path)[-1] > newest + 10, "the newest world does not commit")
+    assert steps_in_the_log(tmp_path) == sorted(steps_in_the_log(tmp_path))
+    assert opened(tmp_path)[-1] == 3
+
+
+def test_members_that_come_back_while_the_store_is_slow_commit_nothing_behind_what_others_had(
+    play: Play, tmp_path: Path
+) -> None:
+    hold = Hold(tmp_path)
+    agents, gone, left_out = one_of_two_left_out(play, tmp_path, hold)
+    agents.announce([gone])
+    agents.wait(lambda: steps_in_the_log(tmp_path)[-1] >= 60, "one does not go on")
+    os.kill(gone.pid, signal.SIGKILL)
+    gone.process.join()
+    newest = steps_in_the_log(tmp_path)[-1]
+    hold.set((left_out.pid, r".*"))  # it asks what is committed, and is not answered
+    agents.announce([left_out])
+    agents.wait(agents.joined, "it does not go on without the store")
+    hold.set()
+    agents.wait(lambda: steps_in_the_log(tmp_path)[-1] > newest, "it does not commit")
+    assert steps_in_the_log(tmp_path) == sorted(steps_in_the_log(tmp_path))
+
+
+def test_member_of_a_lost_rendezvous_looks_at_what_was_committed_in_rounds_of_another(
+    play: Play, tmp_path: Path
+) -> None:
+    hold = Hold(tmp_path)
+    agents, gone, stopped = one_of_two_left_out(play, tmp_path, hold)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    os.kill(gone.pid, signal.SIGKILL)
+    gone.process.join()
+    agents.members = []
+    other = new(agents)
+    agents.rendezvous, agents.round = "another", 0
+    agents.announce([other])
+    agents.wait(lambda: steps_in_the_log(tmp_path)[-1] >= 60, "the new one does not train")
+    os.kill(other.pid, signal.SIGKILL)
+    other.process.join()
+    newest = steps_in_the_log(tmp_path)[-1]
+    agents.members = [stopped]
+    agents.announce([stopped])
+    os.kill(stopped.pid, signal.SIGCONT)
+    agents.wait(lambda: steps_in_the_log(tmp_path)[-1] > newest, "it does not commit")
+    assert steps_in_the_log(tmp_path) == sorted(steps_in_the_log(tmp_path))

@@ -34,5 +34,6 @@ class LogRule(StrEnum):
 
 class WorldRule(StrEnum):
     CLAIM_THE_PRESENT_ROUND = "a world claims the round that it is in, whatever its processes were started in"
+    COMPARE_UNDER_OWN_OPEN = "a world that goes on from memory commits nothing behind the newest commit below its open"
     RENDEZVOUS_OWNS = "where no operator counts rounds, the rendezvous is the owner whose rounds have an order"
     NEW_RENDEZVOUS_NEW_OWNER = "a rendezvous that lost what it held is another one"

@@ -59,6 +59,7 @@ class Process(NamedTuple):
     phase: Phase = Phase.OUT
     steps: int = -1  # of the state that it holds; -1: it holds none
     saving: int = -1  # the steps of the save that it has begun; -1: it opens in order to restore
+    saved: int = 0  # of its newest save in this world, whatever became of it: bounds the model, and nothing else
     head: Head = Head()
     own: OpenRecord | None = None
     attempt: Record | None = None
@@ -175,9 +176,10 @@ class WorldsModel:
             case Phase.IDLE if together:
                 if p.steps < self.steps:
                     yield f"round {world.number} trains", _all(s, members, steps=p.steps + 1)
-                if p.steps > 0 and not any(isinstance(r, CommitRecord) and r.step >= p.steps for r in s.log):
+                if p.steps > p.saved:
                     after = Phase.LOOK if p.own is None else Phase.WRITTEN
-                    yield f"round {world.number} begins a save", put(s, p._replace(phase=after, saving=p.steps))
+                    saving = p._replace(phase=after, saving=p.steps, saved=p.steps)
+                    yield f"round {world.number} begins a save", put(s, saving)
             case Phase.LOOK:
                 yield f"{name} reads the end of the log", self._opens(s, p, self.code.head_of(s.log))
             case Phase.RESTORE if together:
@@ -193,10 +195,10 @@ class WorldsModel:
 
     def _settles(self, s: State, p: Process, members: list[Process], name: str) -> Iterator[tuple[str, State]]:
         best = max(m.steps for m in members)
-        newest = max((r.step for r in s.log if isinstance(r, CommitRecord)), default=-1)
-        if best >= newest and best >= 0:
+        if best >= 0:
+            # Nobody looks at the store, which may be away: of what others have saved meanwhile the first save tells.
             yield f"{name}: all go on from {best} steps", _all(s, members, steps=best, phase=Phase.IDLE)
-        else:  # none has a state, or all were left out while others went on and saved
+        else:
             yield f"{name}: all restore", put(s, p._replace(phase=Phase.LOOK, saving=-1))
 
     def _claim(self, s: State, p: Process) -> Claim:
@@ -237,7 +239,11 @@ class WorldsModel:
         head = advance(p.head, record)
         match record:
             case OpenRecord():
-                after = Phase.RESTORE if p.saving < 0 else Phase.WRITTEN
+                newest = s.log[record.commit] if record.commit != NONE else None
+                behind = isinstance(newest, CommitRecord) and p.saving < newest.step
+                if Rule.COMPARE_UNDER_OWN_OPEN in self.off:
+                    behind = False
+                after = Phase.RESTORE if p.saving < 0 or behind else Phase.WRITTEN
                 return put(s, p._replace(phase=after, head=head, own=record, attempt=None))
             case CommitRecord():
                 return put(s, p._replace(phase=Phase.IDLE, head=head, attempt=None))

@@ -23,7 +23,7 @@ from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.errors import CheckpointError, Fenced, SaveFailed
+from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed
 from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
@@ -127,6 +127,7 @@ class Checkpointer:
         self._damaged: set[int] = set()
         self._sequence = 0
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
+        self._newest = -1  # the step of the newest commit when the log was taken, until the state is of it or later
         self._round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
         self._closed = threading.Event()
 
@@ -159,6 +160,7 @@ class Checkpointer:
             self._loads, self._proved = loads, step + SURVIVED_STEPS
         self._start_writer()
         self._policy.saved(time.monotonic())
+        self._newest = -1
         n = found[0].n if found else None
         self._events("restored", step=step, n=n, seconds=time.monotonic() - started)
         return step
@@ -210,8 +212,9 @@ class Checkpointer:
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str = "") -> None:
         """Go on in another world, that of round `round_`, whose members have the state that this process has, or are
-        given it: nothing is restored, and the log is taken again, in that round, with the next save. A save in flight
-        is given up; it becomes a commit only if all of it was written by then."""
+        given it: nothing is restored, and the log is taken again, in that round, with the next save. That save raises
+        `NewerCommit` if others have committed a later step meanwhile. A save in flight is given up; it becomes a commit
+        only if all of it was written by then."""
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
@@ -220,7 +223,7 @@ class Checkpointer:
             self._loading.end_quietly()
             self._loading = None
         self._round = InRound(round_, rendezvous)
-        self._ranks, self._own, self._sequence = ranks, None, 0
+        self._ranks, self._own, self._sequence, self._newest = ranks, None, 0, -1
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is in flight; False after `timeout` seconds. Raises nothing: see `SaveHandle.wait`."""
@@ -302,9 +305,10 @@ class Checkpointer:
             captured.own_values, captured.values, arranged.checked, self._settings.nonfinite,
         )  # fmt: skip
 
-    def _ready(self) -> tuple[Writer, Ranks]:
-        """The writer. A script may skip `restore` only while there is nothing to restore: a commit that does not
-        descend from the newest one would fork the training state, and retention would then delete the good one."""
+    def _ready(self, step: int) -> tuple[Writer, Ranks]:
+        """The writer, for the state after `step`. A script may skip `restore` only while there is nothing to restore: a
+        commit that does not descend from the newest one would fork the training state, and retention would then delete
+        the good one."""
         if self._closed.is_set():
             raise CheckpointError("the Checkpointer is closed")
         if self._writer is None:
@@ -315,6 +319,9 @@ class Checkpointer:
                     "before the first save, or save to an empty URL"
                 )
             self._start_writer()
+        if self._round is not None and step < self._newest:
+            # Under this world's own open, so that no older world can commit any more.
+            raise NewerCommit(f"{self._store.url}: step {self._newest} is committed, and the state is that of {step}")
         assert self._writer is not None
         assert self._ranks is not None
         return self._writer, self._ranks
@@ -323,7 +330,7 @@ class Checkpointer:
         """The same on every rank. After a change of the world the log is still to be taken: a store that is away costs
         this save then, as it does before, and not the training."""
         try:
-            return self._ready()
+            return self._ready(step)
         except RetryableError as e:
             if self._round is None:
                 raise
@@ -342,7 +349,7 @@ class Checkpointer:
             claim = opening.claim(uuid.uuid4().hex, round_, ranks.world_size, stamp(time.time()), os.environ)
             probed = self._store if self._probe else None
             try:
-                self._own = opening.open_together(self._log, probed, self._settings, claim, ranks)
+                self._own, self._newest = opening.open_together(self._log, probed, self._settings, claim, ranks)
             except (Fenced, StoreUnusable) as e:
                 # Both end the process; a person should find the reason where the exit code is shown.
                 self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)

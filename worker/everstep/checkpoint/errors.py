@@ -29,6 +29,13 @@ class StateMismatch(CheckpointError):
     """The state passed in does not fit the commit, or holds a value that no checkpoint can hold."""
 
 
+class NewerCommit(CheckpointError):
+    """The newest commit is of a later step than the state to be saved: members of an older round went on and committed.
+
+    Nothing is saved; `restore` brings that commit. Raised on all ranks, and only after `Checkpointer.move`.
+    """
+
+
 class SaveFailed(CheckpointError):
     """A save came to nothing. Training goes on; the previous commit is still the latest."""
 

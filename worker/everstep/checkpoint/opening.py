@@ -16,7 +16,7 @@ from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Fenced, UnsupportedVersion
 from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.log import Claim
-from everstep.checkpoint.manifest import OpenRecord, decode_record, encode_record
+from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, decode_record, encode_record
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.writer import Events
 from everstep.contract import env, variables
@@ -124,8 +124,9 @@ def claim(writer: str, round_: InRound, world_size: int, at: str, environ: Mappi
 
 def open_together(
     log_: CommitLog, probed: ObjectStore | None, settings: Settings, wanted: Claim, ranks: Ranks
-) -> OpenRecord:
-    """Rank 0 probes the store and opens the log; every rank gets its record, or its error."""
+) -> tuple[OpenRecord, int]:
+    """Rank 0 probes the store and opens the log; every rank gets its record and the step of the newest commit below it
+    (-1 without one), or rank 0's error."""
     answer = b""
     cause: Exception | None = None
     if ranks.rank == 0:
@@ -133,7 +134,9 @@ def open_together(
             if probed is not None and not settings.single_committer:
                 probe(probed)
             record = log_.open(wanted)
-            answer = json.dumps({"n": record.n}).encode() + b"\n" + encode_record(record)
+            newest = log_.read(record.commit) if record.commit != NONE else None
+            step = newest.step if isinstance(newest, CommitRecord) else -1
+            answer = json.dumps({"n": record.n, "newest": step}).encode() + b"\n" + encode_record(record)
         except Exception as e:  # told to all ranks, then raised on all of them
             cause = e
             answer = json.dumps({"error": _name(e), "text": str(e)}).encode() + b"\n"
@@ -143,7 +146,7 @@ def open_together(
         raise cause or _ERRORS[told["error"]](told["text"])
     found = decode_record(body, told["n"], "rank 0's open record")
     assert isinstance(found, OpenRecord)
-    return found
+    return found, int(told["newest"])
 
 
 def quiet(hook: Events) -> Events:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from everstep.checkpoint.errors import NewerCommit
 from everstep.contract import exit_codes
 from everstep.data import ElasticLoader
 from everstep.train.boundary import Boundary
@@ -20,7 +21,7 @@ from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.forming import Unformed
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import parallel
-from everstep.train.recovery.rounds import Dismissed
+from everstep.train.recovery.rounds import Dismissed, Round
 from everstep.train.recovery.transfer import TransferFailed
 from everstep.train.replicas import Replicas
 
@@ -106,7 +107,7 @@ class Recovering:
         self._loader = loader
         self._count = count
         self._pace = Pace(time.monotonic)
-        self._last = -1  # the newest round that this process has trained in
+        self._last: Round | None = None  # the newest round that this process has trained in
 
     def begin(self) -> None:
         self._boundary.track(self._state)
@@ -143,6 +144,8 @@ class Recovering:
             self._compare()
             if self._boundary.agree(move=self._recovery.boundary_wanted):
                 self._enter(Quality.WHOLE)
+        except NewerCommit as e:
+            self._go_forward(e)
         except RuntimeError as e:
             if not self.lost(e):
                 raise
@@ -171,6 +174,9 @@ class Recovering:
         try:
             self._replicas.completed(self._recovery.members.world_size, self._boundary.same)
             self._boundary.finish(before)
+        except NewerCommit as e:
+            self._go_forward(e)
+            return False
         except RuntimeError as e:
             if not self.lost(e):
                 raise
@@ -192,6 +198,18 @@ class Recovering:
             log.error("%s; this process ends, and a new one takes its place", e)
             raise SystemExit(exit_codes.NOT_RECOVERED) from e
 
+    def _go_forward(self, why: NewerCommit) -> None:
+        """What was trained since this world formed is behind what others had committed: all restore that. On all
+        members."""
+        log.warning("%s: all restore it", why)
+        try:
+            if self._start() is None:
+                raise SystemExit(exit_codes.NOT_RECOVERED) from why
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            self._enter(Quality.TORN)
+
     def _catch_up(self) -> Quality | None:
         """Members that come back after others have trained without them, and are gone, hold less than was committed
         meanwhile: then all restore that. What the state is worth if a peer was lost meanwhile; None if none was."""
@@ -199,7 +217,7 @@ class Recovering:
         held, round_ = self._boundary.step, self._recovery.round
         assert round_ is not None
         try:
-            newest = self._newest_commit(round_.number)
+            newest = self._newest_commit(round_)
             if newest > held:
                 log.warning("the members hold step %d, and step %d is committed: all restore it", held, newest)
                 worth = Quality.TORN
@@ -209,14 +227,16 @@ class Recovering:
             if not self.lost(e):
                 raise
             return worth
-        self._last = round_.number
+        self._last = round_
         return None
 
-    def _newest_commit(self, round_: int) -> int:
-        """The step of the newest commit, if there was a round in which no member was; else -1. Collective."""
-        members = self._recovery.members
-        last = members.maximum(self._last)
-        if last < 0 or last >= round_ - 1:
+    def _newest_commit(self, round_: Round) -> int:
+        """The step of the newest commit, if there was a round in which no member was; else -1. Collective. Only a look:
+        an older world may commit after it, which the first save of this one finds out (`NewerCommit`)."""
+        members, mine = self._recovery.members, self._last
+        known = -1 if mine is None else mine.number if mine.rendezvous == round_.rendezvous else 0
+        last = members.maximum(known)  # 0: in rounds of another count, which have no order with these
+        if last < 0 or 0 < round_.number - 1 <= last:
             return -1
         return members.maximum(self._boundary.newest_commit() if members.rank == 0 else -1)
 
