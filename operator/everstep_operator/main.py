@@ -148,7 +148,6 @@ class Operator:
             audience=labels.TOKEN_AUDIENCE,
             keys=SigningKeys(client.signing_keys, monotonic=clock.monotonic),
             monotonic=clock.monotonic,
-            now=lambda: clock.now().timestamp(),
             exists=wiring.exists,
         )
         checks = gate.Gate(self._identities, self._leadership, tenant=wiring.tenant)

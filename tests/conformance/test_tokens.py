@@ -40,20 +40,20 @@ async def test_what_is_no_token_is_refused_and_not_quoted(world: World) -> None:
 async def test_token_says_whose_it_is_and_the_clusters_keys_prove_it(world: World) -> None:
     made = await world.client.create(PODS, world.namespace, pod("w"))
     token = world.token("w", made.metadata.uid, AUDIENCE)
-    claims = read_claims(token, AUDIENCE, 0.0)
+    claims = read_claims(token, AUDIENCE)
     assert claims.pod == PodIdentity(world.namespace, "w", made.metadata.uid)
     keys = SigningKeys(world.client.signing_keys, monotonic=lambda: 0.0)
-    assert keys.prove(token, claims) is Proof.UNKNOWN
+    assert await keys.prove(token, claims) is Proof.UNKNOWN
     await keys.ready()
-    assert keys.prove(token, claims) is Proof.SIGNED
+    assert await keys.prove(token, claims) is Proof.SIGNED
     head, body, signature = token.split(".")
     other = signature[:10] + ("A" if signature[10] != "A" else "B") + signature[11:]
-    assert keys.prove(f"{head}.{body}.{other}", claims) is Proof.FORGED
+    assert await keys.prove(f"{head}.{body}.{other}", claims) is Proof.FORGED
 
 
 async def test_token_that_is_bound_to_no_pod_is_told_by_itself(world: World) -> None:
     with pytest.raises(ClaimsRefused, match="bound to a pod"):
-        read_claims(world.token("", "", AUDIENCE), AUDIENCE, 0.0)
+        read_claims(world.token("", "", AUDIENCE), AUDIENCE)
 
 
 async def test_token_dies_with_its_pod(world: World) -> None:

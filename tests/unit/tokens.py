@@ -25,7 +25,7 @@ def pod(number: int, namespace: str = "team-b") -> PodIdentity:
 
 
 class Authority:
-    """Signs as the cluster; `key_id` is that of its key."""
+    """Signs as the cluster; `key_id` is that of its key, "" for none."""
 
     def __init__(self, key_id: str = "k1") -> None:
         self.key_id = key_id
@@ -33,7 +33,8 @@ class Authority:
 
     def jwk(self) -> dict[str, Any]:
         public: dict[str, Any] = jwt.algorithms.ECAlgorithm.to_jwk(self._key.public_key(), as_dict=True)
-        return {**public, "kid": self.key_id, "use": "sig", "alg": "ES256"}
+        named = {"kid": self.key_id} if self.key_id else {}
+        return {**public, **named, "use": "sig", "alg": "ES256"}
 
     def token(self, who: PodIdentity = POD, **claims: Any) -> str:
         """`claims` replace the right ones; None takes one away."""
@@ -50,7 +51,7 @@ class Authority:
             **claims,
         }
         kept = {name: value for name, value in payload.items() if value is not None}
-        return jwt.encode(kept, self._key, algorithm="ES256", headers={"kid": self.key_id})
+        return jwt.encode(kept, self._key, algorithm="ES256", headers={"kid": self.key_id} if self.key_id else {})
 
 
 class Reviewer:
@@ -110,7 +111,6 @@ class Reviewer:
             audience=AUDIENCE,
             keys=self.signing_keys(monotonic),
             monotonic=monotonic,
-            now=time.time,
             exists=exists,
             limits=limits,
         )

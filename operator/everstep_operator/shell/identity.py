@@ -23,7 +23,7 @@ from everstep_operator.shell.tenants import Shares, Tenant
 
 Authenticate = Callable[[str], Awaitable[PodIdentity | None]]
 
-NOT_VALID = "the token is not valid for this operator, or its pod is gone"
+NOT_VALID = "the token is not valid for this operator, it has expired, or its pod is gone"
 MAX_OF_POD = 4  # tokens that are believed: the kubelet renews one before it ends
 
 
@@ -80,13 +80,12 @@ class IdentityCache:
         audience: str,
         keys: SigningKeys,
         monotonic: Callable[[], float],
-        now: Callable[[], float],
         exists: Callable[[PodIdentity], bool] = lambda _: False,
         limits: IdentityLimits | None = None,
     ) -> None:
-        """`now` is the wall clock, in seconds since 1970. `exists`: whether that pod is known; it must not block."""
+        """`exists`: whether that pod is known; it must not block."""
         self._authenticate, self._audience, self._keys = authenticate, audience, keys
-        self._monotonic, self._now, self._exists = monotonic, now, exists
+        self._monotonic, self._exists = monotonic, exists
         self._limits = limits or IdentityLimits()
         self._good: OrderedDict[bytes, _Good] = OrderedDict()
         self._tokens_of: dict[str, list[bytes]] = {}
@@ -109,17 +108,19 @@ class IdentityCache:
         task = self._pending.get(key)
         if task is None:
             try:
-                claims = read_claims(token, self._audience, self._now())
+                claims = read_claims(token, self._audience)
             except ClaimsRefused as e:
                 return Refusal(str(e))
-            match self._keys.prove(token, claims):
+            match await self._keys.prove(token, claims):
                 case Proof.FORGED:
                     return Refusal("the cluster has not signed this token")
                 case Proof.SIGNED:
                     lane = Lane.SIGNED
                 case Proof.UNKNOWN:
                     lane = Lane.CLAIMED if self._exists(claims.pod) else Lane.STRANGER
-            task = self._begin(key, token, claims.pod, Lane.KNOWN if good is not None else lane)
+            lane = Lane.KNOWN if good is not None else lane
+            # Another report of this pod may have begun the check while this one waited for the keys.
+            task = self._pending.get(key) or self._begin(key, token, claims.pod, lane)
             if task is None:
                 raise TooManyChecks(f"too many tokens wait for their check; of this one is known: {lane.value}")
         # Concurrent reports of one pod share a single check, which outlives whichever of them gives up first.

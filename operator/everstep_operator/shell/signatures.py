@@ -2,8 +2,10 @@
 
 A good signature lets nobody in: the TokenReview that follows knows what a signature cannot, that the pod is deleted.
 Keys that are not at hand decide nothing, and those that may be old refuse nothing: an API server that signs with a key
-which this replica has not read yet is right. Invariants: the keys are read at most once in `retry` seconds, whatever is
-sent; no key is used with another algorithm than its own.
+which this replica has not read yet is right, even if the key has the id of an older one. So a token whose signature is
+bad waits for the keys to be read again where they are older than `RETRY`, and is judged by what was read. Invariants:
+the keys are read at most once in `RETRY` seconds, whatever is sent; no key is used with another algorithm than its own;
+a token costs at most `MAX_OF_ID` checks of a signature each time it is judged.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 import base64
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -23,8 +26,9 @@ from everstep_operator.shell.claims import Claims
 log = logging.getLogger("everstep.signatures")
 
 MAX_KEYS = 64
+MAX_OF_ID = 4  # keys of one id that are tried: the id is optional (RFC 7517), and a set may use one twice
 FRESH = 300.0  # seconds after which the keys are read again
-RETRY = 10.0  # seconds from one reading to the next that an unknown key or a failure asks for
+RETRY = 10.0  # seconds from one reading to the next that an unknown key, a bad signature or a failure asks for
 # Symmetric keys are in no public set; the list keeps out what PyJWT may learn one day.
 ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"})
 
@@ -35,33 +39,58 @@ class Proof(Enum):
     UNKNOWN = "unknown"  # the key is not at hand
 
 
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """The keys of one id. Not `complete`: the set has another under it that cannot be used, or too many."""
+
+    keys: tuple[jwt.PyJWK, ...] = ()
+    complete: bool = True
+
+
 class SigningKeys:
     """`read` gives the API server's key set (RFC 7517) and may raise KubeError."""
 
     def __init__(self, read: Callable[[], Awaitable[Mapping[str, Any]]], *, monotonic: Callable[[], float]) -> None:
         self._read, self._monotonic = read, monotonic
-        self._keys: dict[str, jwt.PyJWK] = {}
-        self._read_at = float("-inf")
+        self._keys: dict[str, _Named] = {}
+        self._keys_at = self._read_at = float("-inf")  # when the reading began that gave the keys, and the last one
         self._reading: asyncio.Task[None] | None = None
         self._failure: str | None = None
 
-    def prove(self, token: str, claims: Claims) -> Proof:
-        """By the key that the token names. Begins to read the keys again where they are old, or lack that one."""
-        key = self._keys.get(claims.key_id)
-        self._refresh(FRESH if key is not None else RETRY)
-        if key is None:
-            return Proof.UNKNOWN
-        signed, _, signature = token.encode().rpartition(b".")
-        try:
-            good = key.Algorithm.verify(signed, key.key, base64.urlsafe_b64decode(signature + b"=="))
-        except ValueError:  # no base64
-            good = False
-        return Proof.SIGNED if good else Proof.FORGED
+    async def prove(self, token: str, claims: Claims) -> Proof:
+        """By the keys of the id that the token names. Begins to read the keys again where they are old, or do not
+        verify it; returns after that reading where it may make a bad signature a good one."""
+        if self._verifies(token, claims.key_id):
+            self._refresh(FRESH)
+            return Proof.SIGNED
+        self._refresh(RETRY)
+        if self._refuses(claims.key_id) and self._are_old():
+            await self.ready()
+            if self._verifies(token, claims.key_id):
+                return Proof.SIGNED
+        # Where the reading failed, the old keys refuse nothing: the review decides.
+        return Proof.FORGED if self._refuses(claims.key_id) and not self._are_old() else Proof.UNKNOWN
 
     async def ready(self) -> None:
         """Return when a reading that is under way has ended."""
         if self._reading is not None:
             await asyncio.wait([self._reading])
+
+    def _verifies(self, token: str, key_id: str) -> bool:
+        signed, _, text = token.encode().rpartition(b".")
+        try:
+            signature = base64.urlsafe_b64decode(text + b"==")
+        except ValueError:
+            return False
+        return any(_is_good(key, signed, signature) for key in self._keys.get(key_id, _NONE).keys)
+
+    def _refuses(self, key_id: str) -> bool:
+        """Whether every key that may have this id was tried."""
+        named = self._keys.get(key_id, _NONE)
+        return bool(named.keys) and named.complete
+
+    def _are_old(self) -> bool:
+        return self._monotonic() - self._keys_at >= RETRY
 
     def _refresh(self, after: float) -> None:
         now = self._monotonic()
@@ -71,9 +100,10 @@ class SigningKeys:
             self._reading.add_done_callback(lambda _: setattr(self, "_reading", None))
 
     async def _take(self) -> None:
+        began = self._monotonic()
         try:
             found = _usable(await self._read())
-            failure = None if found else "it has no key that can be used"
+            failure = None if any(named.keys for named in found.values()) else "it has no key that can be used"
         except KubeError as e:
             found, failure = {}, f"{type(e).__name__}: {e}"
             if isinstance(e, Forbidden):
@@ -84,21 +114,40 @@ class SigningKeys:
                 extra={"reason": failure},
             )
         self._failure = failure
-        if found:  # else the old ones are as right as before
-            self._keys = found
+        if failure is None:  # else the old ones are as right as before
+            self._keys, self._keys_at = found, began
 
 
-def _usable(found: Mapping[str, Any]) -> dict[str, jwt.PyJWK]:
-    """The keys of the set that sign tokens, by their id."""
-    keys: dict[str, jwt.PyJWK] = {}
+_NONE = _Named()
+
+
+def _is_good(key: jwt.PyJWK, signed: bytes, signature: bytes) -> bool:
+    try:
+        return bool(key.Algorithm.verify(signed, key.key, signature))
+    except ValueError:  # of a form that this algorithm does not have
+        return False
+
+
+def _usable(found: Mapping[str, Any]) -> dict[str, _Named]:
+    """The keys of the set that sign tokens, by their id; "" where a key has none."""
+    keys: dict[str, _Named] = {}
     rows = found.get("keys")
-    for row in (rows if isinstance(rows, list) else [])[:MAX_KEYS]:
+    for number, row in enumerate(rows if isinstance(rows, list) else []):
         if not isinstance(row, dict) or row.get("use", "sig") != "sig":
             continue
-        try:
-            key = jwt.PyJWK(row)
-        except (jwt.PyJWTError, TypeError, ValueError):
-            continue  # of a kind that this release does not know: its tokens are reviewed
-        if key.algorithm_name in ALGORITHMS:
-            keys[str(row.get("kid", ""))] = key
+        key_id = row.get("kid", "")
+        key_id = key_id if isinstance(key_id, str) else ""
+        named = keys.get(key_id, _NONE)
+        key = _key(row) if number < MAX_KEYS and len(named.keys) < MAX_OF_ID else None
+        # What cannot be used may still have signed: then nothing with its id is called forged.
+        keys[key_id] = _Named(named.keys, False) if key is None else _Named((*named.keys, key), named.complete)
     return keys
+
+
+def _key(row: dict[str, Any]) -> jwt.PyJWK | None:
+    """None: of a kind that this release does not know, or that is in no public set."""
+    try:
+        key = jwt.PyJWK(row)
+    except (jwt.PyJWTError, TypeError, ValueError):
+        return None
+    return key if key.algorithm_name in ALGORITHMS else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ async def test_pod_is_known_by_its_token_until_it_is_deleted_and_forgeries_are_n
         token = control_plane.kubectl(*create, "--audience", TOKEN_AUDIENCE, *flags).stdout.strip()
         other = control_plane.kubectl(*create).stdout.strip()
         keys = SigningKeys(client.signing_keys, monotonic=clock)
-        cache = IdentityCache(authenticator(client), audience=TOKEN_AUDIENCE, keys=keys, monotonic=clock, now=time.time)
+        cache = IdentityCache(authenticator(client), audience=TOKEN_AUDIENCE, keys=keys, monotonic=clock)
         pod = PodIdentity(namespace, "w0", made.metadata.uid)
         assert await cache.identify(token) == pod
         await keys.ready()
