@@ -4,6 +4,8 @@ Knows no rendezvous. The token is sent to the address that was configured, and t
 redirect (307, its leader): same scheme, same path, one step, remembered until it fails. What the leader's address
 answers is final only if the configured address says so too: an address in a cluster may be another's by now. So may
 the configured one, for a moment: what is not an answer to the call, or not the operator's own refusal, is an outage.
+A token that was accepted before may be refused for a moment too, while the file holds an expired one, or the cluster
+changes its keys: an agent that has trained for days is not ended by one 401.
 Invariants: a call is bounded in time and size; connections belong to the process that made them; the token is in no
 message.
 """
@@ -12,7 +14,8 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ class Limits:
     connect: float = 1.0
     reply: float = 5.0  # an operator asks its API server, too
     tries: int = 2
+    unauthorized: float = 60.0  # for which 401 is no final answer to an agent that was accepted before
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +69,20 @@ def base_url(text: str, default_port: int, *, tls: bool = False) -> str:
 
 
 class OperatorCalls:
-    """Thread-safe. `url` is without a path; no `token_file`: no token is sent."""
+    """Thread-safe. `url` is without a path; no `token_file`: no token is sent. `clock`: monotonic seconds."""
 
-    def __init__(self, url: str, token_file: str = "", ca_file: str = "", limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token_file: str = "",
+        ca_file: str = "",
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._url, self._token_file, self._limits = url, token_file, limits or Limits()
+        self._clock = clock
+        self._accepted = False
+        self._unauthorized_since: float | None = None  # the first 401 after the last answer
         self._lock = threading.Lock()
         self._leader: str | None = None
         self._pool: Pool | None = None
@@ -94,8 +108,9 @@ class OperatorCalls:
     ) -> Reply:
         """An answer with one of the statuses `expect`, and at most `limit` bytes if it is 200.
 
-        Raises StoreRefused where the operator itself refuses, and StoreUnavailable whatever else is answered. A call
-        may have been carried out by an address that did not answer, and is then carried out again.
+        Raises StoreRefused where the operator itself refuses, and StoreUnavailable whatever else is answered; also for
+        401 within `Limits.unauthorized` seconds of the first one, if a call was answered before. A call may have been
+        carried out by an address that did not answer, and is then carried out again.
         """
         wanted = _Call(method, path, body, dict(headers or {}), frozenset(expect), limit, reply or self._limits.reply)
         leader = self._leader
@@ -105,6 +120,7 @@ class OperatorCalls:
             except (HTTPError, StoreUnavailable):
                 found = None
             if found is not None and found.status in wanted.expect:
+                self._was_accepted()
                 return found
             self._leader = None
         return self._ask(wanted)
@@ -132,11 +148,32 @@ class OperatorCalls:
             if found.status == 307:
                 raise StoreUnavailable(f"{at} was named as the operator's leader and names another: it is not settled")
             if found.status not in wanted.expect:
-                raise _error(at, found)
+                raise self._again(at, found) or _error(at, found)
+            self._was_accepted()
             if at != self._url:
                 self._leader = at
             return found
         raise StoreUnavailable(f"the operator at {self._url} does not answer: {why}")
+
+    def _was_accepted(self) -> None:
+        with self._lock:
+            self._accepted, self._unauthorized_since = True, None
+
+    def _again(self, at: str, found: Reply) -> StoreUnavailable | None:
+        """For a 401 that is not final yet."""
+        if found.status != 401:
+            return None
+        with self._lock:
+            if not self._accepted:
+                return None
+            now = self._clock()
+            since = self._unauthorized_since = now if self._unauthorized_since is None else self._unauthorized_since
+        if now - since >= self._limits.unauthorized:
+            return None
+        return StoreUnavailable(
+            f"{at} answers 401: {found.reason} (the token was accepted before: tried again for"
+            f" {self._limits.unauthorized:g} s)"
+        )
 
     def _target(self, found: Reply, wanted: _Call) -> str:
         """Where a redirect leads; not followed if the token would go where nobody may have meant it to."""
