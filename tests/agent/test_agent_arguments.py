@@ -7,6 +7,7 @@ from torch.distributed.run import get_args_parser
 from torch.numa.binding import AffinityMode
 
 from everstep.agent.arguments import NUMA, UsageError, parser, read, streams
+from everstep.agent.membership import open_driver
 
 
 def options(of: object) -> set[str]:
@@ -107,3 +108,10 @@ def test_flags_that_change_nothing_are_known_by_name_if_they_were_given() -> Non
     given = ["--monitor-interval=5", "--start-method=fork", "--run-path", "--node-rank=1", "t.py"]
     assert read(given, {}).unused == ("--monitor-interval", "--start-method", "--node-rank", "--run-path")
     assert read(["t.py"], {}).unused == ()
+
+
+def test_misspelt_setting_of_the_rendezvous_is_named_also_where_an_agent_is_alone() -> None:
+    arguments = read(["--standalone", "--rdzv-conf=tineout=5", "train.py"], {})
+    assert arguments.local
+    with pytest.raises(UsageError, match="tineout: no such key; did you mean timeout"):
+        open_driver(arguments, 1, {})

@@ -31,6 +31,7 @@ from everstep.agent.events import (
 from everstep.agent.tasks import Tasks
 from everstep.contract import env
 from everstep.contract.document import FINISHED, Document, DocumentInvalid, Member, Sizes
+from everstep.rendezvous import configuration
 from everstep.rendezvous.backends import open_store
 from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
 from everstep.rendezvous.driver import CROWDED, WHOLE, Driver
@@ -210,6 +211,14 @@ def _asked_to_stop(document: Document, but: str) -> bool:
     return any(member.agent in document.stopping for member in document.members if member.agent != but)
 
 
+def _check(arguments: Arguments) -> None:
+    """An agent that is alone uses none of the settings. One that is misspelt would be found on the day of the second."""
+    try:
+        configuration.read(arguments.rendezvous, "localhost")
+    except ConfigurationInvalid as e:
+        raise UsageError(str(e)) from e
+
+
 def open_driver(arguments: Arguments, processes: int, environ: Mapping[str, str]) -> tuple[Driver, float]:
     """The agent's driver, and the seconds that one rendezvous may take. Raises UsageError, RendezvousFailed."""
     low, high = arguments.nodes
@@ -217,6 +226,7 @@ def open_driver(arguments: Arguments, processes: int, environ: Mapping[str, str]
     index = int(environ.get(env.WORKER_INDEX, "-1"))
     incarnation = int(environ.get(env.INCARNATION, "0"))
     if arguments.local:
+        _check(arguments)
         member = Member(index, agent, incarnation, processes, LOCAL)
         patience = Settings(patience=Patience(0.0, 0.0), spread=0.0)
         return Driver(MemoryStore(), member, Sizes(1, 1), patience), Configuration(()).timeout
