@@ -212,7 +212,7 @@ def _asked_to_stop(document: Document, but: str) -> bool:
 
 
 def _check(arguments: Arguments) -> None:
-    """An agent that is alone uses none of the settings. One that is misspelt would be found on the day of the second."""
+    """An agent that is alone uses none of the settings; one that is misspelt would be found with the second agent."""
     try:
         configuration.read(arguments.rendezvous, "localhost")
     except ConfigurationInvalid as e:
