@@ -39,11 +39,14 @@ def verdict(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod]
     sizes = sizing.bounds(job.spec)
     before = job.status.condition(ConditionType.READY)
     reason_before = before.reason if before is not None else None
-    ready = sum(p.ready or p.phase is PodPhase.SUCCEEDED for p in current.values())
+    ready = sum(p.ready and not p.finished for p in current.values())
+    done = {i for i, p in current.items() if p.phase is PodPhase.SUCCEEDED}
     why = blocked(snapshot, current)
     because = f": {why}" if why else ""
     stalled = why if why is not None and waited_long(snapshot, current) else None
     at_least = f", min {sizes.minimum}" if job.spec.elastic is not None else ""
+    succeeded = f", {len(done)} succeeded" if done else ""
+    training = max(0, seen.size - len(done & seen.members))
     if seen.stands:
         quorum = (True, f"{seen.size} workers train, of {wanted.wanted} wanted")
         full = seen.size >= wanted.wanted
@@ -51,16 +54,16 @@ def verdict(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod]
             message = f"{seen.size}/{wanted.wanted} in the round, waiting for the first step"
             return Verdict(ReadyReason(reason_before), message, quorum=quorum)
         if full:
-            return Verdict(ReadyReason.RUNNING, f"{seen.size}/{wanted.wanted} ready", quorum=quorum)
-        message = f"{seen.size}/{wanted.wanted} train{at_least}{because}"
+            return Verdict(ReadyReason.RUNNING, f"{training}/{wanted.wanted} ready{succeeded}", quorum=quorum)
+        message = f"{training}/{wanted.wanted} train{succeeded}{at_least}{because}"
         resizing = reason_before == ReadyReason.RESIZING and why is None
         reason = ReadyReason.RESIZING if resizing else ReadyReason.RUNNING_DEGRADED
         return Verdict(reason, message, stalled, quorum)
-    message = f"{ready}/{wanted.wanted} ready{at_least}{because}"
+    message = f"{ready}/{wanted.wanted} ready{succeeded}{at_least}{because}"
     quorum = (False, message)
     if job.status.world.formed_at is None:
-        reason = ReadyReason.WAITING_FOR_QUORUM if ready else ReadyReason.PENDING
-    elif job.spec.elastic is not None and ready < sizes.minimum:
+        reason = ReadyReason.WAITING_FOR_QUORUM if ready or done else ReadyReason.PENDING
+    elif job.spec.elastic is not None and ready + len(done) < sizes.minimum:
         reason = ReadyReason.WAITING_FOR_QUORUM
     elif reason_before == ReadyReason.RESIZING:
         reason = ReadyReason.RESIZING

@@ -88,18 +88,21 @@ def plan(snapshot: Snapshot) -> Plan:
 def _judge(snapshot: Snapshot, published: Roster, current: dict[int, WorkerPod]) -> _Judgement:
     job = snapshot.job
     wanted = sizing.wanted(job.spec)
+    seen = standing.of(snapshot, published, current)
+    lost = losses_among(snapshot, current, {index: life.started for index, life in published.lives.items()})
+    # Before anything else: a job that has ended is not suspended, resized or opened again.
+    if (size := standing.completed(snapshot, published, seen, current, lost)) is not None:
+        return _Complete(size)
     if job.spec.suspend:
         return _suspend(snapshot, published)
     if job.status.roster is None or published.wanted == 0:
         return _open(snapshot, published, wanted)
-    seen = standing.of(snapshot, published, current)
-    lost = losses_among(snapshot, current, {index: life.started for index, life in published.lives.items()})
-    if standing.all_succeeded(snapshot, seen, current, lost):
-        return _Complete(len(seen.members))
     if (late := lifecycle.overdue(snapshot)) is not None:
         return late
     if missed := standing.missed(snapshot, seen, current, lost):
         return _judge_loss(snapshot, published, current, seen, missed)
+    if standing.ends(snapshot, current):
+        return _Keep()
     target = roster.revised(published, wanted, (), replaced=_regrows(snapshot))
     if wanted != published.wanted:
         message = f"resizing from {published.wanted} to {wanted} workers"
@@ -271,7 +274,7 @@ def _status(snapshot: Snapshot, wanted: Roster, current: dict[int, WorkerPod], c
         verdict,
         world=world,
         existing=len(current),
-        ready=sum(p.ready or p.phase is PodPhase.SUCCEEDED for p in current.values()),
+        ready=sum(p.ready and not p.finished for p in current.values()),
         roster=roster.write(roster.marked(wanted, current)),
         restarts=change.restarts if change is not None else None,
         recoveries=records,
@@ -295,12 +298,13 @@ def _carry(snapshot: Snapshot, wanted: Status, made: Roster, current: dict[int, 
         # It is healthy, so it gets the time that its template asks for.
         return Over(pod, "it is not wanted any more", pods.grace_seconds(job), released=True)
 
+    # One that has started is not missing but lost: it comes back in another incarnation, or is not missed.
+    missing = [index for index, life in made.lives.items() if index not in current and not life.started]
     return carry(
         snapshot,
         wanted,
         [end(p) for p in over],
-        # One that has started is not missing but lost: it comes back in another incarnation, or is not missed.
-        [index for index, life in made.lives.items() if index not in current and not life.started],
+        [] if standing.ends(snapshot, current) else missing,
         create,
         workers=len(made.lives),
     )

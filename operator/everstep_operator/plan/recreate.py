@@ -11,7 +11,7 @@ from typing import assert_never
 
 from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason
-from everstep_operator.api.status import RecoveryRecord, Restarts, Status, World
+from everstep_operator.api.status import Restarts, Status, World
 from everstep_operator.plan import budget, changes, lifecycle, names, pods, recovery, startup, status
 from everstep_operator.plan.actions import CreatePod
 from everstep_operator.plan.carry import SURVIVOR_GRACE_SECONDS, Carried, Over, blocked, carry, or_deadline
@@ -88,14 +88,15 @@ def _pod_name(snapshot: Snapshot, index: int) -> str:
 def _judge(snapshot: Snapshot, current: dict[int, WorkerPod]) -> _Judgement:
     job = snapshot.job
     world = job.status.world
+    # Before anything else: a job that has ended is not suspended or resized.
+    if world.size > 0 and len(current) == world.size and all(p.phase is PodPhase.SUCCEEDED for p in current.values()):
+        return _Complete()
     if job.spec.suspend:
         if world.size == 0 and names.next_round(snapshot) == world.round + 1:
             return _KeepRound()
         return _NewRound(ReadyReason.SUSPENDED, "spec.suspend is true: no workers", job.status.restarts)
     if world.round == 0 or world.size == 0:
         return _NewRound(ReadyReason.PENDING, f"creating {job.spec.replicas} workers", job.status.restarts)
-    if len(current) == world.size and all(p.phase is PodPhase.SUCCEEDED for p in current.values()):
-        return _Complete()
     if (late := lifecycle.overdue(snapshot)) is not None:
         return late
     lost = losses(snapshot, current, world.size, formed=world.formed_at is not None)
@@ -183,19 +184,26 @@ def _stages(carried: Carried) -> tuple[Stage, ...]:
 def _converged_status(snapshot: Snapshot, current: dict[int, WorkerPod]) -> Status:
     job = snapshot.job
     world = job.status.world
-    ready = sum(p.ready or p.phase is PodPhase.SUCCEEDED for p in current.values())
-    if world.formed_at is None and ready >= world.size > 0:
+    ready = sum(p.ready and not p.finished for p in current.values())
+    succeeded = sum(p.phase is PodPhase.SUCCEEDED for p in current.values())
+    if world.formed_at is None and ready + succeeded >= world.size > 0:
         world = world.model_copy(update={"formed_at": snapshot.now})
     records = recovery.completed(
         job.status.recoveries, snapshot.progress, snapshot.progress.published_at, job.status.restarts.last_step
     )
-    verdict = _verdict(snapshot, current, ready, records)
-    return status.build(snapshot, verdict, world=world, existing=len(current), ready=ready, recoveries=records)
+    verdict = _verdict(snapshot, current, ready, succeeded)
+    return status.build(
+        snapshot,
+        verdict,
+        world=world,
+        existing=len(current),
+        ready=ready,
+        succeeded=succeeded,
+        recoveries=records,
+    )
 
 
-def _verdict(
-    snapshot: Snapshot, current: dict[int, WorkerPod], ready: int, records: tuple[RecoveryRecord, ...]
-) -> Verdict:
+def _verdict(snapshot: Snapshot, current: dict[int, WorkerPod], ready: int, succeeded: int) -> Verdict:
     """The Ready condition of a round that stands."""
     job, size = snapshot.job, snapshot.job.status.world.size
     if job.spec.suspend:
@@ -203,18 +211,19 @@ def _verdict(
         return Verdict(ReadyReason.SUSPENDED, f"spec.suspend is true: {left}")
     before = job.status.condition(ConditionType.READY)
     reason_before = before.reason if before is not None else None
-    message = f"{ready}/{size} ready"
+    message = f"{ready}/{size} ready" + (f", {succeeded} succeeded" if succeeded else "")
+    there = ready + succeeded
     why = blocked(snapshot, current)
     reporting = snapshot.progress.updated_at is not None
     trains = snapshot.progress.round == job.status.world.round and snapshot.progress.trained_at is not None
-    if ready >= size and (trains or not reporting):
+    if there >= size and (trains or not reporting):
         return Verdict(ReadyReason.RUNNING, message)
     if reason_before in (ReadyReason.RECOVERING, ReadyReason.RESIZING):
-        waits = "waiting for the first step" if ready >= size else "waiting for all workers"
+        waits = "waiting for the first step" if there >= size else "waiting for all workers"
         return Verdict(ReadyReason(reason_before), f"{message}, {waits}" + (f": {why}" if why else ""), why)
-    if ready >= size:
+    if there >= size:
         return Verdict(ReadyReason.RUNNING, message)
-    if ready > 0:
+    if there > 0:
         return Verdict(ReadyReason.WAITING_FOR_QUORUM, message + (f": {why}" if why else ""), why)
     return Verdict(ReadyReason.PENDING, message + (f": {why}" if why else ""), why)
 

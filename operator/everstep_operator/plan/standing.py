@@ -14,8 +14,8 @@ from everstep.contract.document import Sizes
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
 from everstep_operator.api.status import World
 from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan import sizing
-from everstep_operator.plan.failure import Loss
+from everstep_operator.plan import names, sizing
+from everstep_operator.plan.failure import Loss, losses_among
 from everstep_operator.plan.roster import Roster
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
 
@@ -77,18 +77,47 @@ def world(snapshot: Snapshot, seen: Standing) -> World:
     return old.model_copy(update={"round": number})
 
 
-def all_succeeded(snapshot: Snapshot, seen: Standing, current: Mapping[int, WorkerPod], lost: Collection[Loss]) -> bool:
-    """Whether every worker of the current world has succeeded. Workers outside it have nothing left to join."""
+def ends(snapshot: Snapshot, current: Mapping[int, WorkerPod]) -> bool:
+    """Whether the training has ended, or may have: nobody is added to the job. An operator that has just begun to lead
+    cannot know before it has read the round."""
+    if snapshot.world is not None:
+        return _finished(snapshot)
+    return is_awaited(snapshot) and any(p.phase is PodPhase.SUCCEEDED for p in current.values())
+
+
+def completed(
+    snapshot: Snapshot, roster: Roster, seen: Standing, current: Mapping[int, WorkerPod], lost: Collection[Loss]
+) -> int | None:
+    """How many workers have succeeded, if the job is complete. Workers outside the world have nothing left to join."""
     done = {i for i, p in current.items() if p.phase is PodPhase.SUCCEEDED}
-    if (view := snapshot.world) is not None:
-        # Who is lost after it told the others of its success is not missed.
-        over = done | {loss.index for loss in lost} if view.finished else done
-        return 0 < len(seen.members) == seen.size and seen.members <= over
+    if (view := snapshot.world) is not None and _finished(snapshot):
+        # The agents have told each other of their success. A member without a pod (scaled away, deleted, its node lost)
+        # is not missed; one whose pod still runs gets the time to end by itself.
+        return None if _still_ending(snapshot) else len(view.members)
+    if done and done == roster.lives.keys():
+        return len(done)  # nobody else is wanted, whatever the world was of which these are left
+    if view is not None:
+        return seen.size if 0 < len(seen.members) == seen.size and seen.members <= done else None
     if is_awaited(snapshot):
-        return False
+        return None
     started = {i for i, p in current.items() if p.ready or p.finished}
     shut_out = {loss.index for loss in lost if loss.cause is Cause.PEER_LOST}
-    return bool(done) and started - shut_out == done and sizing.bounds(snapshot.job.spec).largest(len(done)) > 0
+    whole = bool(done) and started - shut_out == done and sizing.bounds(snapshot.job.spec).largest(len(done)) > 0
+    return len(seen.members) if whole else None
+
+
+def _finished(snapshot: Snapshot) -> bool:
+    return snapshot.world is not None and snapshot.world.finished and bool(snapshot.world.members)
+
+
+def _still_ending(snapshot: Snapshot) -> bool:
+    """Whether a member of the last round has a pod that runs. Pods go by their names: the roster may be newer."""
+    members = snapshot.world.members if snapshot.world is not None else ()
+    by_name = {p.name: p for p in snapshot.pods if p.round == 0}
+    named = {i: names.pod_name(snapshot.job.name, i, incarnation) for i, incarnation in members}
+    there = {i: by_name[name] for i, name in named.items() if name in by_name and by_name[name].index == i}
+    lost = {loss.index for loss in losses_among(snapshot, there, dict.fromkeys(there, True))}
+    return any(p.phase is not PodPhase.SUCCEEDED and i not in lost for i, p in there.items())
 
 
 def given_up(snapshot: Snapshot, current: Mapping[int, WorkerPod], lost: Collection[Loss]) -> str | None:

@@ -47,6 +47,7 @@ def build(
     world: World,
     existing: int,
     ready: int,
+    succeeded: int = 0,
     roster: Roster | None = None,
     restarts: Restarts | None = None,
     recoveries: tuple[RecoveryRecord, ...] | None = None,
@@ -74,7 +75,7 @@ def build(
         recoveries=recoveries if recoveries is not None else old.recoveries,
         goodput_percent=_goodput(snapshot, finished_at),
         failure=old.failure or failure,
-        conditions=_conditions(snapshot, verdict, world, ready),
+        conditions=_conditions(snapshot, verdict, world, ready, succeeded),
     )
 
 
@@ -135,7 +136,9 @@ _OF_ONE_REASON = (
 )
 
 
-def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) -> tuple[Condition, ...]:
+def _conditions(
+    snapshot: Snapshot, verdict: Verdict, world: World, ready: int, succeeded: int
+) -> tuple[Condition, ...]:
     reason, message = verdict.reason, verdict.message[:MAX_MESSAGE]
     running = reason in (ReadyReason.RUNNING, ReadyReason.RUNNING_DEGRADED)
     over = reason in (ReadyReason.COMPLETE, ReadyReason.FAILED)
@@ -150,7 +153,7 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
                 :MAX_MESSAGE
             ],
         ),
-        ConditionType.QUORUM_REACHED: _quorum(verdict, world, ready, over),
+        ConditionType.QUORUM_REACHED: _quorum(verdict, world, ready, succeeded, over),
     }
     for type_, its_reason, otherwise in _OF_ONE_REASON:
         holds = reason is its_reason
@@ -170,15 +173,15 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
     return tuple(c for _, c in sorted({**old, **made}.items()))
 
 
-def _quorum(verdict: Verdict, world: World, ready: int, over: bool) -> tuple[bool, str, str]:
+def _quorum(verdict: Verdict, world: World, ready: int, succeeded: int, over: bool) -> tuple[bool, str, str]:
     if verdict.quorum is not None:
         reached, words = verdict.quorum
         return (reached and not over, "Reached" if reached else "Waiting", words[:MAX_MESSAGE])
-    all_ready = ready >= world.size > 0
+    all_ready = ready + succeeded >= world.size > 0
     return (
         all_ready and not over,
         "AllReady" if all_ready else "Waiting",
-        f"{ready} of {world.size} workers are ready",
+        f"{ready} of {world.size} workers are ready" + (f", {succeeded} have succeeded" if succeeded else ""),
     )
 
 
