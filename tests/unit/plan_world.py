@@ -221,7 +221,9 @@ class World:
 
     def do_ready(self, *indexes: str) -> None:
         for index in indexes:
-            self.change(self.current(int(index)), phase=PodPhase.RUNNING, ready=True)
+            name = self.current(int(index))
+            since = self.pods[name].ready_at if self.pods[name].ready else self.now
+            self.change(name, phase=PodPhase.RUNNING, ready=True, ready_at=since)
 
     def do_succeed(self, *indexes: str) -> None:
         for index in indexes:

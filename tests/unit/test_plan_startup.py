@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -191,3 +192,96 @@ def test_words_made_to_be_slow_cost_little(world: Any) -> None:
     """Lines of a program are untrusted; the patterns look at bounded parts of them."""
     for text in ("exec: " * 2000, "can't open " * 1000, "a." * 5000 + "Err", ": error" * 2000 + "\n" * 3000):
         assert len(loss_of(world, 1, text).detail) < 600
+
+
+def test_worker_that_fails_alone_while_the_others_train_never_ends_their_job(elastic_world: ModuleType) -> None:
+    """One node has a broken mount, and the script does not report: only the other pods tell that it can start."""
+    for took in (1, 5, 15, 35):
+        world = elastic_world.ElasticWorld()
+        for line in ("settle", "ready 0 1 2", "reconcile"):
+            world.run(line)
+        for attempt in range(8):
+            world.do_advance(str(took))
+            world.do_fail("3", "1", "ImportError: libcuda.so.1: cannot open shared object file")
+            world.do_reconcile()
+            assert world.status.failure is None, f"{took} s a try, try {attempt + 1}: {world.status.failure}"
+            world.do_advance("300")  # beyond the back-off
+            world.do_reconcile()
+
+
+@pytest.mark.parametrize("backend", ["everstep", "etcd"])
+def test_program_that_is_nowhere_ends_its_job_at_the_third_try(elastic_world: ModuleType, backend: str) -> None:
+    """The agents are ready, wait for each other, and all fail within a few seconds; one has no node yet."""
+    world = elastic_world.ElasticWorld()
+    if backend == "etcd":
+        world.do_etcd()
+    world.do_settle()
+    for _ in range(2):
+        world.do_ready("0", "1", "2")
+        world.do_advance("30")
+        if backend == "everstep":
+            world.do_form()
+        for index in "012":
+            world.do_fail(index, "2", WORDS)
+            world.do_reconcile()
+            world.do_advance("1")
+        world.do_advance("10")
+        world.do_reconcile()
+    world.do_ready("0", "1", "2")
+    world.do_advance("30")
+    world.do_fail("0", "2", WORDS)
+    world.do_reconcile()
+    assert world.status.failure is not None
+    assert world.status.failure.message.startswith("CannotStart: ")
+
+
+def is_ready_for_longer(world: Any) -> None:
+    world.do_ready("1")
+    world.do_advance("16")
+
+
+def is_ready_for_as_long(world: Any) -> None:
+    world.do_advance("11")
+    world.do_ready("1")
+    world.do_advance("5")
+
+
+def is_on_a_lost_node(world: Any) -> None:
+    is_ready_for_longer(world)
+    world.do_node_lost("n2")
+
+
+def is_being_deleted(world: Any) -> None:
+    is_ready_for_longer(world)
+    world.do_delete("1")
+
+
+def is_not_ready(world: Any) -> None:
+    world.do_advance("16")
+
+
+def has_succeeded(world: Any) -> None:
+    world.do_advance("16")
+    world.do_succeed("1")
+
+
+@pytest.mark.parametrize(
+    ("other", "runs"),
+    [
+        (is_ready_for_longer, True),
+        (has_succeeded, True),
+        (is_ready_for_as_long, False),
+        (is_on_a_lost_node, False),
+        (is_being_deleted, False),
+        (is_not_ready, False),
+    ],
+)
+def test_another_worker_shows_that_the_program_runs_only_if_it_outlives_the_failed_one(
+    world: Any, other: Callable[[Any], None], runs: bool
+) -> None:
+    world.do_settle()
+    name = world.current(0)
+    exit_ = Exit(2, "Error", WORDS, world.now + timedelta(seconds=10))  # it took 10 s
+    other(world)
+    world.change(name, phase=PodPhase.FAILED, exit=exit_)
+    assert startup.runs_elsewhere(world.snapshot(), 0, name) is runs

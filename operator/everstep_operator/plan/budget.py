@@ -43,7 +43,8 @@ def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Re
     before = job.status.progress
     step = seen.step if seen.step is not None else before.step
     reporting = seen.updated_at is not None or before.updated_at is not None
-    if loss.cannot_start and not startup.has_run(snapshot):
+    runs = startup.has_run(snapshot) or startup.runs_elsewhere(snapshot, loss.index, loss.pod)
+    if loss.cannot_start and not runs:
         return _at_start(snapshot.now, job.spec.recovery, job.status.restarts, loss, follows)
     return decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows)
 

@@ -53,6 +53,7 @@ class WorkerPod:
     created_at: datetime | None = None
     exit: Exit | None = None
     image: str | None = None
+    ready_at: datetime | None = None  # when `ready` became what it is
 
     @property
     def finished(self) -> bool:

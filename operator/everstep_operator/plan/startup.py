@@ -2,7 +2,8 @@
 
 A script that is not there fails in the same way at each try. A loss counts as such a failure only by what the program
 or the runtime said of it, and it ends a job only while nothing shows that the job has ever run: one that has run, and
-finds its script or a module missing for a moment, keeps its whole restart budget.
+finds its script or a module missing for a moment, keeps its whole restart budget. So does one of which another worker
+runs: then a node or a mount is broken, and not the program.
 
 Pure. Invariant: the words are untrusted text; the patterns look at bounded lines.
 """
@@ -14,12 +15,14 @@ from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionStatus, ConditionType
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan.snapshot import Snapshot
+from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
 
 # A world that has stood for so long has started, whether its script reports or not.
 STOOD = timedelta(minutes=2)
 # A job that is older may have run at a time of which nothing is known any more.
 YOUNG = timedelta(minutes=30)
+# Workers that fail of one mistake fail within so long of each other; one that lives longer does not have it.
+SKEW = timedelta(seconds=5)
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of shells and launchers
 
 # Where torchrun's own words begin, after those of the program.
@@ -74,6 +77,25 @@ def has_run(snapshot: Snapshot) -> bool:
     return now - began > YOUNG or any(
         c is not None and (c.status is ConditionStatus.TRUE or c.last_transition_time > began) for c in changed
     )
+
+
+def runs_elsewhere(snapshot: Snapshot, index: int, pod: str | None) -> bool:
+    """Whether another worker has succeeded, or is ready and has been for longer than this one took to fail. The loss is
+    then charged as any other, which `has_run` sees from there on."""
+    failed = next((p for p in snapshot.pods if p.name == pod), None)
+    if failed is None or failed.created_at is None:
+        return False
+    ended = failed.exit.finished_at if failed.exit is not None else None
+    took = max(timedelta(0), (ended or snapshot.now) - failed.created_at)
+    others = (p for p in snapshot.pods if p.index != index)
+    return any(p.phase is PodPhase.SUCCEEDED or _ready_for(snapshot, p) > took + SKEW for p in others)
+
+
+def _ready_for(snapshot: Snapshot, pod: WorkerPod) -> timedelta:
+    node = snapshot.nodes.get(pod.node or "")
+    alive = pod.phase is PodPhase.RUNNING and pod.ready and pod.deleted_at is None and (node is None or node.ready)
+    since = pod.ready_at or pod.created_at
+    return snapshot.now - since if alive and since is not None else timedelta(0)
 
 
 def tried(snapshot: Snapshot, restarts: Restarts) -> str:

@@ -73,6 +73,7 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
     except (KeyError, ValueError):
         return None
     conditions = {c.type: c for c in pod.status.conditions}
+    ready = conditions.get("Ready")
     return WorkerPod(
         name=pod.metadata.name,
         uid=pod.metadata.uid,
@@ -80,7 +81,7 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         incarnation=incarnation,
         round=round_,
         phase=PodPhase(pod.status.phase) if pod.status.phase in _PHASES else PodPhase.PENDING,
-        ready=_is_true(conditions.get("Ready")),
+        ready=_is_true(ready),
         node=pod.spec.node_name or None,
         deleted_at=_deleted_at(pod),
         reason=pod.status.reason or None,
@@ -89,6 +90,7 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         unschedulable=_unschedulable(conditions.get("PodScheduled")),
         created_at=pod.metadata.creation_timestamp,
         exit=_exit(pod),
+        ready_at=ready.last_transition_time if ready is not None else None,
     )
 
 
