@@ -136,6 +136,16 @@ def test_an_answer_that_comes_late_does_not_turn_a_view_back(store: HttpStore) -
     assert later == now, "a count that was on its way before a larger one came"
 
 
+def test_document_that_comes_after_there_was_none_is_newer_though_its_version_is_smaller(store: HttpStore) -> None:
+    version = store.compare_and_swap(0, encode(EMPTY))
+    seen = store.read()
+    assert version is not None
+    none = store._merge(View(None, 0, store._counted), store._known())
+    fresh = store._merge(View(encode(EMPTY), version - 1, store._counted), store._known())
+    assert (none.document, fresh.document) == (None, encode(EMPTY))
+    assert seen.edition < none.edition < fresh.edition
+
+
 # --- whose presence it is
 
 

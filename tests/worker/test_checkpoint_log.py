@@ -104,7 +104,10 @@ def counted(writer: str, round: int, rendezvous: str, job_uid: str = "") -> Clai
 @pytest.mark.parametrize("uid", ["", "job-a"], ids=["no-kubernetes", "etcd"])
 def test_rounds_of_one_rendezvous_have_an_order_and_those_of_two_have_none(uid: str) -> None:
     head, _ = opened(Head(), counted("aa", 7, "x", uid))
-    assert isinstance(log.decide_open(head, counted("bb", 6, "x", uid)), Refuse)
+    older = log.decide_open(head, counted("bb", 6, "x", uid))
+    assert isinstance(older, Refuse)
+    # A job's rendezvous id is not its user's to choose.
+    assert ("start the run under a new rendezvous id" in older.reason) == (not uid)
     head, _ = opened(head, counted("cc", 8, "x", uid))
     # The rendezvous lost what it held, with all who knew its count.
     head, record = opened(head, counted("dd", 1, "y", uid))

@@ -142,7 +142,14 @@ def _older_than(owners: tuple[Owner, ...], claim: Claim) -> str | None:
             "to go on from its commits, start the run under a new rendezvous id"
         )
     if known is not None and claim.round < known.round:
-        return f"round {claim.round} is older than round {known.round}, which has opened the log"
+        older = f"round {claim.round} is older than round {known.round}, which has opened the log"
+        if claim.job_uid:
+            return older
+        # A rendezvous whose store was put back to an older state gives the same numbers to other worlds.
+        return (
+            f"{older}: a newer world of this run goes on without this process; if there is none, the round store was "
+            "put back to an older state: start the run under a new rendezvous id to go on from its commits"
+        )
     newer = next((o for o in owners if claim.job_uid and 0 < claim.created < o.created), None)
     return None if newer is None else f"job {claim.job_uid} is older than {_named(newer)}, which has opened the log"
 

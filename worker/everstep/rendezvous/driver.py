@@ -253,7 +253,7 @@ class Driver:
             data = encode(after)
             version = self._store.compare_and_swap(view.version, data)
             if version is not None:
-                self._see(View(data, version, view.lapses))
+                self._see(replace(view, document=data, version=version))
                 return after
             self._sleep(self._settings.backoff.seconds(attempt, self._random), float("inf"))
         return CROWDED
@@ -393,8 +393,5 @@ class Driver:
 
 
 def _is_older(view: View, seen: View) -> bool:
-    """Versions of one document grow. (0: it is gone. Another in its place has another id, or a higher floor.)"""
-    if view.version == 0 or view.version >= seen.version:
-        return False
-    then, now = decoded(seen), decoded(view)
-    return then is not None and now is not None and then.id == now.id and now.floor <= then.floor
+    """Within an era, versions grow. 0: the document is gone, which is news."""
+    return view.edition < seen.edition and not (view.era == seen.era and view.version == 0)

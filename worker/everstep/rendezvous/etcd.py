@@ -3,8 +3,8 @@
 The document's version is its mod revision; presence is a key on a lease of its own. A thread watches the document, and
 presences that end: not those that begin, or each of a thousand agents that start would be told of every other. A watch
 goes on from the revision after the last one seen; where etcd has compacted that away, the document is read again and a
-lapse is assumed. So are they where etcd has lost what it held, which its revision tells. Invariant: a view never goes
-back, unless what was seen is lost.
+lapse is assumed. So are they where etcd has lost what it held, or was put back to an older state: its revision tells,
+or the document's. That begins a new era. Invariant: within an era, a view never goes back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -40,7 +41,7 @@ class EtcdStore(Watching):
         self._root, self._document, self._present = root, f"{root}document", f"{root}present/"
         self._known = 0  # the revision at which the view was true
         self._next: dict[str, int] = {}  # by watch, the revision that it has not seen
-        self._lapses = 0
+        self._lapses = self._era = 0
         self._leases: dict[str, tuple[str, float]] = {}
 
     def forked(self) -> None:
@@ -60,7 +61,7 @@ class EtcdStore(Watching):
         version = self._revision(answer, known)
         if not answer.get("succeeded"):
             return None
-        self._merge(View(document, version), version)
+        self._merge(View(document, version, 0, self._era), version)
         return version
 
     def announce(self, agent: str, value: bytes, ttl: float) -> None:
@@ -111,22 +112,26 @@ class EtcdStore(Watching):
 
     def _range(self) -> tuple[View, int]:
         """The document now, and the revision of the store."""
-        known = self._known
+        with self._changed:
+            known, before = self._known, self._view
         answer = self._gateway.call("/v3/kv/range", {"key": _b64(self._document)})
         rows = answer.get("kvs", [])
-        revision = self._revision(answer, known)
-        if not rows:
-            return View(None, 0, self._lapses), revision
-        return View(_unb64(rows[0].get("value", "")), int(rows[0]["mod_revision"]), self._lapses), revision
+        version = int(rows[0]["mod_revision"]) if rows else 0
+        # Where other jobs have written since etcd was put back, or its revision was raised, only the document tells.
+        older = before is not None and 0 < version < before.version
+        revision = self._revision(answer, known, older=older)
+        return View(_unb64(rows[0].get("value", "")) if rows else None, version, self._lapses, self._era), revision
 
-    def _revision(self, answer: Mapping[str, Any], known: int) -> int:
+    def _revision(self, answer: Mapping[str, Any], known: int, *, older: bool = False) -> int:
         """The store's revision in an answer to a call that was made when `known` was. Reads and writes of etcd are
-        linearizable, so a smaller one is of a store that was emptied, or put back to an older state."""
+        linearizable, so a smaller one is of a store that was emptied, or put back to an older state. `older`: the
+        document's own revision says so."""
         revision = int(answer["header"]["revision"])
         with self._changed:
-            if revision < known and known == self._known:
-                log.warning("etcd has lost what it held: revision %d, after %d", revision, known)
+            if (revision < known or older) and known == self._known:
+                log.warning("etcd has lost what it held, or was put back: revision %d, after %d", revision, known)
                 self._known, self._view, self._next = 0, None, {}
+                self._era += 1
                 self._lapse()
         return revision
 
@@ -135,7 +140,7 @@ class EtcdStore(Watching):
         with self._changed:
             if self._view is None or revision >= self._known:
                 before, self._known = self._view, revision
-                self._view = View(view.document, view.version, self._lapses)
+                self._view = View(view.document, view.version, self._lapses, view.era)
                 if self._view != before:
                     self._changed.notify_all()
             return self._view
@@ -193,7 +198,8 @@ class EtcdStore(Watching):
         key, revision = _unb64(row["key"]).decode(errors="replace"), int(row["mod_revision"])
         deleted = event.get("type") == "DELETE"
         if key == self._document:
-            self._merge(View(None, 0) if deleted else View(_unb64(row.get("value", "")), revision), revision)
+            document = None if deleted else _unb64(row.get("value", ""))
+            self._merge(View(document, 0 if deleted else revision, 0, self._era), revision)
         elif deleted and key.startswith(self._present):
             self._lapse()
 
@@ -201,7 +207,7 @@ class EtcdStore(Watching):
         with self._changed:
             self._lapses += 1
             if self._view is not None:
-                self._view = View(self._view.document, self._view.version, self._lapses)
+                self._view = replace(self._view, lapses=self._lapses)
             self._changed.notify_all()
 
 

@@ -125,7 +125,9 @@ class HttpStore(Watching):
             if found.lapses > self._counted or (found.lapses < self._counted and asked.counted == self._counted):
                 lapses += self._counted != NOTHING_COUNTED
                 self._counted = found.lapses
-            self._view = View(newest.document, newest.version, lapses)
+            # After there was none, versions may begin anew.
+            era = 0 if view is None else view.era + (newest.version < view.version)
+            self._view = View(newest.document, newest.version, lapses, era)
             if self._view != view:
                 self._changed.notify_all()
             return self._view

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from random import Random
 from typing import assert_never
@@ -112,7 +112,7 @@ class Joining:
             fresh = self._store.read()
         except StoreUnavailable:
             return False
-        if fresh.version != self._view.version:
+        if fresh.edition != self._view.edition:
             self._seen(fresh)
         document = decoded(self._view)
         if document is None or participant.outcome(document, self._wish) is not None:
@@ -147,7 +147,7 @@ class Joining:
             # While others come in, the document changes all the time, and nothing in it is news to this agent.
             self._stopped.wait(min(seconds, self._crowd() * PER_AGENT))
         fresh = self._store.watch(self._view, seconds)
-        if fresh.version != self._view.version:
+        if fresh.edition != self._view.edition:
             self._attempt = 0
             self._seen(fresh)
         elif fresh.lapses != self._view.lapses:
@@ -159,7 +159,7 @@ class Joining:
             # Another has most likely written for this agent too: to look is cheaper than to propose in vain.
             fresh = self._store.read()
             self._look_first = False
-            if fresh.version != self._view.version:
+            if fresh.edition != self._view.edition:
                 self._seen(fresh)
                 return
         patience = self._settings.patience
@@ -178,7 +178,7 @@ class Joining:
                 else:
                     self._attempt = 0
                     log.debug("version %d: %s", version, "; ".join(reasons[:10]))
-                    self._seen(View(data, version, self._view.lapses))
+                    self._seen(replace(self._view, document=data, version=version))
             case Wait(reason):
                 self._reason = reason
                 pause = min(LONGEST_WAIT, patience.next_after(now - self._since, document))

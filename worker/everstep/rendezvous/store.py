@@ -15,11 +15,20 @@ from typing import Protocol
 @dataclass(frozen=True, slots=True)
 class View:
     """What the store held at one moment. `version` changes with the document (0: there is none); `lapses` grows with
-    each presence that ended, and whenever the store cannot tell whether one did."""
+    each presence that ended, and whenever the store cannot tell whether one did.
+
+    `era` grows each time this process finds that the store lost what it held, or was put back to an older state.
+    Versions grow within one era. Those of two eras have no order: the later era is the newer."""
 
     document: bytes | None
     version: int
     lapses: int = 0
+    era: int = 0
+
+    @property
+    def edition(self) -> tuple[int, int]:
+        """Which document this is. The greater of two is the newer, unless a version is 0."""
+        return self.era, self.version
 
 
 class RoundStore(Protocol):
@@ -37,7 +46,7 @@ class RoundStore(Protocol):
         ...
 
     def watch(self, seen: View, timeout: float) -> View:
-        """Wait until version or lapses differ from those seen, at most `timeout` seconds; the newest view known.
+        """Wait until era, version or lapses differ from those seen, at most `timeout` seconds; the newest view known.
 
         The view may be older than what `read` gives.
         """

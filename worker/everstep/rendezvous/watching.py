@@ -52,7 +52,7 @@ class Watching(ABC):
         with self._changed:
             while True:
                 view = self._view
-                if view is not None and (view.version, view.lapses) != (seen.version, seen.lapses):
+                if view is not None and (view.edition, view.lapses) != (seen.edition, seen.lapses):
                     return view
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed:
