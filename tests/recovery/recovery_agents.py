@@ -54,10 +54,16 @@ class Process:
 
 
 class Agents:
-    """`seed` decides every random thing; `rendezvous` is what counts the rounds. Use as a context manager."""
+    """`seed` decides every random thing; `rendezvous` is what counts the rounds (default: nobody else's). Use as a
+    context manager."""
 
     def __init__(
-        self, folder: Path, wanted: Any, seed: int = 0, script: Callable[..., None] = main, rendezvous: str = "here"
+        self,
+        folder: Path,
+        wanted: Any,
+        seed: int = 0,
+        script: Callable[..., None] = main,
+        rendezvous: str | None = None,
     ) -> None:
         self.folder = folder
         wanted.out = str(folder)
@@ -66,7 +72,7 @@ class Agents:
         self.random = random.Random(seed)
         self.members: list[Process] = []
         self.round = 0
-        self.rendezvous = rendezvous
+        self.rendezvous = folder.name if rendezvous is None else rendezvous
         self.job: dict[str, str] = {}  # variables of a TrainingJob
         self.all: list[Process] = []
         self._stores: list[Any] = []
