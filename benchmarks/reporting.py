@@ -71,7 +71,6 @@ async def measure(file: Path, calls: int, reports: int) -> list[Figure]:
         audience=labels.TOKEN_AUDIENCE,
         keys=SigningKeys(cluster.client().signing_keys, monotonic=time.monotonic),
         monotonic=time.monotonic,
-        now=time.time,
     )
     file.write_text(next(iter(pods)))  # noqa: ASYNC240  # nothing else runs yet
     token = str(file)
