@@ -13,6 +13,7 @@ anew or heard of the next round, until its process group had formed, until it ha
 woken one comes back, and `woken.all` the time from SIGCONT to the first step of all. `lost_steps` counts the
 steps that were taken again, `equal` the faults after which all members had the same parameters, bit by bit, in every
 step. What does not happen within its limit counts as a failure, and ends the trial; `recovered` says how many did not.
+torchft's columns are its nightly build, with its example's settings and with heartbeats that count as lost after 1 s.
 The store of ours is a real etcd. Two more columns take the store away: `session_etcd3` the member of three that the
 agents talk to, `session_operator` the operator, alone (`store.pause`: the longest time between two steps meanwhile, and
 `store.pause_before` in as long a time before) and together with an agent (`store_agent`: from its death, or where there
@@ -45,12 +46,15 @@ TORCHRUN, AGENT = "torch.distributed.run", "everstep.agent.main"
 WAYS = (
     Way("stock_default", TORCHRUN, "c10d"),
     Way("stock_tuned", TORCHRUN, "c10d", TUNED_CONF, environ=TUNED),
+    Way("torchft", TORCHRUN, "static", store="lighthouse", peer=True),
+    Way("torchft_1s", TORCHRUN, "static", store="lighthouse_1s", peer=True),  # heartbeats of 1 s
     Way("torchrun_etcd", TORCHRUN, "etcd-v3", "last_call=5"),
     Way("everstep_run", AGENT, "etcd-v3", OURS),
     Way("session", AGENT, "etcd-v3", OURS, session=True),
     Way("session_etcd3", AGENT, "etcd-v3", OURS, session=True, store="etcd3"),
     Way("session_operator", AGENT, "everstep", OURS, session=True, store="operator"),
 )
+STORED = ("etcd3", "operator")  # whose stores die
 SLOW = 0.25  # seconds
 KILLS = ("process.survivors", "agent.survivors", "host.survivors")
 STORE_DOWN = 3.0  # seconds that a store is away while nothing else happens
@@ -82,7 +86,7 @@ class Trials:
 
     def run(self, faults: tuple[str, ...]) -> None:
         for fault in faults:
-            if (fault == "store") != (self._way.store != "etcd"):
+            if (fault == "store") != (self._way.store in STORED):
                 continue
             self.faults += 1
             try:
@@ -122,7 +126,7 @@ class Trials:
         pid = job.trainer(job.others()[0])
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        if not self._way.session:
+        if not self._way.survives:
             everybody = job.world(3, at, self._limit)
             self._came("process", job, everybody, at, "all")
             return everybody
@@ -145,7 +149,7 @@ class Trials:
         job.start()
         everybody = job.world(3, began, self._limit)
         self._note("regrow.all", last(everybody).at - began)
-        if self._way.session:
+        if self._way.survives:
             self._note("regrow.pause", job.longest_pause(pids, began))
             self._note("regrow.lost_steps", job.lost_steps(everybody))
         return left
@@ -204,6 +208,8 @@ class Trials:
         line = last(firsts)
         self._note(f"{fault}.{whom}", line.at - at)
         self._note(f"{fault}.lost_steps", job.lost_steps(firsts))
+        if self._way.peer:
+            return  # of whose way the parts are not told
         for part, seconds in dataclasses.asdict(job.parts(line, at)).items():
             self._note(f"{fault}.{whom}.{part}", seconds)
 
@@ -268,6 +274,7 @@ def main() -> int:
     ways = [w for w in WAYS if w.name in names]
     trials = {w.name: args.trials for w in ways} | {
         "stock_default": args.default_trials, "stock_tuned": max(1, args.trials // 10),
+        "torchft": max(1, args.trials // 5), "torchft_1s": max(1, args.trials // 5),
         "torchrun_etcd": max(1, args.trials // 5), "everstep_run": max(1, args.trials // 2),
         "session_etcd3": max(1, args.trials // 5), "session_operator": max(1, args.trials // 5),
     }  # fmt: skip

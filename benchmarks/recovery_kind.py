@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "cluster"), str(ROOT / "tests" / "e2e")]
 import itertools
 
-from driver import Job
+from driver import SYSTEM, Job
 from figures import Better, Figure, finish, parser, spread
 from install import install
 from player import ScenarioError, wait_for
@@ -112,6 +112,7 @@ FAULTS: dict[str, Callable[[Job], object]] = {
 }
 
 ELASTIC = {"elastic-delete-worker-1": 1, "elastic-delete-worker-0": 0}
+SILENT_NODE = "elastic-silent-node"
 
 
 def measure(cluster: Cluster, name: str, samples: int, backend: str) -> list[Figure]:
@@ -138,7 +139,7 @@ def elastic(cluster: Cluster, index: int, samples: int) -> list[Figure]:
     try:
         job.submit(job.elastic(STEPS, 0.05, "--print-every", "1"))
         for number in range(samples + 1):
-            wait_for("three train", lambda: len(steps_of_world(job, 3, job.injected_at)) > SETTLED, 120, poll=1)
+            until_three_train(job, job.injected_at)
             if number == samples:
                 break
             for name, value in elastic_sample(job, index).items():
@@ -166,6 +167,75 @@ def elastic_sample(job: Job, index: int) -> dict[str, float]:
     new = job.newest_pods()[index]["metadata"]["name"]
     started = float(job.kubectl("exec", new, "-c", "worker", "--", "python3", "-c", STARTED_AT))
     return {"survivors": survivors - fault, "full": full - fault, "full_after_start": full - started}
+
+
+def silent_node(cluster: Cluster, samples: int) -> list[Figure]:
+    """The node that holds one of three workers and the operator's leader dies like a machine without power: nothing
+    comes from it any more, and nobody is told. How long the other two take no step, by their own logs."""
+    job = Job(cluster, f"bench-{secrets.token_hex(3)}")
+    job.prepare()
+    taken = []
+    try:
+        job.submit(job.elastic(STEPS, 0.05, "--print-every", "1"))
+        for number in range(samples):
+            taken.append(silent_sample(job))
+            print(f"{SILENT_NODE} {number + 1}/{samples}: {taken[-1]:.2f} s", file=sys.stderr, flush=True)
+    finally:
+        job.remove()
+    return spread(f"{SILENT_NODE}.survivors", taken, "s", goal_p95=4.0)
+
+
+def silent_sample(job: Job) -> float:
+    until_three_train(job, job.injected_at)
+    node = node_of_one(job)
+    lead_from(job, node)
+    until_three_train(job, time.time())
+    job.kill_node(node)
+    fault = job.injected_at
+    survivors = wait_for("two train", lambda: steps_of_world(job, 2, fault), PEER_LIMIT, poll=2)[0]
+    job.start_nodes()
+    wait_for("both replicas of the operator are ready", lambda: ready_operators(job.cluster) == 2, 120, poll=1)
+    return survivors - fault
+
+
+def until_three_train(job: Job, after: float) -> None:
+    wait_for("three train", lambda: len(steps_of_world(job, 3, after)) > SETTLED, 180, poll=1)
+
+
+def node_of_one(job: Job) -> str:
+    """The node with a single worker; where all are on one node, worker 2 moves first."""
+    nodes = [str(pod["spec"]["nodeName"]) for pod in job.newest_pods().values()]
+    alone = [node for node in nodes if nodes.count(node) == 1]
+    if alone:
+        return alone[0]
+    job.cluster.kubectl("cordon", nodes[0])
+    try:
+        job.delete_pod(2)
+        until_three_train(job, job.injected_at)
+    finally:
+        job.cluster.kubectl("uncordon", nodes[0])
+    return job.node_of(2)
+
+
+def lead_from(job: Job, node: str) -> None:
+    """The operator's leader is the replica on `node`: the other replica is deleted as long as it leads."""
+
+    def leads() -> bool:
+        where = job.cluster.kubectl("-n", SYSTEM, "get", "pod", job.leader(), "-o", "jsonpath={.spec.nodeName}")
+        if str(where.stdout).strip() == node:
+            return True
+        if where.returncode == 0:
+            job.kill_operator()
+        return False
+
+    wait_for(f"the operator leads from {node}", leads, 180, poll=8)
+    wait_for("both replicas of the operator are ready", lambda: ready_operators(job.cluster) == 2, 120, poll=1)
+
+
+def ready_operators(cluster: Cluster) -> int:
+    selector = ("-l", "app.kubernetes.io/name=everstep")
+    done = cluster.kubectl("-n", SYSTEM, "get", "deploy", *selector, "-o", "jsonpath={.items[0].status.readyReplicas}")
+    return int(str(done.stdout).strip() or 0)
 
 
 def steps_of_world(job: Job, size: int, after: float) -> list[float]:
@@ -263,11 +333,15 @@ def peer_sample(cluster: Cluster, index: int) -> float:
 def main() -> int:
     p = parser(__doc__)
     p.add_argument("--samples", type=int, default=SAMPLES, help="faults of each kind")
-    p.add_argument("--only", nargs="*", choices=[*FAULTS, *ELASTIC, "store-restarted", "peer"], help="these alone")
+    p.add_argument(
+        "--only", nargs="*", choices=[*FAULTS, *ELASTIC, SILENT_NODE, "store-restarted", "peer"], help="these alone"
+    )
     p.add_argument("--backend", nargs="*", choices=BACKENDS, help="of jobs of two fixed workers; all, unless --quick")
     args = p.parse_args()
     samples = 1 if args.quick else args.samples
-    chosen = args.only or (["delete-worker-1"] if args.quick else [*FAULTS, *ELASTIC, "store-restarted", "peer"])
+    chosen = args.only or (
+        ["delete-worker-1"] if args.quick else [*FAULTS, *ELASTIC, SILENT_NODE, "store-restarted", "peer"]
+    )
     backends = args.backend or (BACKENDS[:1] if args.quick else BACKENDS)
     cluster = handle.obtain()
     install(cluster)
@@ -277,6 +351,8 @@ def main() -> int:
             figures += peer(cluster, max(1, samples // 3))
         elif name in ELASTIC:
             figures += elastic(cluster, ELASTIC[name], samples)
+        elif name == SILENT_NODE:
+            figures += silent_node(cluster, samples)
         elif name == "store-restarted":
             figures += [f for backend in backends for f in store_restart(cluster, samples, backend)]
         else:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
+import torchft_peer
 from stores import Store
 
 T = TypeVar("T")
@@ -35,6 +36,12 @@ class Way:
     session: bool = False
     environ: tuple[tuple[str, str], ...] = ()
     store: str = "etcd"  # of `stores.STORES`
+    peer: bool = False  # torchft: another interpreter and script, and each agent is the torchrun of a world of one
+
+    @property
+    def survives(self) -> bool:
+        """Whether the others go on without one that is lost."""
+        return self.session or self.peer
 
 
 @dataclass(frozen=True)
@@ -79,27 +86,32 @@ class Job:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 self._port = probe.getsockname()[1]
-        endpoint = f"127.0.0.1:{self._port}" if way.backend == "c10d" else self.store.endpoint
         made = []
         for _ in range(count):
-            conf = [way.conf] if way.conf else []
-            if way.backend == "c10d":  # else any of the first three may come to host the store
-                conf.append(f"is_host={int(not self.agents)}")
-            argv = [
-                sys.executable, "-m", way.module, "--nnodes=2:3", "--max-restarts=1000",
-                f"--rdzv-backend={way.backend}", f"--rdzv-id={self.id}",
-                *([f"--rdzv-endpoint={endpoint}"] if endpoint else []),
-                *([f"--rdzv-conf={','.join(conf)}"] if conf else []), str(SCRIPT), str(self.folder),
-                *(["--session"] if way.session else []),
-            ]  # fmt: skip
             log = self.folder / f"agent-{len(self.agents)}.log"
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **dict(way.environ)}
             environ |= self.store.variables(self.id, len(self.agents))
             with log.open("wb") as out:
-                agent = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True, env=environ)
+                agent = subprocess.Popen(self._command(), stdout=out, stderr=out, start_new_session=True, env=environ)
             self.agents.append(agent)
             made.append(agent)
         return made
+
+    def _command(self) -> list[str]:
+        """Of the next agent."""
+        way, script = self.way, [str(SCRIPT), str(self.folder), *(["--session"] if self.way.session else [])]
+        restarts = "--max-restarts=1000"
+        if way.peer:
+            script = [str(torchft_peer.SCRIPT), str(self.folder)]
+            return [str(torchft_peer.interpreter()), "-m", way.module, "--standalone", restarts, *script]
+        conf = [way.conf] if way.conf else []
+        if way.backend == "c10d":  # else any of the first three may come to host the store
+            conf.append(f"is_host={int(not self.agents)}")
+        endpoint = f"127.0.0.1:{self._port}" if way.backend == "c10d" else self.store.endpoint
+        where = [f"--rdzv-backend={way.backend}", f"--rdzv-id={self.id}"]
+        where += [f"--rdzv-endpoint={endpoint}"] if endpoint else []
+        where += [f"--rdzv-conf={','.join(conf)}"] if conf else []
+        return [sys.executable, "-m", way.module, "--nnodes=2:3", restarts, *where, *script]
 
     def below(self, agent: subprocess.Popen[bytes]) -> list[int]:
         """All that the agent started, and what that started."""

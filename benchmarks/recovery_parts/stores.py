@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import socket
+import subprocess
 import tempfile
 import time
 import uuid
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+import torchft_peer
 from etcd_server import EtcdCluster
 from operator_server import OperatorServer
 
@@ -102,8 +105,44 @@ class OperatorStore:
         shutil.rmtree(self._folder)
 
 
+class Lighthouse:
+    """torchft's, with a heartbeat that counts as lost after `lost_after` seconds."""
+
+    def __init__(self, lost_after: float) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self._process = subprocess.Popen(
+            [
+                str(torchft_peer.interpreter().with_name("torchft_lighthouse")), "--bind", f"127.0.0.1:{port}",
+                "--min_replicas", "2", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000",  # as its example does
+                "--heartbeat_timeout_ms", str(int(lost_after * 1000)),
+            ],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def new_job(self) -> str:
+        return uuid.uuid4().hex
+
+    def variables(self, job: str, agent: int) -> dict[str, str]:
+        return {"TORCHFT_LIGHTHOUSE": self.endpoint, "REPLICA_GROUP_ID": str(agent)}
+
+    def down(self) -> None:
+        raise NotImplementedError("nothing measures the lighthouse's death")
+
+    def back(self) -> float:
+        raise NotImplementedError("nothing measures the lighthouse's death")
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 STORES: Final[dict[str, Callable[[], Store]]] = {
     "etcd": lambda: Etcd(1),
     "etcd3": lambda: Etcd(3),
     "operator": OperatorStore,
+    "lighthouse": lambda: Lighthouse(5.0),  # its default
+    "lighthouse_1s": lambda: Lighthouse(1.0),
 }

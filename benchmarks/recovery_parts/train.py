@@ -26,11 +26,14 @@ STEP_SECONDS = 0.02  # what a step computes for, beside its collectives
 WIDTH = 256
 
 
-def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+def build_net() -> torch.nn.Module:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH))
-    model = DistributedDataParallel(net)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH))
+
+
+def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    model = DistributedDataParallel(build_net())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -43,9 +46,13 @@ def learn(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, step
 
 
 def say(diary: object, step: int, model: torch.nn.Module) -> None:
+    write_line(diary, dist.get_rank(), dist.get_world_size(), step, model)
+
+
+def write_line(diary: object, rank: int, world: int, step: int, model: torch.nn.Module) -> None:
     at = time.monotonic()
     checksum = zlib.crc32(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy())
-    print(os.getpid(), dist.get_rank(), dist.get_world_size(), step, checksum, at, file=diary)  # type: ignore[call-overload]
+    print(os.getpid(), rank, world, step, checksum, at, file=diary)  # type: ignore[call-overload]
 
 
 def came(out: Path, began: float, formed: float, restored: float) -> None:
