@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+
+from everstep.train.boundary import Boundary
+from everstep.train.recovery.flight import PeerLost
+from everstep.train.stopping import Preempted
 
 # Two ranks, forked from here so that torch is imported once. Each keeps the exception, as Python does until it has left
 # the program, and prints how many of gloo's threads live once the process groups are taken down.
@@ -71,3 +79,32 @@ def test_rank_that_was_asked_to_stop_holds_no_process_group_when_python_ends(tmp
     lines = sorted(done.stdout.splitlines())
     held_nothing = [f"rank={n} committed=True before=True after=0" for n in range(2)]
     assert lines == ["ends [0, 0]", *held_nothing], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("lost_after", [0, 1])
+def test_rank_whose_peers_leave_once_the_commit_exists_is_stopped_too(
+    lost_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last agreement of a world that stops breaks if another rank is out of the door already. Before the commit it
+    is a loss like any other."""
+    boundary = Boundary.find(str(tmp_path), 100, None, {})
+    boundary.begin({"weights": torch.zeros(3)})
+    boundary.watch()
+    answers = [False] * lost_after
+
+    def agreement(done: bool) -> bool:
+        if answers:
+            return answers.pop(0)
+        raise PeerLost("rank 1 is gone")
+
+    monkeypatch.setattr(boundary, "_all", agreement)
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        with pytest.raises(Preempted if lost_after else PeerLost) as caught:
+            boundary.completed(1)
+    finally:
+        boundary.leave()
+        boundary.close()
+    if isinstance(caught.value, Preempted):
+        assert caught.value.committed
+        assert caught.value.code == 86

@@ -192,8 +192,15 @@ class Boundary:
         self._end(Left(self.step))
 
     def _preempt(self) -> NoReturn:
-        self._intent.settle()
-        self._end(Preempted(self.step, self._save_now(self._stop.remaining)))
+        try:
+            self._intent.settle()
+            committed = self._save_now(self._stop.remaining)
+        except RuntimeError:
+            # The others leave as soon as the commit exists, maybe before this rank has heard that it does.
+            if self.newest_commit() != self.step:
+                raise
+            committed = True
+        self._end(Preempted(self.step, committed))
 
     def _end(self, error: Preempted) -> NoReturn:
         termination.write(str(error), error.code if isinstance(error.code, int) else 1, [])
