@@ -127,6 +127,10 @@ class Flood:
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: Connection(self._answered), "127.0.0.1", self._port, local_addr=(ADDRESS, 0)
                 )
+            except ConnectionError:  # refused before it was heard
+                self.sent += 1
+                self.answers[0] += 1
+                return
             except OSError:
                 self.held_back += 1
                 return

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 
-# Objects that are made before the young ones are looked at: a request makes hundreds, and none of them in a cycle.
-YOUNG = 20_000
+# Objects that are made before the young ones are looked at: a request makes hundreds, and none of them in a cycle. Not
+# many more: where thousands are freed together, as those of connections that broke are, the event loop waits for it.
+YOUNG = 2_000
 
 
 def settle() -> None:

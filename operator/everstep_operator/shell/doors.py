@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from everstep_operator.shell.tenants import Shares, Tenant
+from everstep_operator.shell.turns import Queue, Turns
 
 RATE, BURST = 20.0, 100.0  # of one address, what is refused or not known yet: a second, and at once
 LONGEST = 5.0  # seconds
@@ -30,25 +31,25 @@ HERE = frozenset({"127.0.0.1", "::1", ""})
 
 
 class Doors:
-    """Of one server. `connection()` makes what serves one."""
+    """Of one server. `connection()` makes what serves one; `enter` gives each its door."""
 
     def __init__(self, connection: Callable[[], asyncio.BaseProtocol]) -> None:
         self._connection = connection
+        self.turns = Turns(lambda go: asyncio.get_running_loop().call_soon(go))
         self._strangers = Shares(STRANGERS)
         self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
         self.open = 0
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = sys.maxsize if files == resource.RLIM_INFINITY else max(SPARE, files - SPARE)
 
-    def __call__(self) -> Door:
-        return Door(self, self._connection)
-
-    def enter(self, address: str) -> bool:
-        """Whether one more connection of that address is served."""
-        if self.open >= self._most or (address not in HERE and not self._strangers.take(_guest(address))):
-            return False
+    def enter(self, address: str) -> Door | None:
+        """The door of one more connection of that address; None if it is not served."""
+        if not self.is_heard(address, _now()) or self.open >= self._most:
+            return None
+        if address not in HERE and not self._strangers.take(_guest(address)):
+            return None
         self.open += 1
-        return True
+        return Door(self, self._connection, address)
 
     def leave(self, address: str, stranger: bool) -> None:
         self.open -= 1
@@ -88,41 +89,51 @@ class Doors:
 
 
 class Door(asyncio.Protocol):
-    """One connection, between the transport and what serves it."""
+    """One connection, between the transport and what serves it. Whoever has one has to `leave`, once."""
 
-    def __init__(self, doors: Doors, connection: Callable[[], asyncio.BaseProtocol]) -> None:
-        self._doors, self._make = doors, connection
+    def __init__(self, doors: Doors, connection: Callable[[], asyncio.BaseProtocol], address: str) -> None:
+        self._doors, self._make, self._address = doors, connection, address
         self._inner: asyncio.Protocol | None = None
         self._transport: asyncio.Transport | None = None  # None too when nothing more is heard
-        self._address = ""
-        self._entered = self._stranger = self._paid = False
+        self._entered = self._stranger = True
+        self._paid = False
+        self._whole: asyncio.Transport | None = None  # until the connection is over
         self._timer: asyncio.TimerHandle | None = None  # until it is heard, or closed because nothing came
-        self._held = False
+        self._held = False  # until it is heard
+        self._queue = Queue(address)
+        self._queued = False  # until it has its turn
         self._waiting: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        peer = transport.get_extra_info("peername")
-        self._address = str(peer[0]) if isinstance(peer, tuple) else ""
-        if not self._doors.is_heard(self._address, _now()) or not self._doors.enter(self._address):
-            transport.abort()
-            return
         # What serves it is made when something comes: until then it costs a socket.
-        self._transport, self._entered, self._stranger = transport, True, True
+        self._transport = self._whole = transport
         self._timer = asyncio.get_running_loop().call_later(IDLE, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         if self._stranger and not self._paid and not self._held:
             self._paid = True
             self._hear(self._doors.turn(self._address, _now()))
-        if self._held:
-            self._waiting.append(data)
-            self._pause()
-        elif self._transport is not None:
-            if self._inner is None:
-                self._serve()
-            assert self._inner is not None
-            self._inner.data_received(data)
+        if self._transport is None:
+            return
+        if not self._held and not self._queued:
+            if self._doors.turns.ask(self._queue, self._turn):
+                self._hand_on(data)
+                return
+            self._queued = True
+        self._waiting.append(data)
+        self._pause()
+
+    def _turn(self) -> None:
+        self._queued = False
+        if not self._held:
+            self._go_on()
+
+    def _hand_on(self, data: bytes) -> None:
+        if self._inner is None:
+            self._serve()
+        assert self._inner is not None
+        self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received() if self._inner is not None else None
@@ -138,15 +149,25 @@ class Door(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._entered:
-            self._doors.leave(self._address, self._stranger)
+        self.leave()
         self._waiting.clear()
-        self._transport = None
+        if self._whole is not None:
+            # asyncio's transport keeps a bound method of itself. Without this cycle a connection is freed when it ends;
+            # with it the garbage collector frees thousands at once, and the event loop stands still for 30 ms.
+            vars(self._whole).pop("_read_ready_cb", None)
+        self._transport = self._whole = None
         if self._inner is not None:
             self._inner.connection_lost(exc)
 
-    def admitted(self) -> None:
-        """Somebody has proven who they are."""
+    def leave(self) -> None:
+        """It is over, or was never begun."""
+        if self._entered:
+            self._entered = False
+            self._doors.leave(self._address, self._stranger)
+
+    def admitted(self, queue: Queue) -> None:
+        """Somebody has proven who they are: their requests wait with those of their own."""
+        self._queue = queue
         if self._stranger:
             self._stranger = False
             self._doors.admit(self._address)
@@ -199,13 +220,20 @@ class Door(asyncio.Protocol):
 
     def _release(self) -> None:
         self._timer, self._held = None, False
+        if self._waiting and not self._queued:
+            self._queued = not self._doors.turns.ask(self._queue, self._turn)
+        if not self._queued:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Hand on what has come, and hear more."""
         if self._transport is None or self._transport.is_closing():
             return
         with contextlib.suppress(RuntimeError):  # it began to close in between
             self._transport.resume_reading()
         waiting, self._waiting = self._waiting, []
         for data in waiting:
-            self.data_received(data)
+            self._hand_on(data)
 
 
 def door_of(transport: asyncio.BaseTransport | None) -> Door | None:

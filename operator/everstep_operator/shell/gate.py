@@ -21,6 +21,7 @@ from everstep_operator.shell.claims import PodIdentity
 from everstep_operator.shell.doors import door_of
 from everstep_operator.shell.identity import IdentityCache, Refusal, TooManyChecks
 from everstep_operator.shell.tenants import Rates, Shares, Tenant
+from everstep_operator.shell.turns import Queue, Turns
 from everstep_operator.telemetry.metrics import ReportResult
 
 log = logging.getLogger("everstep.gate")
@@ -125,6 +126,7 @@ class Gate:
         # A job has as many pods as its namespace's quota lets it have, and each speaks: only pods are slowed down.
         self._calls = Rates(limits.calls_rate, limits.calls_burst, (MANY, MANY, 1.0))
         self._bytes = Rates(limits.bytes_rate, limits.bytes_burst)
+        self._turns = Turns(lambda go: asyncio.get_running_loop().call_soon(go))
         self._unchecked: str | None = None  # why tokens cannot be checked at the moment
 
     def elsewhere(self, request: web.Request) -> Answer | None:
@@ -148,9 +150,10 @@ class Gate:
             yield identity
             return
         request[WELCOME] = True
-        if (door := door_of(request.transport)) is not None:
-            door.admitted()
         tenant = self._tenant(identity)
+        queue = Queue(tenant.namespace, tenant.pod)
+        if (door := door_of(request.transport)) is not None:
+            door.admitted(queue)
         with room.taken(tenant) as given:
             if not given:
                 yield later("too many calls at once, of this pod, its job, its namespace or all", ReportResult.BUSY)
@@ -161,6 +164,10 @@ class Gate:
                 return
             if wait:
                 await asyncio.sleep(wait)
+            await self._turns.wait(queue)  # many may have come in one piece, or waited for the same moment
+            if request.transport is None:
+                yield Answer(408, "the sender has gone meanwhile", ReportResult.TIMED_OUT)
+                return
             yield Sender(identity, tenant)
 
     async def _admit(self, request: web.Request) -> PodIdentity | Answer:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -22,6 +20,7 @@ from aiohttp.typedefs import Handler
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, MessageError, Report
 from everstep_operator.shell.claims import PodIdentity
 from everstep_operator.shell.doors import Doors, door_of
+from everstep_operator.shell.entrance import Entrance
 from everstep_operator.shell.gate import WELCOME, Answer, Gate, Sender
 from everstep_operator.shell.tenants import Shares
 from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics, ReportResult
@@ -48,7 +47,6 @@ class IntakeSettings:
     keepalive_seconds: float = 75.0
     stop_seconds: float = 5.0
     backlog: int = 1024  # connections that wait to be accepted
-    accepted_at_once: int = 16  # in one turn of the event loop: whoever has a connection is answered in between
 
 
 class ReportIntake:
@@ -71,7 +69,7 @@ class ReportIntake:
         self._settings = settings or IntakeSettings()
         self._room = Shares(self._settings.max_in_flight)
         self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._entrance: Entrance | None = None
         self._scraped, self._scraped_at = b"", float("-inf")
         self.port = self._settings.port
 
@@ -97,19 +95,19 @@ class ReportIntake:
         await runner.setup()
         try:
             assert runner.server is not None
-            self._server = await _listening(Doors(runner.server), s)
+            entrance = Entrance(Doors(runner.server))
+            self.port = await entrance.open(s.host, s.port, s.backlog)
         except BaseException:
             await runner.cleanup()
             raise
-        self._runner = runner
-        self.port = int(self._server.sockets[0].getsockname()[1])
+        self._runner, self._entrance = runner, entrance
         log.info("serving reports, probes and metrics", extra={"host": s.host, "port": self.port})
 
     async def stop(self) -> None:
         """Stop listening, finish what is under way (at most `stop_seconds`), close all connections."""
         runner, self._runner = self._runner, None
-        if runner is not None and self._server is not None:
-            self._server.close()
+        if runner is not None and self._entrance is not None:
+            self._entrance.close()
             await runner.cleanup()
 
     async def __aenter__(self) -> ReportIntake:
@@ -160,16 +158,6 @@ class ReportIntake:
         if now >= self._scraped_at + SCRAPE_SECONDS:  # anybody may ask, and it takes milliseconds
             self._scraped, self._scraped_at = self._metrics.render(), now
         return web.Response(body=self._scraped, headers={"Content-Type": CONTENT_TYPE})
-
-
-async def _listening(doors: Doors, settings: IntakeSettings) -> asyncio.Server:
-    """asyncio takes as many new connections in one turn of the loop as may wait for it; here these are two numbers."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(doors, settings.host, settings.port, backlog=settings.accepted_at_once)
-    for listening in server.sockets:
-        with socket.socket(fileno=os.dup(listening.fileno())) as same:
-            same.listen(settings.backlog)
-    return server
 
 
 @web.middleware
