@@ -26,7 +26,6 @@ from everstep.contract.document import (
     decode,
     decode_wish,
     encode,
-    under,
 )
 from everstep.rendezvous.closing import Waited, growth
 from everstep.rendezvous.errors import DocumentInvalid
@@ -51,6 +50,7 @@ from everstep.rendezvous.rounds import (
     Stop,
     apply,
 )
+from everstep_operator.shell.round_rules import under
 
 # --- forming
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode, under
+from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode
 from everstep.rendezvous import participant, rounds
 from everstep.rendezvous.closing import Waited
 from everstep.rendezvous.participant import Formed, Proposal, Round
@@ -23,7 +23,7 @@ from everstep.rendezvous.rounds import (
     StepOut,
     Stop,
 )
-from everstep_operator.shell.round_rules import with_wishes
+from everstep_operator.shell.round_rules import under, with_wishes
 
 MOST_AGENTS = 8
 TURNS = 60  # in which a world without faults must come to rest

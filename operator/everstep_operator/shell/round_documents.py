@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.contract import labels
-from everstep.contract.document import MAX_NUMBER
+from everstep.contract.fields import MAX_NUMBER
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
 from everstep_operator.kube.resources import CONFIGMAPS, Resource

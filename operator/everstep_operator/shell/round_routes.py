@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 from aiohttp import web
 
-from everstep.contract.document import MAX_BYTES, DocumentInvalid, agent_name
+from everstep.contract.document import MAX_BYTES, DocumentInvalid
+from everstep.contract.fields import agent_name
 from everstep.contract.rounds import (
     DOCUMENT_PATH,
     GRACE_HEADER,
@@ -28,7 +29,6 @@ from everstep.contract.rounds import (
 )
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.document_shape import check_shape
 from everstep_operator.shell.gate import Answer, Gate, Sender, later
 from everstep_operator.shell.presence import PresenceFull, PresenceRefused
 from everstep_operator.shell.round_documents import RoundsRefused, RoundsUnavailable
@@ -134,7 +134,6 @@ class RoundRoutes:
         body = await self._gate.body(request, MAX_BYTES, sender)
         if isinstance(body, Answer):
             return body.response(request)
-        check_shape(body)
         version = await self._rounds.swap(agent, expected, body)
         if version is None:
             return _late()

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
-from everstep.contract.document import FINISHED, Document, DocumentInvalid, Sizes, Wish, decode, encode, under
+from everstep.contract.document import FINISHED, Document, Sizes, Wish, encode
 from everstep.rendezvous.closing import Waited
 from everstep.rendezvous.participant import above, without_lapsed
 from everstep.rendezvous.rounds import Close, Join, Refused, apply, join_all
@@ -31,12 +31,12 @@ def require_lawful(before: Document | None, after: Document) -> None:
         raise RoundsRefused(f"the members of round {before.round} cannot be changed, only lost")
 
 
-def decoded(data: bytes) -> tuple[str, Document]:
-    """Raises DocumentInvalid."""
-    try:
-        return data.decode(), decode(data)
-    except UnicodeDecodeError as e:
-        raise DocumentInvalid(f"not UTF-8: {e}") from e
+def under(document: Document, sizes: Sizes) -> Document:
+    """The document of a job that may have these sizes from now on, whatever its agents ask for.
+
+    The round that runs is not ended by it: who is too many is taken away, who is missing is taken in.
+    """
+    return replace(document, sizes=sizes, ruled=True)
 
 
 def renumbered(text: str, number: int) -> str:

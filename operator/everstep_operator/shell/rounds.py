@@ -15,17 +15,17 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 
-from everstep.contract.document import Document, DocumentInvalid, Sizes, decode, decode_wish, encode
+from everstep.contract.document import Document, DocumentInvalid, Sizes, decode_wish, encode
 from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.errors import NotLeading
+from everstep_operator.shell.document_reader import DocumentReader
 from everstep_operator.shell.presence import Worker
 from everstep_operator.shell.round_documents import JobRef, Kept, RoundDocuments, RoundsRefused, RoundsUnavailable
 from everstep_operator.shell.round_memory import Memory, RememberedJob
 from everstep_operator.shell.round_rules import (
     corrected,
-    decoded,
     renumbered,
     require_lawful,
     round_view,
@@ -42,6 +42,7 @@ FRESH = 5.0  # seconds after which a read asks the API server again: somebody ma
 CROWD = 32  # agents present; with more, one after the other is told who is present, in order to write
 TURN = 0.25  # seconds for that, or until it has written
 GATHER, GATHER_PER_AGENT = 0.02, 2.5e-4  # seconds in which wishes are gathered before they are written
+GATHER_PER_BYTE = 7e-7  # of the document: to look for what is not written takes time, a twentieth of that
 ATTEMPTS = 5  # to write wishes
 GRACE, GRACE_PER_AGENT = 1.0, 2e-3  # seconds after which an agent whose wish is not written writes it itself
 
@@ -76,6 +77,7 @@ class Rounds:
     ) -> None:
         """`changed` is told when a job's view may be another."""
         self._documents, self._clock, self._epoch, self._changed = documents, clock, epoch, changed
+        self._reader = DocumentReader()
         self._memory = Memory(clock, epoch, self._resumed)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,8 +122,8 @@ class Rounds:
         """
         if self.is_late(agent, expected):
             return None
+        text, document = await self._reader.read(data, agent.job)
         job = self._memory.of(agent.job)
-        text, document = decoded(data)
         async with job.lock:
             if job.kept is None or job.kept.version < expected:
                 await self._load(job)
@@ -273,7 +275,8 @@ class Rounds:
     def _write_soon(self, job: RememberedJob, attempt: int = 0) -> None:
         if job.writing is None:
             loop = asyncio.get_running_loop()
-            pause = max(GATHER, len(job.presences) * GATHER_PER_AGENT)
+            size = len(job.kept.document or "") if job.kept is not None else 0
+            pause = max(GATHER, len(job.presences) * GATHER_PER_AGENT, size * GATHER_PER_BYTE)
             due = max(loop.time() + GATHER * 2**attempt, job.written_at + pause)
             job.writing = loop.call_at(due, lambda: self._start(self._write_wishes(job, attempt)))
 
@@ -333,17 +336,16 @@ class Rounds:
         """What the API server holds. The lock is held."""
         try:
             async with asyncio.timeout(API_SECONDS):
-                self._take(job, await self._documents.load(job.ref))
+                kept = await self._documents.load(job.ref)
+            found = None if kept.document is None else await self._reader.read(kept.document.encode(), job.ref)
         except TimeoutError as e:
             raise RoundsUnavailable(f"the API server did not answer in {API_SECONDS:g} s") from e
+        except DocumentInvalid as e:
+            raise RoundsUnavailable(f"the job's ConfigMap holds no document ({e}); delete it to begin anew") from e
+        self._take(job, kept, None if found is None else found[1])
 
-    def _take(self, job: RememberedJob, kept: Kept, document: Document | None = None) -> None:
-        """`kept` is what is known now; `document` is it decoded, if that was done."""
-        if document is None and kept.document is not None:
-            try:
-                document = decode(kept.document.encode())
-            except DocumentInvalid as e:
-                raise RoundsUnavailable(f"the job's ConfigMap holds no document ({e}); delete it to begin anew") from e
+    def _take(self, job: RememberedJob, kept: Kept, document: Document | None) -> None:
+        """`kept` is what is known now, and `document` what it says."""
         before, changed = job.document, job.kept is None or job.kept.version != kept.version
         job.kept, job.document, job.read_at = kept, document, self._clock.monotonic()
         if not job.read:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 log = logging.getLogger("everstep.turns")
 
-OF_ONE, OF_ALL = 2, 8  # begun in one turn of the event loop
+OF_ONE, OF_ALL = 2, 8  # requests
 
 Go = Callable[[], None]
 
@@ -32,10 +32,10 @@ class Queue:
 
 
 class Turns:
-    """`soon` calls something in the next turn of the event loop."""
+    """`soon` calls something in the next turn of the event loop. `of_one`, `of_all`: begun in one turn."""
 
-    def __init__(self, soon: Callable[[Go], object]) -> None:
-        self._soon = soon
+    def __init__(self, soon: Callable[[Go], object], of_one: int = OF_ONE, of_all: int = OF_ALL) -> None:
+        self._soon, self._of_one, self._of_all = soon, of_one, of_all
         self._waiting: OrderedDict[str, OrderedDict[str, deque[Go]]] = OrderedDict()
         self._begun: Counter[str] = Counter()  # in this turn
         self._all = 0
@@ -43,7 +43,7 @@ class Turns:
 
     def ask(self, queue: Queue, go: Go) -> bool:
         """True: go on now. False: `go` is called in a later turn."""
-        free = self._all < OF_ALL and self._begun[queue.group] < OF_ONE and queue.group not in self._waiting
+        free = self._all < self._of_all and self._begun[queue.group] < self._of_one and queue.group not in self._waiting
         if free:
             self._count(queue.group)
         else:
@@ -70,9 +70,9 @@ class Turns:
     def _next(self) -> None:
         self._next_is_due, self._all = False, 0
         self._begun.clear()
-        while self._waiting and self._all < OF_ALL:
+        while self._waiting and self._all < self._of_all:
             group, pods = self._waiting.popitem(last=False)
-            if self._begun[group] >= OF_ONE:  # so has each that waits
+            if self._begun[group] >= self._of_one:  # so has each that waits
                 self._waiting[group] = pods
                 self._waiting.move_to_end(group, last=False)
                 break

@@ -9,15 +9,27 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.contract.fields import (
+    MAX_AGENT,
+    agent_name,
+    each,
+    flag,
+    number,
+    parse_object,
+    short,
+    text,
+    whole,
+)
+from everstep.contract.fields import DocumentInvalid as DocumentInvalid  # noqa: PLC0414 - who reads one meets it here
+from everstep.contract.fields import RendezvousFailed as RendezvousFailed  # noqa: PLC0414
 
 VERSION = 1
 MAX_MEMBERS = 4096
 MAX_BYTES = 1024 * 1024  # etcd takes requests of 1.5 MiB
-MAX_AGENT = 64
 MAX_ADDRESS = 255
 MAX_REASON = 200
 MAX_REPORTS = 1024
@@ -27,18 +39,6 @@ FINISHED = "finished: all members' processes have succeeded"  # why a job that h
 LEFT = "it was asked to stop, and leaves at the end of a step"  # why a member is gone that nobody lost
 PAST_AGENTS = 8  # remembered a seat: more lives of one pod than that, and a very old one could come back
 MAX_INDEX = 2**16
-MAX_NUMBER = 2**53  # what every JSON reader keeps exact
-
-T = TypeVar("T")
-_AGENT = re.compile(r"[A-Za-z0-9._-]+")
-
-
-class RendezvousFailed(Exception):
-    """Base of all errors of a rendezvous."""
-
-
-class DocumentInvalid(RendezvousFailed):
-    """Bytes or values that are no rendezvous document; the text names the field."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -166,14 +166,6 @@ class Document:
         return tuple(member for member in self.members if member.agent not in gone)
 
 
-def under(document: Document, sizes: Sizes) -> Document:
-    """The document of a job that may have these sizes from now on, whatever its agents ask for.
-
-    The round that runs is not ended by it: who is too many is taken away, who is missing is taken in.
-    """
-    return replace(document, sizes=sizes, ruled=True)
-
-
 def encode(document: Document) -> bytes:
     """Compact JSON. Raises DocumentInvalid if it is larger than a store takes."""
     body: dict[str, Any] = {
@@ -205,11 +197,17 @@ def encode(document: Document) -> bytes:
 
 def decode(data: bytes) -> Document:
     """Read a document. Raises DocumentInvalid, naming the first field that is wrong."""
+    return whole(decoding(data))
+
+
+def decoding(data: bytes) -> Generator[None, None, Document]:
+    """`decode` in pieces: other work may be done whenever it yields. JSON is one piece, then `PIECE` rows."""
     body = parse_object(data, MAX_BYTES)
     if body.get("version") != VERSION:
         raise DocumentInvalid(
             f"version: {body.get('version')!r} is not {VERSION}: agents of different releases share one job; use one"
         )
+    yield
     broken, boundary, closed = body.get("broken"), body.get("boundary"), body.get("closed")
     document = Document(
         sizes=_read_sizes(body.get("sizes"), "sizes", "sizes"),
@@ -217,20 +215,20 @@ def decode(data: bytes) -> Document:
         id=text(body.get("id", ""), "id", MAX_AGENT),
         floor=number(body.get("floor", 0), "floor"),
         round=number(body.get("round"), "round"),
-        members=tuple(_each(body.get("members"), "members", MAX_MEMBERS, read_member)),
-        gone=tuple(_each(body.get("gone"), "gone", MAX_MEMBERS, _loss)),
-        joining=tuple(_each(body.get("joining"), "joining", MAX_MEMBERS, read_member)),
-        seats=tuple(_each(body.get("seats"), "seats", MAX_MEMBERS, _seat)),
-        reports=tuple(_each(body.get("reports"), "reports", MAX_REPORTS, _report)),
+        members=(yield from each(body.get("members"), "members", MAX_MEMBERS, read_member)),
+        gone=(yield from each(body.get("gone"), "gone", MAX_MEMBERS, _loss)),
+        joining=(yield from each(body.get("joining"), "joining", MAX_MEMBERS, read_member)),
+        seats=(yield from each(body.get("seats"), "seats", MAX_MEMBERS, _seat)),
+        reports=(yield from each(body.get("reports"), "reports", MAX_REPORTS, _report)),
         broken=None if broken is None else text(broken, "broken", MAX_REASON),
         boundary=None if boundary is None else number(boundary, "boundary"),
-        done=tuple(_each(body.get("done"), "done", MAX_MEMBERS, agent_name)),
+        done=(yield from each(body.get("done"), "done", MAX_MEMBERS, agent_name)),
         # A release that does not know this field writes none.
-        stopping=tuple(_each(body.get("stopping", []), "stopping", MAX_STOPPING, agent_name)),
+        stopping=(yield from each(body.get("stopping", []), "stopping", MAX_STOPPING, agent_name)),
         in_process=flag(body.get("in_process"), "in_process"),
         ruled=flag(body.get("ruled", False), "ruled"),
         restarts=number(body.get("restarts"), "restarts"),
-        history=tuple(_each(body.get("history"), "history", MAX_HISTORY, _setback)),
+        history=(yield from each(body.get("history"), "history", MAX_HISTORY, _setback)),
         closed=None if closed is None else text(closed, "closed", MAX_REASON),
     )
     _check_unique("members", [m.agent for m in document.members])
@@ -260,7 +258,7 @@ def decode_wish(data: bytes) -> Wish:
     body = parse_object(data, 64 * 1024)
     wish = body.get("wish")
     if body.get("version") != VERSION or not isinstance(wish, list) or len(wish) != 3:
-        raise DocumentInvalid(f"presence: {_short(body)} is not a wish of version {VERSION}")
+        raise DocumentInvalid(f"presence: {short(body)} is not a wish of version {VERSION}")
     sizes = _read_sizes(wish[2], "presence.sizes", "presence")
     return Wish(
         member=read_member(wish[0], "presence.member"),
@@ -268,19 +266,6 @@ def decode_wish(data: bytes) -> Wish:
         sizes=sizes,
         patient=flag(body.get("patient", False), "presence.patient"),
     )
-
-
-def parse_object(data: bytes, limit: int) -> Mapping[str, Any]:
-    """A JSON object of at most `limit` bytes. Raises DocumentInvalid."""
-    if len(data) > limit:
-        raise DocumentInvalid(f"{len(data)} bytes, at most {limit} are expected")
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise DocumentInvalid(f"not JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise DocumentInvalid("not a JSON object")
-    return body
 
 
 def member_row(member: Member) -> list[Any]:
@@ -293,7 +278,7 @@ def member_row(member: Member) -> list[Any]:
 
 def read_member(row: object, name: str) -> Member:
     if not isinstance(row, list) or len(row) != 7:
-        raise DocumentInvalid(f"{name}: {_short(row)} is not a member")
+        raise DocumentInvalid(f"{name}: {short(row)} is not a member")
     index = row[0]
     return Member(
         index=-1 if index == -1 and type(index) is int else number(index, f"{name}.index", MAX_INDEX),
@@ -313,54 +298,23 @@ def _sizes_row(sizes: Sizes) -> list[Any]:
 def _read_sizes(row: object, name: str, within: str) -> Sizes:
     """`within` is what its fields are named after in an error."""
     if not isinstance(row, list) or len(row) != 3:
-        raise DocumentInvalid(f"{name}: {_short(row)} is not [minimum, maximum, allowed]")
+        raise DocumentInvalid(f"{name}: {short(row)} is not [minimum, maximum, allowed]")
     return Sizes(
         number(row[0], f"{within}.minimum"),
         number(row[1], f"{within}.maximum"),
-        tuple(_each(row[2], f"{within}.allowed", MAX_MEMBERS, number)),
+        whole(each(row[2], f"{within}.allowed", MAX_MEMBERS, number)),
     )
-
-
-def number(value: object, name: str, below: int = MAX_NUMBER, low: int = 0) -> int:
-    if type(value) is not int or not low <= value < below:
-        raise DocumentInvalid(f"{name}: {_short(value)} is not an integer from {low} to {below - 1}")
-    return value
-
-
-def flag(value: object, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise DocumentInvalid(f"{name}: {_short(value)} is neither true nor false")
-    return value
-
-
-def text(value: object, name: str, limit: int) -> str:
-    if not isinstance(value, str) or len(value) > limit:
-        raise DocumentInvalid(f"{name}: {_short(value)} is not a text of at most {limit} characters")
-    return value
-
-
-def agent_name(value: object, name: str) -> str:
-    """An agent's id goes into keys and URLs, so it is letters, digits, dot, dash and underscore."""
-    if not isinstance(value, str) or len(value) > MAX_AGENT or _AGENT.fullmatch(value) is None:
-        raise DocumentInvalid(f"{name}: {_short(value)} is not 1 to {MAX_AGENT} of letters, digits, '.', '-', '_'")
-    return value
-
-
-def _each(rows: object, name: str, limit: int, read: Callable[[object, str], T]) -> list[T]:
-    if not isinstance(rows, list) or len(rows) > limit:
-        raise DocumentInvalid(f"{name}: a list of at most {limit} is expected")
-    return [read(row, name) for row in rows]
 
 
 def _loss(row: object, name: str) -> Loss:
     if not isinstance(row, list) or len(row) != 2:
-        raise DocumentInvalid(f"{name}: {_short(row)} is not [agent, why]")
+        raise DocumentInvalid(f"{name}: {short(row)} is not [agent, why]")
     return Loss(agent_name(row[0], f"{name}.agent"), text(row[1], f"{name}.why", MAX_REASON))
 
 
 def _setback(row: object, name: str) -> Setback:
     if not isinstance(row, list) or len(row) != 4:
-        raise DocumentInvalid(f"{name}: {_short(row)} is not [round, agent, why, charged]")
+        raise DocumentInvalid(f"{name}: {short(row)} is not [round, agent, why, charged]")
     return Setback(
         number(row[0], f"{name}.round"),
         agent_name(row[1], f"{name}.agent"),
@@ -371,27 +325,21 @@ def _setback(row: object, name: str) -> Setback:
 
 def _seat(row: object, name: str) -> Seat:
     if not isinstance(row, list) or len(row) != 4:
-        raise DocumentInvalid(f"{name}: {_short(row)} is not [index, agent, incarnation, past]")
-    past = _each(row[3], f"{name}.past", PAST_AGENTS, agent_name)
+        raise DocumentInvalid(f"{name}: {short(row)} is not [index, agent, incarnation, past]")
     return Seat(
         number(row[0], f"{name}.index", MAX_INDEX),
         agent_name(row[1], f"{name}.agent"),
         number(row[2], f"{name}.incarnation"),
-        tuple(past),
+        whole(each(row[3], f"{name}.past", PAST_AGENTS, agent_name)),
     )
 
 
 def _report(row: object, name: str) -> Report:
     if not isinstance(row, list) or len(row) != 4 or not isinstance(row[2], bool):
-        raise DocumentInvalid(f"{name}: {_short(row)} is not [agent, agent, active, times]")
+        raise DocumentInvalid(f"{name}: {short(row)} is not [agent, agent, active, times]")
     return Report(agent_name(row[0], name), agent_name(row[1], name), row[2], number(row[3], f"{name}.times"))
 
 
 def _check_unique(name: str, keys: list[str]) -> None:
     if len(set(keys)) != len(keys):
         raise DocumentInvalid(f"{name}: the same agent or index twice")
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

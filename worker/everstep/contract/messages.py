@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from everstep.contract.document import MAX_NUMBER
+from everstep.contract.fields import MAX_NUMBER
 
 MAX_REPORT_BYTES = 16 * 1024
 MAX_METRICS = 8

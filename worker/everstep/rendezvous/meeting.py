@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.contract.document import MAX_AGENT, Member
+from everstep.contract.document import Member
+from everstep.contract.fields import MAX_AGENT
 
 HELLO = "everstep-link "
 ATTEMPTS = 24

@@ -8,7 +8,7 @@ import secrets
 import socket
 from urllib.parse import urlsplit
 
-from everstep.contract.document import MAX_AGENT
+from everstep.contract.fields import MAX_AGENT
 
 
 def agent_id() -> str:

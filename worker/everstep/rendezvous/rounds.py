@@ -8,7 +8,7 @@ compare-and-swap underneath, its invariants are the job's:
 - A round that is whole is ended by its members alone: by one that asks for the next round, not by who waits.
 - An agent that a newer life of its worker has replaced never comes back.
 
-One change is not an agent's: who publishes the job says its sizes (`contract.document.under`), between any two events.
+One change is not an agent's: who publishes the job says its sizes (`sizes`, `ruled`), between any two events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from everstep.contract.document import (
     FINISHED,
     LEFT,
     MAX_HISTORY,
-    MAX_NUMBER,
     MAX_REASON,
     MAX_REPORTS,
     Document,
@@ -32,6 +31,7 @@ from everstep.contract.document import (
     Setback,
     Sizes,
 )
+from everstep.contract.fields import MAX_NUMBER
 from everstep.rendezvous import closing, leaving
 from everstep.rendezvous.closing import Waited
 from everstep.rendezvous.seats import Table
