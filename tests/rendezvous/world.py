@@ -53,6 +53,7 @@ class World:
         self.sizes = sizes
         self.agents: dict[str, Agent] = {}
         self.presence: dict[str, Wish] = {}
+        self.waiting: set[str] = set()  # has asked the operator for a round, which has not seen it in one since
         self.history: list[tuple[int, Document | None]] = [(0, None)]
         self.formed: dict[int, tuple[Member, ...]] = {}
         self.evicted: dict[int, set[str]] = {}
@@ -77,6 +78,8 @@ class World:
 
     def announce(self, agent: Agent) -> None:
         self.presence[agent.name] = agent.wish
+        if agent.round is None:
+            self.waiting.add(agent.name)
 
     def look(self, agent: Agent, age: int) -> None:
         """See the document as it was `age` versions ago."""
@@ -165,7 +168,7 @@ class World:
         """As an operator that holds the document of `age` versions ago, and knows who is present."""
         version, document = self.history[max(0, len(self.history) - 1 - age)]
         text = None if document is None else encode(document).decode()
-        after = with_wishes(text, document, self.presence)
+        after = with_wishes(text, document, self.presence, self.waiting & self.presence.keys())
         if after is not None:
             self._swap(version, after, "operator", set(self.presence))
 
@@ -182,6 +185,7 @@ class World:
 
     def lapse(self, agent: Agent) -> None:
         self.presence.pop(agent.name, None)
+        self.waiting.discard(agent.name)
 
     # --- the oracle
 
@@ -192,6 +196,9 @@ class World:
         self.log.append(f"{version + 1} {why}")
         self._judge(before, after, set(self.agents) if present is None else present)
         self.history.append((version + 1, after))
+        self.waiting -= {
+            m.agent for m in after.members if m.agent in self.presence and self.presence[m.agent].after < after.round
+        }
         return True
 
     def _assert_out(self, target: str) -> None:

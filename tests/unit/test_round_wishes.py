@@ -28,7 +28,7 @@ def wish(member: Member, after: int = 0, sizes: Sizes = SIZES) -> Wish:
 def announce(rounds: Rounds, agent: Agent, member: Member, after: int = 0, sizes: Sizes = SIZES) -> float:
     """Announce and ask, as an agent does."""
     rounds.announce(agent, member.agent, wish(member, after, sizes).encode(), 30.0)
-    return rounds.ask(agent)
+    return rounds.ask(agent, member.agent)
 
 
 async def staged(operators: int = 1, client: Any = None) -> tuple[Stage, list[Rounds]]:
@@ -55,6 +55,24 @@ async def test_agents_that_ask_find_themselves_in_a_round_that_none_of_them_wrot
     for agent, member in zip(stage.agents, (A, B), strict=True):
         assert announce(rounds, agent, member) > 0
     assert (await document(stage, 1)).members == (A, B)
+
+
+@in_virtual_time
+async def test_newcomer_to_a_job_that_trains_is_written_before_it_would_do_so_itself() -> None:
+    """It replaces a worker that was lost, and knows of no round."""
+    stage, (rounds,) = await staged()
+    for agent, member in zip(stage.agents, (A, B), strict=True):
+        announce(rounds, agent, member)
+    formed = await document(stage, 1)
+    rounds.withdraw_pod(stage.job.uid, stage.agents[1].worker)
+    newcomer = Member(1, "newcomer", incarnation=1)
+    grace = announce(rounds, Agent(stage.job, Worker("uid-2", 1, 1)), newcomer)
+    await asyncio.sleep(grace / 2)
+    found = await stage.stored()
+    assert found is not None
+    assert newcomer in (*found.joining, *found.members)
+    # What the members once asked for is no wish any more.
+    assert with_wishes(encode(formed).decode(), formed, {"a": wish(A), "b": wish(B)}) is None
 
 
 @in_virtual_time

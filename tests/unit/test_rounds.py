@@ -431,7 +431,7 @@ async def test_wish_of_who_was_present_is_written_by_the_leader_that_leads_again
     rounds = stage.operator(term=term)
     for who, member in enumerate((A, B)):
         rounds.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
-        rounds.ask(stage.agents[who])
+        rounds.ask(stage.agents[who], member.agent)
     term.leads = False
     rounds.forget_all()
     term.leads, term.epoch = True, 2

@@ -47,6 +47,7 @@ class _Presence:
     ttl: float
     until: float
     pod_uid: str
+    asks: bool = False  # for a round, and it was in none since
 
 
 class Presences:
@@ -118,6 +119,22 @@ class Presences:
         self._awaited.pop(agent, None)
         self.lease = max(self.lease, ttl)  # the others of this job have the same
         self._earliest = min(self._earliest, now + ttl)
+
+    def ask(self, agent: str) -> None:
+        """It has just announced that it waits for a round."""
+        self._present[agent].asks = True
+
+    def settle(self, document: Document | None) -> None:
+        """The document has this round now: its members do not wait for one that is older."""
+        for member in document.members if document is not None else ():
+            presence = self._present.get(member.agent)
+            if presence is not None and document is not None and presence.wish.after < document.round:
+                presence.asks = False
+
+    @property
+    def asking(self) -> frozenset[str]:
+        """Who waits for a round, as far as is known."""
+        return frozenset(agent for agent, presence in self._present.items() if presence.asks)
 
     def renew(self, agent: str, worker: Worker, now: float) -> bool:
         """False if it has lapsed. Raises PresenceRefused."""

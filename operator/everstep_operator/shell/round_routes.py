@@ -150,7 +150,7 @@ class RoundRoutes:
         self._rounds.announce(agent, _agent(request), body, ttl)
         if JOIN_HEADER not in request.headers:
             return web.Response(status=204)
-        grace = self._rounds.ask(agent)
+        grace = self._rounds.ask(agent, _agent(request))
         response = _seen(await self._rounds.read(agent, 0))  # it would ask for that next
         response.headers[GRACE_HEADER] = f"{grace:g}"
         return response

@@ -7,12 +7,12 @@ change; a closed job stays closed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from everstep.contract.document import FINISHED, Document, Sizes, Wish, encode
+from everstep.contract.document import FINISHED, MAX_MEMBERS, Document, Sizes, Wish, encode
 from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.participant import above, without_lapsed
+from everstep.rendezvous.participant import above, outcome, without_lapsed
 from everstep.rendezvous.rounds import Close, Join, Refused, apply, join_all
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.shell.round_documents import RoundsRefused
@@ -64,25 +64,31 @@ def corrected(text: str, document: Document, before: Document | None) -> tuple[s
     return with_sizes(text, document, before.sizes) or (text, document)
 
 
-def with_wishes(text: str | None, document: Document | None, wishes: Mapping[str, Wish]) -> Document | None:
+def with_wishes(
+    text: str | None, document: Document | None, wishes: Mapping[str, Wish], asking: Collection[str] = ()
+) -> Document | None:
     """The document after all wishes were written that may be, as an agent that joins would write its own and theirs.
 
-    `wishes` are of all who are present. None: there is nothing to write; or `text` has what this release does not know
-    and would lose, and the agents, which may be newer, write for themselves.
+    `wishes` are of all who are present. A wish from before the present round may be settled, and its owner not know it
+    yet: it counts only of those that are `asking`, such as a newcomer, who knows of no round. None: there is nothing to
+    write; or `text` has what this release does not know and would lose, and the agents, which may be newer, write for
+    themselves.
     """
-    if document is not None and (document.closed is not None or encode(document).decode() != text):
+    if document is not None and document.closed is not None:
         return None
-    number, waiting = (0, ()) if document is None else (document.round, document.joining)
-    ports = {member.agent: member.store_port for member in waiting}  # as `participant.is_written`
-    asking = [
+    begun = Document(Sizes(1, MAX_MEMBERS)) if document is None else document
+    ports = {member.agent: member.store_port for member in begun.joining}  # as `participant.is_written`
+    wanted = [
         wish for agent, wish in sorted(wishes.items())
-        if wish.after >= number and ports.get(agent) != wish.member.store_port
+        if (wish.after >= begun.round or (agent in asking and outcome(document, wish) is None))
+        and ports.get(agent) != wish.member.store_port
     ]  # fmt: skip
-    if not asking:
+    if not wanted or (document is not None and encode(document).decode() != text):
         return None
-    begun = Document(asking[0].sizes, id=asking[0].member.agent) if document is None else document
-    cleared, _ = without_lapsed(above(begun, asking), "", wishes)
-    joined, let_in = join_all(cleared, (Join(wish.member, wish.sizes) for wish in asking))
+    if document is None:
+        begun = Document(wanted[0].sizes, id=wanted[0].member.agent)
+    cleared, _ = without_lapsed(above(begun, wanted), "", wishes)
+    joined, let_in = join_all(cleared, (Join(wish.member, wish.sizes) for wish in wanted))
     if not let_in:
         return None  # each is told why when it tries by itself
     # How long survivors wait for replacements is their own affair.

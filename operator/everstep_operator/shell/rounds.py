@@ -175,14 +175,15 @@ class Rounds:
         job.presences.announce(wish, value, ttl, agent.worker, self._clock.monotonic())
         self._after_presence(job)
 
-    def ask(self, agent: Agent) -> float:
-        """Have the wish of a present agent written, with those of others that come in the same moment, in one swap.
+    def ask(self, agent: Agent, name: str) -> float:
+        """Have the wish that an agent has just announced written, with those that come in the same moment, in one swap.
 
         Seconds after which the agent should do it by itself; 0: at once.
         """
         job = self._memory.of(agent.job)
         if job.document is not None and job.document.closed is not None:
             return 0.0  # it will find out why it cannot join
+        job.presences.ask(name)
         self._write_soon(job)
         return GRACE + len(job.presences) * GRACE_PER_AGENT
 
@@ -292,7 +293,7 @@ class Rounds:
                 if job.kept is None or not self._memory.remembers(job):
                     return
                 wishes = job.presences.wishes(self._clock.monotonic())
-                document = with_wishes(job.kept.document, job.document, wishes)
+                document = with_wishes(job.kept.document, job.document, wishes, job.presences.asking)
                 if document is None:
                     return
                 if await self._put(job, job.kept.version, encode(document).decode(), document) is not None:
@@ -353,6 +354,7 @@ class Rounds:
             job.presences.await_members(document, kept.lease)
             self._after_presence(job)
         if changed:
+            job.presences.settle(document)
             if (how := urgency(before, document)) is not Urgency.LATER:
                 job.urgent = kept.version
             job.watches.wake(how)
