@@ -17,7 +17,7 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/rendezvous"))
-from operator_server import TEMPLATE, lenient_crd
+from operator_parts import TEMPLATE, lenient_crd, pod_body, start
 
 from everstep.contract import labels
 from everstep_operator.kube.client import TokenReview
@@ -76,21 +76,10 @@ async def serve() -> None:
     for namespace, count in TENANTS.items():
         spec = {"replicas": count, "template": TEMPLATE, "suspend": True}
         job = await client.create(JOBS, namespace, {"metadata": {"name": "digits"}, "spec": spec})
-        owner = {
-            "apiVersion": labels.API_VERSION, "kind": labels.KIND, "name": "digits", "uid": job.metadata.uid,
-            "controller": True,
-        }  # fmt: skip
         tokens[namespace] = []
         for index in range(count):
-            found = {
-                labels.JOB: "digits", labels.JOB_UID: job.metadata.uid, labels.MANAGED_BY: labels.MANAGER,
-                labels.WORKER_INDEX: str(index), labels.INCARNATION: "0", labels.ROUND: "0",
-            }  # fmt: skip
             name = f"w{index}"
-            meta = {"name": name, "labels": found, "ownerReferences": [owner]}
-            pod = await client.create(
-                PODS, namespace, {"metadata": meta, "spec": {**TEMPLATE["spec"], "nodeName": "n"}}
-            )
+            pod = await client.create(PODS, namespace, pod_body(job, name, index))
             uid = pod.metadata.uid
             uids += [uid] if namespace == "victim" else []
             given = (namespace, "default", name, uid, labels.TOKEN_AUDIENCE)
@@ -102,13 +91,7 @@ async def serve() -> None:
     )
     operator = Operator(Client(cluster.client()), settings, Metrics(), SystemClock())  # type: ignore[arg-type]
     async with operator.intake, asyncio.TaskGroup() as group:
-        caches = operator.caches
-        informers = (caches.jobs, caches.pods, caches.services, caches.nodes, caches.budgets)
-        for informer in informers:
-            group.create_task(informer.run())
-        for informer in informers:
-            await informer.wait_synced()
-        group.create_task(operator.elector.run())
+        await start(operator, group)
         while not operator.elector.is_leader():  # noqa: ASYNC110  # it has no event for others
             await asyncio.sleep(0.05)
         settle()  # as the program does

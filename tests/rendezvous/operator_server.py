@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import json
 import logging
 import sys
@@ -21,12 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from operator_parts import TEMPLATE, lenient_crd, pod_body
+from operator_parts import start as start_operator
 from ports import Ports
 
 from everstep.contract import labels
 from everstep.rendezvous.http import HttpStore
 from everstep.rendezvous.http_calls import Limits, OperatorCalls
-from everstep_operator.api.crd import crd
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import CONFIGMAPS, LEASES, NODES, PODS
 from everstep_operator.kube.wire import Unstructured
@@ -39,24 +39,6 @@ from everstep_operator.telemetry.metrics import Metrics
 
 T = TypeVar("T")
 NAMESPACE = "default"
-TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["torchrun"]}]}}
-
-
-def lenient_crd() -> dict[str, Any]:
-    """The CRD without its rules: the tests' jobs need no planner, so what it does not do yet does not matter."""
-    definition = copy.deepcopy(crd())
-
-    def strip(node: Any) -> None:
-        if isinstance(node, dict):
-            node.pop("x-kubernetes-validations", None)
-            for value in node.values():
-                strip(value)
-        elif isinstance(node, list):
-            for value in node:
-                strip(value)
-
-    strip(definition)
-    return definition
 
 
 @dataclass
@@ -177,14 +159,7 @@ class OperatorServer:
             listening.set()
             # The Lease names the port, which is known only now.
             operator.elector._identity = f"{operator.elector.identity.partition('_')[0]}_{replica.host}:{replica.port}"
-            caches = operator.caches
-            informers = (caches.jobs, caches.pods, caches.services, caches.nodes, caches.budgets)
-            for informer in informers:
-                group.create_task(informer.run())
-            for informer in informers:
-                await informer.wait_synced()
-            group.create_task(operator.elector.run())
-            group.create_task(operator.neighbour.run())
+            await start_operator(operator, group)
             serving.set()
 
     def leads(self, replica: Replica) -> bool:
@@ -229,16 +204,7 @@ class OperatorServer:
 
     def create_pod(self, job: Unstructured, index: int, incarnation: int = 0, node: str = "node-1") -> Pod:
         name = f"{job.metadata.name}-w{index}-{incarnation}"
-        owner = {
-            "apiVersion": labels.API_VERSION, "kind": labels.KIND, "name": job.metadata.name, "uid": job.metadata.uid,
-            "controller": True,
-        }  # fmt: skip
-        found = {
-            labels.JOB: job.metadata.name, labels.JOB_UID: job.metadata.uid, labels.MANAGED_BY: labels.MANAGER,
-            labels.WORKER_INDEX: str(index), labels.INCARNATION: str(incarnation), labels.ROUND: "1",
-        }  # fmt: skip
-        spec = {**TEMPLATE["spec"], "nodeName": node}
-        body = {"metadata": {"name": name, "labels": found, "ownerReferences": [owner]}, "spec": spec}
+        body = pod_body(job, name, index, incarnation, node, 1)
         made = self.do(self.client.create(PODS, NAMESPACE, body))
         uid = made.metadata.uid
         token = self.cluster.issue_token(NAMESPACE, "default", name, uid, labels.TOKEN_AUDIENCE, 3600)
