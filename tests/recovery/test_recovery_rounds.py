@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -217,6 +217,28 @@ def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds:
     assert recovery.round.number == 1
     recovery.part()
     forming.dismiss(other, [], [])
+
+
+def test_closing_a_round_that_was_overtaken_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has formed, and its connections take long to close."""
+    ahead, done, closed, threads = Ahead(), threading.Event(), threading.Event(), list[str]()
+
+    def dismiss(*_: object) -> None:
+        threads.append(threading.current_thread().name)
+        assert closed.wait(30)
+
+    monkeypatch.setattr(forming, "dismiss", dismiss)
+    ahead.start(1, lambda: cast(forming.Formed, None), done.set)
+    assert done.wait(30)
+    taken = threading.Thread(target=ahead.take, args=(2,), name="takes", daemon=True)
+    taken.start()
+    taken.join(10)
+    late = taken.is_alive()
+    closed.set()
+    taken.join(30)
+    eventually(lambda: bool(threads))
+    assert not late
+    assert threads != ["takes"]
 
 
 def test_round_that_formed_ahead_and_is_overtaken_is_closed(agent: Agent, rounds: AgentRounds) -> None:

@@ -48,12 +48,14 @@ class Ahead:
         if before is not None and before[0] == keep:
             return before
         if before is not None:
-            before[1].add_done_callback(_discard)
+            # Not here: to close its connections may take seconds, and whoever leaves a round holds locks.
+            name = f"everstep-discard-{before[0]}"
+            threading.Thread(target=_discard, args=(before[1],), name=name, daemon=True).start()
         return None
 
 
 def _discard(found: Future[Formed]) -> None:
-    """Nothing was begun in it."""
+    """Once it has formed. Nothing was begun in it."""
     if found.exception() is None:
         with contextlib.suppress(forming.Unformed):
             forming.dismiss(found.result(), [], [])
