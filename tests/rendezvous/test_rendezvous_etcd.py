@@ -331,7 +331,7 @@ def test_an_unknown_host_and_a_closed_port_are_both_named(etcd: EtcdCluster) -> 
 
 
 def test_a_server_without_the_v3_gateway_is_named_as_such(etcd: EtcdCluster) -> None:
-    with pytest.raises(StoreRefused, match=r"no etcd v3 JSON gateway \(404\)"):
+    with pytest.raises(StoreUnavailable, match=r"no etcd v3 JSON gateway \(404\)"):
         Gateway(etcd.urls).call("/v2/keys/x", {})
 
 

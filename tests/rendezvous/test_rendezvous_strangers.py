@@ -21,6 +21,9 @@ from everstep.contract.document import Document, Member, Sizes, Wish, encode
 from everstep.contract.rounds import LAPSES_HEADER, PRESENCE_PATH, VERSION_HEADER
 from everstep.rendezvous.driver import Driver
 from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
+from everstep.rendezvous.etcd import EtcdStore
+from everstep.rendezvous.etcd_http import Access, Gateway
+from everstep.rendezvous.etcd_http import Limits as EtcdLimits
 from everstep.rendezvous.http import HttpStore
 from everstep.rendezvous.participant import Whole
 from everstep_operator.kube.resources import PODS
@@ -152,6 +155,23 @@ def test_no_call_takes_a_strangers_answer_for_the_operators(
     for call in calls:
         with pytest.raises(StoreUnavailable):
             call()
+
+
+def test_no_call_takes_a_strangers_answer_for_etcds(stranger: Stranger) -> None:
+    store = EtcdStore(Gateway((stranger.url,), limits=EtcdLimits(rounds=1)), "job")
+    calls: list[Callable[[], object]] = [
+        store.read,
+        store.present,
+        lambda: store.compare_and_swap(1, encode(Document(SIZES))),
+        lambda: store.announce("a", b"{}", 3.0),
+    ]
+    named = Gateway((stranger.url,), Access(user="u", password="p"), EtcdLimits(rounds=1))
+    calls.append(EtcdStore(named, "job").read)
+    for call in calls:
+        with pytest.raises(StoreUnavailable):
+            call()
+    store.close()
+    named.close()
 
 
 def test_refusal_of_the_operator_itself_is_final(operator: OperatorServer) -> None:

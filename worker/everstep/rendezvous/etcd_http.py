@@ -105,9 +105,11 @@ class Gateway:
         A call may have been carried out by an endpoint that did not answer, and is then carried out again.
         """
         response = self._send(path, [body], stream=False)
-        data = json.loads(response.data or b"{}")
-        response.release_conn()
-        return dict(data)
+        data = _object(path, response)
+        # Every answer of etcd has one; that of a stream is within, and may be an error instead.
+        if "result" not in data and "error" not in data and not isinstance(data.get("header"), dict):
+            raise StoreUnavailable(f"{path}: the answer is not etcd's: it has no header")
+        return data
 
     def stream(self, path: str, requests: Sequence[Mapping[str, Any]], silence: float) -> Iterator[dict[str, Any]]:
         """Messages until the server ends the stream, or says nothing for `silence` seconds."""
@@ -187,7 +189,9 @@ class Gateway:
             if "authentication is not enabled" in problem.text:
                 return ""
             raise problem.error(url, self._access)
-        token = str(json.loads(response.data)["token"])
+        token = str(_object("/v3/auth/authenticate", response).get("token", ""))
+        if not token:
+            raise StoreUnavailable(f"{url}: the answer is not etcd's: it has no token")
         with self._lock:
             self._token = token
         return token
@@ -226,7 +230,8 @@ class _Problem:
 
     def error(self, url: str, access: Access) -> Exception:
         if self.status == 404 and "lease" not in self.text:
-            return StoreRefused(
+            # Another server may answer for a moment, at an address that was etcd's: that ends no worker.
+            return StoreUnavailable(
                 f"{url} has no etcd v3 JSON gateway (404): it is etcd older than 3.4, no etcd, or was started with"
                 " --enable-grpc-gateway=false"
             )
@@ -246,6 +251,19 @@ class _Problem:
         if self.code in (_INVALID, _UNAUTHENTICATED) and "leader" not in self.text:
             return StoreRefused(f"{url}: {self.text}")
         return StoreUnavailable(f"{self.status} {self.text}")
+
+
+def _object(path: str, response: Any) -> dict[str, Any]:
+    """The answer's body. Raises StoreUnavailable: another server may answer at an address that was etcd's."""
+    try:
+        data = json.loads(response.data or b"{}")
+    except (HTTPError, ValueError, RecursionError) as e:
+        raise StoreUnavailable(f"{path}: the answer is not etcd's: {_brief(e)}") from e
+    finally:
+        response.release_conn()
+    if not isinstance(data, dict):
+        raise StoreUnavailable(f"{path}: the answer is not etcd's: no JSON object")
+    return data
 
 
 def _problem(response: Any) -> _Problem:
