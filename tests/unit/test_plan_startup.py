@@ -209,6 +209,45 @@ def test_worker_that_fails_alone_while_the_others_train_never_ends_their_job(ela
             world.do_reconcile()
 
 
+@pytest.mark.parametrize("step", [None, "5"])
+def test_worker_that_reports_and_fails_alone_never_ends_the_job_of_the_others(
+    elastic_world: ModuleType, step: str | None
+) -> None:
+    """The others train, and report nothing, or take long for a step; it fails before it is in their round."""
+    world = elastic_world.ElasticWorld()
+    for line in ("settle", "ready 0 1 2", "form", "reconcile"):
+        world.run(line)
+    if step is not None:
+        world.do_step(step)
+    for attempt in range(8):
+        world.do_advance("15")
+        world.progress = replace(world.progress, round=world.view.round, updated_at=world.now)  # it says that it starts
+        world.do_fail("3", "1", "RuntimeError: CUDA error: out of memory")
+        world.do_reconcile()
+        assert world.status.failure is None, f"try {attempt + 1}: {world.status.failure}"
+        world.do_advance("300")  # beyond the back-off
+        world.do_reconcile()
+
+
+def test_members_that_fail_again_and_again_without_a_step_end_their_job(elastic_world: ModuleType) -> None:
+    world = elastic_world.ElasticWorld()
+    for line in ("settle", "ready 0 1 2 3", "form", "reconcile", "step 5"):
+        world.run(line)
+    for index in "3213":
+        world.do_advance("60")
+        world.do_fail(index, "1", "RuntimeError: a sample that nothing can be made of")
+        world.do_reconcile()
+        if world.status.failure is not None:
+            break
+        world.do_advance("300")
+        world.do_reconcile()
+        world.do_ready(index)
+        world.do_form()
+        world.do_reconcile()
+    assert world.status.failure is not None
+    assert world.status.failure.message.startswith("NoProgress: ")
+
+
 @pytest.mark.parametrize("backend", ["everstep", "etcd"])
 def test_program_that_is_nowhere_ends_its_job_at_the_third_try(elastic_world: ModuleType, backend: str) -> None:
     """The agents are ready, wait for each other, and all fail within a few seconds; one has no node yet."""

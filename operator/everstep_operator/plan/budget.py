@@ -43,10 +43,19 @@ def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Re
     before = job.status.progress
     step = seen.step if seen.step is not None else before.step
     reporting = seen.updated_at is not None or before.updated_at is not None
-    runs = startup.has_run(snapshot) or startup.runs_elsewhere(snapshot, loss.index, loss.pod)
-    if loss.cannot_start and not runs:
+    elsewhere = startup.runs_elsewhere(snapshot, loss.index, loss.pod)
+    if loss.cannot_start and not elsewhere and not startup.has_run(snapshot):
         return _at_start(snapshot.now, job.spec.recovery, job.status.restarts, loss, follows)
-    return decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows)
+    # Others run meanwhile, and nothing is known of their steps, or they do not train with this one.
+    alone = elsewhere and (step is None or _is_outside(snapshot, loss))
+    return decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows, alone)
+
+
+def _is_outside(snapshot: Snapshot, loss: Loss) -> bool:
+    """Whether the lost pod was not in the present round, as far as is known."""
+    pod = next((p for p in snapshot.pods if p.name == loss.pod), None)
+    world = snapshot.world
+    return pod is not None and world is not None and (pod.index, pod.incarnation) not in world.members
 
 
 def _at_start(now: datetime, recovery: Recovery, restarts: Restarts, loss: Loss, follows: bool) -> Fail | Restart:
@@ -72,11 +81,13 @@ def decide(
     step: int | None,
     reporting: bool,
     follows: bool = False,
+    alone: bool = False,
 ) -> Fail | Restart:
     """Judge one loss.
 
     `step` is the highest step completed so far, None if no process ever reported one; `reporting` tells whether the
     script reports at all: without reports nothing is known about progress and `noProgressLimit` cannot be applied.
+    `alone`: the loss tells nothing of the others' progress, and only the restart budget counts it.
     """
     charge = loss.charge
     match _rule(recovery, loss):
@@ -90,14 +101,14 @@ def decide(
             return Fail("CheckpointStoreUnusable", f"worker {loss.index}: {loss.detail}")
     if follows and (charge is not Charge.USER_CODE or _is_charged(restarts)):
         return Restart(restarts)
-    counted = _count(now, recovery, restarts, loss, charge, step)
+    counted = _count(now, recovery, restarts, loss, charge, step, alone)
     if charge is Charge.USER_CODE and counted.in_window > recovery.max_restarts:
         return Fail(
             "RestartBudgetExhausted",
             f"worker {loss.index}: {loss.detail}; {_used_up(recovery)}",
             EventReason.RESTART_BUDGET_EXHAUSTED,
         )
-    if reporting and counted.without_progress >= recovery.no_progress_limit:
+    if reporting and not alone and counted.without_progress >= recovery.no_progress_limit:
         return Fail(
             "NoProgress",
             f"worker {loss.index}: {loss.detail}; lost {counted.without_progress} times in a row without one new step "
@@ -136,10 +147,12 @@ def _rule(recovery: Recovery, loss: Loss) -> RuleAction | None:
     return None
 
 
-def _count(now: datetime, recovery: Recovery, old: Restarts, loss: Loss, charge: Charge, step: int | None) -> Restarts:
+def _count(
+    now: datetime, recovery: Recovery, old: Restarts, loss: Loss, charge: Charge, step: int | None, alone: bool
+) -> Restarts:
     progressed = step is not None and (old.last_step is None or step > old.last_step)
     without = 0 if progressed else old.without_progress
-    if loss.cause not in _SAYS_NOTHING_ABOUT_PROGRESS and not progressed:
+    if loss.cause not in _SAYS_NOTHING_ABOUT_PROGRESS and not progressed and not alone:
         without += 1
     charged = charge is Charge.USER_CODE
     window_over = old.window_started_at is None or now - old.window_started_at > timedelta(
