@@ -4,7 +4,8 @@ Knows torch's protocols (`state_dict`, `load_state_dict`) and nothing of files. 
 key fits before it changes the first object.
 
 What is saved is replicated: each rank holds the same, and the commit holds it once. An object whose class sets
-`everstep_per_rank = True` (`RngState`) is the exception: the commit holds each rank's own.
+`everstep_per_rank = True` (`RngState`) is the exception: the commit holds each rank's own. One whose class sets
+`everstep_optional = True` stays as it is where a commit does not have it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
 def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) -> dict[str, Mapping[str, Any]]:
     """What a commit holds for each key of `state`. A rank that the commit did not have keeps its own per-rank state.
 
-    Raises `StateMismatch` for a key that the commit does not have, or has as something else.
+    Raises `StateMismatch` for a key that the commit does not have and that is not optional, or has as something else.
     """
     values, ranks = saved.get("state", {}), saved.get("ranks", [])
     bodies: dict[str, Mapping[str, Any]] = {}
@@ -64,6 +65,8 @@ def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) ->
                 bodies[key] = ranks[rank][key]
             continue
         if key not in values:
+            if getattr(target, "everstep_optional", False):
+                continue
             raise StateMismatch(f"the commit has no {key!r}; it has {', '.join(sorted(values)) or 'nothing'}")
         bodies[key] = values[key]
     for key, body in bodies.items():
@@ -94,7 +97,7 @@ def _encode(flattener: Flattener, target: Any, key: str) -> Json:
     kind = _kind(target)
     if kind == "value":
         return {"kind": kind, "tree": flattener.flatten(target, key)}
-    tree = _bare(target).state_dict()
+    tree = bare(target).state_dict()
     body: dict[str, Json] = {"kind": kind, "tree": flattener.flatten(tree, key)}
     metadata = getattr(tree, "_metadata", None)
     if kind == "module" and metadata:
@@ -106,7 +109,7 @@ def _encode(flattener: Flattener, target: Any, key: str) -> Json:
 def _parameters(target: Any, body: Any) -> Iterator[str]:
     """The names of the tensors that are parameters of a module; its buffers may well hold infinity, as masks do."""
     if isinstance(target, torch.nn.Module):
-        names = {name for name, _ in _bare(target).named_parameters(remove_duplicate=False)}
+        names = {name for name, _ in bare(target).named_parameters(remove_duplicate=False)}
         for name, value in body["tree"].items():
             if name in names:
                 yield from references(value)
@@ -119,7 +122,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, metadata: Json) -> No
         if metadata:
             tree = _WithMetadata(tree)
             tree._metadata = unflatten(metadata, {}, key)
-        _bare(target).load_state_dict(tree)
+        bare(target).load_state_dict(tree)
     elif kind == "stateful":
         target.load_state_dict(tree)
     elif isinstance(target, torch.Tensor):
@@ -152,7 +155,7 @@ def _kind(target: Any) -> str:
     return "value"
 
 
-def _bare(target: Any) -> Any:
+def bare(target: Any) -> Any:
     """The module without the wrappers that rename its parameters: DDP, DataParallel, torch.compile."""
     while isinstance(target, torch.nn.Module):
         if isinstance(target, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):

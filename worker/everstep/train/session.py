@@ -31,13 +31,14 @@ from everstep.data import ElasticLoader
 from everstep.train.boundary import Boundary
 from everstep.train.meshes import make_mesh
 from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.reducers import BUCKETS, Reducers
 from everstep.train.recovery.rounds import AgentRounds
 from everstep.train.report import Reporter
 from everstep.train.step import LoopError, Phase, Step
 from everstep.train.world import Place, take_place
 from everstep.train.worlds import Recovering, Steady, World
 
-RESERVED = ("step", "data", "rng")
+RESERVED = ("step", "data", "rng", BUCKETS)
 
 
 def start(
@@ -144,11 +145,12 @@ class Run:
         self._loop = True
         if loader is not None:
             self._state["data"] = loader
+        self._state[BUCKETS] = reducers = Reducers(self._state)
         boundary = self._boundary
         count = partial(self._count, loader, total)
-        world: World = Steady(boundary, self._state, self.place.world_size)
+        world: World = Steady(boundary, self._state, reducers, self.place.world_size)
         if self._recovery is not None:
-            world = Recovering(self._recovery, boundary, self._state, loader, count)
+            world = Recovering(self._recovery, boundary, self._state, reducers, loader, count)
         world.begin()
         source = _Source(loader)
         boundary.watch()

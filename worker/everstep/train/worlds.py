@@ -20,7 +20,7 @@ from everstep.train.recovery.agreement import NoState, Quality
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.forming import Unformed
 from everstep.train.recovery.recovery import Recovery
-from everstep.train.recovery.reducers import parallel
+from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.rounds import Dismissed, Round
 from everstep.train.recovery.transfer import TransferFailed
 from everstep.train.replicas import Replicas
@@ -59,14 +59,17 @@ class World(Protocol):
 class Steady:
     """The world of a process group that was made once."""
 
-    def __init__(self, boundary: Boundary, state: Mapping[str, Any], world_size: int) -> None:
+    def __init__(self, boundary: Boundary, state: Mapping[str, Any], reducers: Reducers, world_size: int) -> None:
         self._boundary = boundary
         self._state = state
+        self._reducers = reducers
         self._size = world_size
 
     def begin(self) -> None:
-        self._replicas = Replicas(self._state, parallel() if self._size > 1 else ())
+        self._replicas = Replicas(self._state, self._reducers.alive())
+        self._reducers.learn()  # of a backward pass that the script made before
         self._boundary.restore(self._state)
+        self._reducers.resume()
 
     def step_begins(self) -> None:
         pass
@@ -81,10 +84,12 @@ class Steady:
         raise AssertionError("this world is never lost")
 
     def between(self) -> None:
+        self._reducers.learn()
         self._replicas.completed(self._size, self._boundary.same)
         self._boundary.agree()
 
     def finish(self) -> bool:
+        self._reducers.learn()
         self._replicas.completed(self._size, self._boundary.same)
         self._boundary.finish(self._boundary.step)
         return True
@@ -98,12 +103,14 @@ class Recovering:
         recovery: Recovery,
         boundary: Boundary,
         state: Mapping[str, Any],
+        reducers: Reducers,
         loader: ElasticLoader | None,
         count: Callable[[], None],
     ) -> None:
         self._recovery = recovery
         self._boundary = boundary
         self._state = state
+        self._reducers = reducers
         self._loader = loader
         self._count = count
         self._pace = Pace(time.monotonic)
@@ -112,8 +119,9 @@ class Recovering:
     def begin(self) -> None:
         self._boundary.track(self._state)
         self._boundary.check_by(self._recovery.check)
-        self._recovery.track(self._state)
-        self._replicas = Replicas(self._state, self._recovery.parallel)
+        self._replicas = Replicas(self._state, self._reducers.alive())
+        self._reducers.learn()  # of a backward pass that the script made before
+        self._recovery.track(self._state, self._reducers)
         self._enter(Quality.NONE)
 
     def step_begins(self) -> None:
@@ -140,6 +148,7 @@ class Recovering:
             self._enter(Quality.WHOLE)  # whose members wait for us, and agree on nothing else before
             return
         try:
+            self._reducers.learn()
             self._replicas.completed(self._recovery.members.world_size, self._boundary.same)
             self._compare()
             if self._boundary.agree(move=self._recovery.boundary_wanted):
@@ -172,6 +181,7 @@ class Recovering:
             return False
         before = self._boundary.step
         try:
+            self._reducers.learn()
             self._replicas.completed(self._recovery.members.world_size, self._boundary.same)
             self._boundary.finish(before)
         except NewerCommit as e:

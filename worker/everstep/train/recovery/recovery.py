@@ -23,7 +23,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.nn.parallel import DistributedDataParallel
 
 from everstep.contract import env
 from everstep.train.recovery import forming, fsdp, transfer
@@ -93,12 +92,6 @@ class Recovery:
     def _groups(self) -> tuple[RecoverableGroup, ...]:
         return (self.main, self.control, *(self._sharded.mesh.groups if self._sharded is not None else ()))
 
-    @property
-    def parallel(self) -> list[DistributedDataParallel]:
-        """The script's DDP objects. After `track`."""
-        assert self._reducers is not None
-        return self._reducers.alive()
-
     def start(self) -> None:
         """Make `main` the default group, of a world of one for now."""
         dist.Backend.register_backend(BACKEND, lambda *_: self._asked or self.main, devices=["cpu", "cuda"])
@@ -121,13 +114,14 @@ class Recovery:
         self._sharded = Sharded(mesh, self.members)
         return self._sharded.mesh.device_mesh
 
-    def track(self, state: Mapping[str, Any]) -> None:
-        """What makes up the training state. Once, before the first `enter`. Raises `NotRecoverable`."""
+    def track(self, state: Mapping[str, Any], reducers: Reducers) -> None:
+        """What makes up the training state, and the script's DDP objects. Once, before the first `enter`. Raises
+        `NotRecoverable`."""
         fsdp.check(state, self._sharded.mesh.device_mesh if self._sharded is not None else None)
         if self._sharded is not None:
             self._sharded.track(state)
         self._state = state
-        self._reducers = Reducers()
+        self._reducers = reducers
         self._replay = Replay(state, self.check if self._sharded is None else self._vote)
         self._rounds.on_round(self._heard)
         self._rounds.on_where(self._where)
@@ -246,7 +240,12 @@ class Recovery:
             self._open()
         else:
             found, done = self._settle_replicated(step, quality, start)
-        self._reducers.rebuild()
+        self._reducers.agree(self.members)
+        try:
+            self._reducers.rebuild()
+        except RuntimeError:
+            self.check()  # of an error that comes through C++ only the text is left
+            raise
         return found, done
 
     def _settle_replicated(self, step: int, quality: Quality, start: Start) -> tuple[int, str]:
