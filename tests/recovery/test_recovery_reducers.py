@@ -142,18 +142,38 @@ def test_new_reducer_begins_with_the_buckets_that_were_learned_and_keeps_them(op
     new = reducers(model=second)
     new.load_state_dict(told)
     new.resume()
-    second.module.turned = True  # its gradients come in another order from now on
+    for a, b in zip(gradients(second, x), expected, strict=True):
+        assert torch.equal(a, b)
+    new.rebuild()
+    second.module.turned = not second.static_graph  # its gradients come in another order
+    gradients(second, x)
+    new.learn()
     assert buckets(second, x) == ARRIVED
-    second.module.turned = False
-    for _ in range(2):
-        for a, b in zip(gradients(second, x), expected, strict=True):
-            assert torch.equal(a, b)
-        new.learn()
     assert new.state_dict() == told
-    new.rebuild()
-    second._comm_hooks.clear()
-    new.rebuild()
-    assert buckets(second, x) == ARRIVED
+
+
+def test_static_graph_with_a_hook_tells_it_the_numbers_that_its_buckets_have() -> None:
+    x = torch.randn(5, 4)
+    ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007, static_graph=True)
+    numbers: list[int] = []
+
+    def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.append(bucket.index())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(numbers, hook)
+    known = reducers(model=ddp)
+    for _ in range(2):
+        gradients(ddp, x)
+        known.learn()
+    known.rebuild()
+    for _ in range(3):
+        numbers.clear()
+        gradients(ddp, x)
+        assert numbers == list(range(len(numbers)))
+    assert len(numbers) == 3
 
 
 def test_order_of_a_model_with_other_parameters_is_not_taken() -> None:

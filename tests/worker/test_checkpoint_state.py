@@ -219,6 +219,28 @@ def test_commit_that_does_not_fit_is_an_error_that_names_the_key(into: dict[str,
         save_and_restore({"model": model(1)}, into)
 
 
+class Late:
+    """Something that commits of before it was tracked do not have."""
+
+    everstep_optional = True
+    value = 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def test_optional_object_that_the_commit_lacks_stays_as_it_is_and_else_is_restored() -> None:
+    late, other = Late(), Late()
+    other.value = 2
+    save_and_restore({"model": model(1)}, {"model": model(2), "late": late})
+    assert late.value == 1
+    save_and_restore({"model": model(1), "late": other}, {"model": model(2), "late": late})
+    assert late.value == 2
+
+
 def test_pickle_in_the_place_of_a_shard_is_damage_and_is_never_loaded() -> None:
     store = MemoryStore()
     with everstep.Checkpointer(store=store) as first:

@@ -135,10 +135,13 @@ def parallel() -> list[DistributedDataParallel]:
 
 def rebuild(ddp: Any, order: Sequence[int] | None = None) -> tuple[int, ...] | None:
     """Make the reducer of a DDP object anew. With `order`, a permutation of its parameters, the buckets are those that
-    gradients arriving in that order would have made, and stay so; collective then."""
+    gradients arriving in that order would have made, and stay so; collective then. What it was made with is returned: a
+    static graph whose script has a communication hook begins with one bucket, as torch makes it."""
     if not hasattr(ddp, "reducer"):
         return None  # all of its parameters are left to other hooks
     hooks, builtin = list(ddp._comm_hooks), _builtin_hook(ddp)
+    if ddp.static_graph and hooks:
+        order = None  # in the first pass of a static graph torch gives hooks number 0 for each of several buckets
     ddp.reducer._remove_autograd_hooks()
     parameters, expect_sparse = ddp._build_params_for_reducer()
     if order is not None:
