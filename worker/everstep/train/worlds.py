@@ -233,6 +233,7 @@ class Recovering:
                 worth = Quality.TORN
                 if self._start() is None:
                     raise NoState(f"step {newest} is committed, and no commit could be restored")
+                self._reducers.resume()
         except RuntimeError as e:
             if not self.lost(e):
                 raise

@@ -175,7 +175,7 @@ def _orders(ddp: Any) -> bool:
         hasattr(ddp, "reducer")
         and (ddp.static_graph or not ddp.find_unused_parameters)
         and not ddp._use_python_reducer
-        and ddp.process_group.size() == dist.get_world_size()
+        and ddp.process_group is dist.group.WORLD
     )
 
 
