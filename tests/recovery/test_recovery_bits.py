@@ -12,7 +12,9 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
+import bits_script
 import pytest
+import recovery_script
 from recovery_agents import LIMIT, Agents, Process
 from recovery_script import Wanted
 
@@ -28,8 +30,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
+    "parts": {},  # of bits_script
+    "unused": {"find_unused_parameters": True},  # the same
 }
+PARTS = ("parts", "unused")
 STEPS = 24
+CASES = [("plain", 1), ("plain", 12), ("views", 12), ("static", 12), ("parts", 1), ("parts", 12), ("unused", 12)]
 
 
 def wanted(variant: str, **more: Any) -> Wanted:
@@ -51,8 +57,13 @@ def ended(agents: Agents) -> str:
     return str(digest)
 
 
+def begin(play: Play, variant: str, **more: Any) -> Agents:
+    script = bits_script.main if variant in PARTS else recovery_script.main
+    return play(wanted(variant, **more), script=script)
+
+
 def undisturbed(play: Play, variant: str) -> str:
-    agents = play(wanted(variant))
+    agents = begin(play, variant)
     agents.begin(3)
     return ended(agents)
 
@@ -62,9 +73,9 @@ def held(agents: Agents, step: int) -> None:
     agents.wait(lambda: all(len(agents.steps(p)) == step for p in agents.members), "a member does not train")
 
 
-@pytest.mark.parametrize(("variant", "step"), [("plain", 1), ("plain", 12), ("views", 12), ("static", 12)])
+@pytest.mark.parametrize(("variant", "step"), CASES)
 def test_process_replaced_at_a_fixed_size_leaves_the_bits_as_they_were(play: Play, variant: str, step: int) -> None:
-    agents = play(wanted(variant, hold_at=step))
+    agents = begin(play, variant, hold_at=step)
     agents.begin(3)
     new = agents.spawn(1)
     agents.wait(lambda: agents.said(new, "ready"), "the new process did not get ready")
@@ -77,18 +88,18 @@ def test_process_replaced_at_a_fixed_size_leaves_the_bits_as_they_were(play: Pla
     assert ended(agents) == undisturbed(play, variant)
 
 
-@pytest.mark.parametrize(("variant", "step"), [("plain", 1), ("plain", 12), ("views", 12), ("static", 12)])
+@pytest.mark.parametrize(("variant", "step"), CASES)
 def test_job_restored_after_a_loss_of_all_ends_with_the_bits_of_an_undisturbed_one(
     play: Play, variant: str, step: int, tmp_path: Path
 ) -> None:
     stored: dict[str, Any] = {"url": str(tmp_path / "c"), "every_steps": step}
-    lost = play(wanted(variant, hold_at=step + 1, **stored))
+    lost = begin(play, variant, hold_at=step + 1, **stored)
     lost.begin(3)
     held(lost, step + 1)
     lost.wait(lambda: [c.step for c in Catalog(open_store(stored["url"])).list()] == [step], "nothing was committed")
     for p in lost.members:
         os.kill(p.pid, signal.SIGKILL)
-    agents = play(wanted(variant, **stored))
+    agents = begin(play, variant, **stored)
     agents.begin(3)
     digest = ended(agents)
     assert agents.steps(agents.members[0])[0]["step"] == step + 1, "it was not restored"

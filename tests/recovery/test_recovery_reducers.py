@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 from typing import Any
 
 import pytest
@@ -110,8 +111,7 @@ def buckets(ddp: Any, x: torch.Tensor) -> list[list[str]]:
 
 
 def reducers(**state: Any) -> Reducers:
-    """Those of these modules, and of no other test's."""
-    gc.collect()
+    """Those of these modules."""
     return Reducers(state)
 
 
@@ -190,23 +190,178 @@ def test_order_of_a_model_with_other_parameters_is_not_taken() -> None:
     assert new.state_dict() == {"orders": []}
     gradients(other, torch.randn(5, 4))
     new.learn()
-    assert [each["order"] for each in new.state_dict()["orders"]] == [[1, 0]]
+    assert [each["order"] for each in new.state_dict()["orders"]] == ["1 0"]
 
 
-def test_modules_that_are_alike_keep_their_own_orders_by_name_and_nameless_ones_are_left_to_torch() -> None:
+def orders(known: Reducers) -> dict[str, str]:
+    return {each["name"]: each["order"] for each in known.state_dict()["orders"]}
+
+
+def test_modules_that_are_alike_keep_their_own_orders_by_name_and_untracked_ones_are_left_to_torch() -> None:
     x = torch.randn(5, 4)
     one, two = (DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007) for _ in range(2))
     two.module.turned = True
-    known, nameless = reducers(one=one, two=two.module), reducers()
+    known, untracked = reducers(one=one, two=two.module), reducers(other=torch.nn.Linear(2, 2))
     for ddp in (one, two):
         gradients(ddp, x)
-    nameless.learn()
+    untracked.learn()
     known.learn()
-    assert nameless.state_dict() == {"orders": []}
-    assert {each["name"]: each["order"] for each in known.state_dict()["orders"]} == {
-        "one": [3, 2, 1, 0, 5, 4],
-        "two": [5, 4, 3, 2, 1, 0],
+    assert orders(untracked) == {}
+    assert orders(known) == {"one": "3 2 1 0 5 4", "two": "5 4 3 2 1 0"}
+
+
+def test_parts_of_a_tracked_module_and_modules_around_one_have_names() -> None:
+    x = torch.randn(5, 4)
+    towers = torch.nn.ModuleDict(
+        {name: DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007) for name in ("left", "right")}
+    )
+    towers["right"].module.turned = True
+    inner = Crossed()
+    around = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), inner), bucket_cap_mb=0.00007)
+    known = reducers(towers=towers, inner=inner)
+    for ddp in (*towers.values(), around):
+        gradients(ddp, x)
+    known.learn()
+    assert orders(known) == {
+        "inner": "5 4 3 2 7 6 1 0",
+        "towers.left.module": "3 2 1 0 5 4",
+        "towers.right.module": "5 4 3 2 1 0",
     }
+
+
+def test_order_is_learned_after_any_number_of_passes_without_a_backward_one() -> None:
+    x = torch.randn(5, 4)
+    ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
+    known = reducers(model=ddp)
+    for _ in range(12):  # torch takes notes of the first ten
+        ddp(x)
+        known.learn()
+    assert orders(known) == {}
+    gradients(ddp, x)
+    known.learn()
+    assert orders(known) == {"model": "3 2 1 0 5 4"}
+
+
+def test_gradients_that_are_not_shared_teach_nothing() -> None:
+    x = torch.randn(5, 4)
+    ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
+    known = reducers(model=ddp)
+    with ddp.no_sync():
+        gradients(ddp, x)
+    known.learn()
+    assert orders(known) == {}
+    gradients(ddp, x)
+    known.learn()
+    assert orders(known) == {"model": "3 2 1 0 5 4"}
+
+
+@pytest.mark.parametrize("order", ["3 2 1 0 5", "3 2 1 0 5 5", "3 2 1 0 5 6", "3 2 1 0 5 4 6", "3 2 1 0 5 x"])
+def test_order_that_is_none_of_these_parameters_is_refused(order: str) -> None:
+    ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
+    known = reducers(model=ddp)
+    gradients(ddp, torch.randn(5, 4))
+    known.learn()
+    told = known.state_dict()
+    damaged = copy.deepcopy(told)
+    damaged["orders"][0]["order"] = order
+    with pytest.raises(ValueError, match=order[:8]):
+        known.load_state_dict(damaged)
+    assert known.state_dict() == told
+
+
+def test_parameters_that_were_frozen_since_leave_the_others_with_right_gradients() -> None:
+    x = torch.randn(5, 4)
+    ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
+    known = reducers(model=ddp)
+    gradients(ddp, x)
+    known.learn()
+    ddp.module.a.requires_grad_(False)
+    known.rebuild()
+    for _ in range(2):
+        for a, b in zip(gradients(ddp, x), gradients(ddp.module, x), strict=True):
+            assert torch.equal(a, b)
+    ddp.module.a.requires_grad_(True)
+    known.rebuild()
+    assert buckets(ddp, x) == ARRIVED
+
+
+class Mixed(torch.nn.Module):
+    """A rare kind of each: sparse gradients, two types, a frozen layer, a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(7, 4, sparse=True)
+        self.wide = torch.nn.Linear(4, 4).double()
+        self.frozen = torch.nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.twice = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.twice(self.twice(self.frozen(x)) + self.table(torch.arange(5) % 7))
+        return self.wide(y.double())
+
+
+def test_sparse_gradients_several_types_and_frozen_parameters_come_right_out_of_a_known_order() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 4)
+    ddp = DistributedDataParallel(Mixed(), bucket_cap_mb=0.00007)
+    known = reducers(model=ddp)
+    gradients(ddp, x)
+    known.learn()
+    assert sorted(orders(known)["model"].split()) == ["0", "1", "2", "3", "4"]
+    known.rebuild()
+    for _ in range(3):
+        for a, b in zip(gradients(ddp, x), gradients(copy.deepcopy(ddp.module), x), strict=True):
+            assert torch.equal(a.to_dense(), b.to_dense())
+
+
+def test_state_of_a_commit_that_knows_no_order_leaves_the_one_that_is_known() -> None:
+    ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
+    known = reducers(model=ddp)
+    gradients(ddp, torch.randn(5, 4))
+    known.learn()
+    known.load_state_dict({"orders": []})
+    assert orders(known) == {"model": "3 2 1 0 5 4"}
+
+
+class Told:
+    """The members of a round, of whom this one is the last: what the others say and give is given."""
+
+    def __init__(self, others: Reducers) -> None:
+        self.rank, self.world_size, self._others = 1, 2, others
+
+    def gather(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
+        self._others.agree(self._Alone(told := []))  # type: ignore[arg-type]
+        return [told[0], values]
+
+    def from_rank(self, giver: int, mine: bytes) -> bytes:
+        return mine if giver == self.rank else json.dumps(self._others.state_dict()).encode()
+
+    class _Alone:
+        def __init__(self, told: list[tuple[int, ...]]) -> None:
+            self.rank, self._told = 0, told
+
+        def gather(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
+            self._told.append(values)
+            return [values]
+
+
+@pytest.mark.parametrize(("first", "second"), [([], ["one"]), (["one"], ["two"]), (["one", "two"], ["two"])])
+def test_members_of_a_round_know_the_same_orders(first: list[str], second: list[str]) -> None:
+    x = torch.randn(5, 4)
+    held = []
+    members = []
+    for trained in (first, second):
+        modules = {name: DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007) for name in ("one", "two")}
+        held.append(modules)
+        known = reducers(**modules)
+        for name in trained:
+            gradients(modules[name], x)
+        known.learn()
+        members.append(known)
+    members[1].agree(Told(members[0]))  # type: ignore[arg-type]
+    most = max(first, second, key=len)
+    assert set(orders(members[1])) == set(most)
 
 
 def test_module_that_finds_unused_parameters_is_left_with_the_buckets_that_it_always_has() -> None:

@@ -50,12 +50,8 @@ def main(args: argparse.Namespace) -> None:
     with everstep.start(args.checkpoint, every_steps=args.every_steps) as run:
         net = Net()
         model = DistributedDataParallel(net) if dist.is_initialized() else net
-        # DDP lays its buckets out anew after the first backward pass: now, and not in a step that counts.
-        logits, used = model(x[:1], torch.zeros(1, dtype=torch.int64))
-        (cross_entropy(logits, y[:1]) + used.mean()).backward()
         groups = [{"params": net.layers.parameters()}, {"params": [net.ledger], "lr": float(BATCH), "momentum": 0.0}]
         optimizer = torch.optim.SGD(groups, lr=RATE, momentum=0.9)
-        optimizer.zero_grad()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.998**step, lambda _: 1.0])
         run.track(model=net, optimizer=optimizer, schedule=schedule)
         loader = run.loader(TensorDataset(x[:TRAIN], y[:TRAIN]), global_batch=BATCH, seed=SEED)

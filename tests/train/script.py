@@ -63,8 +63,6 @@ def main() -> None:
         )
         model = DistributedDataParallel(net) if run.world_size > 1 else net
         if run.world_size > 1:
-            mse_loss(model(torch.ones(1, 3)), torch.ones(1, 1)).backward()  # DDP orders its buckets now, not later
-            net.zero_grad(set_to_none=True)
             torch.manual_seed(1 + run.rank)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)

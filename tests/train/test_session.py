@@ -32,7 +32,7 @@ def test_script_runs_alike_under_python_and_torchrun(ranks: int, start: Start, t
     assert again.parameters == ended.parameters, "a finished run restored is the finished run"
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, 2, 3])
 def test_run_killed_in_a_step_and_resumed_ends_with_the_same_bits(ranks: int, start: Start, tmp_path: Path) -> None:
     undisturbed = start(ranks, "--url", tmp_path / "a", "--every-steps", 10).end()
     dies = ("--url", tmp_path / "b", "--every-steps", 10, "--workers", 1, "--die-at", 25, "--pause", 0.05)
@@ -42,6 +42,22 @@ def test_run_killed_in_a_step_and_resumed_ends_with_the_same_bits(ranks: int, st
     resumed = start(ranks, "--url", tmp_path / "b", "--every-steps", 10, "--workers", 1).end()
     # A save in flight at the death may or may not have ended.
     assert resumed.starts[0] in (10, 20), resumed.output
+    assert resumed.parameters == undisturbed.parameters
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_three_ranks_of_torchrun_resumed_from_a_commit_end_with_the_same_bits(
+    every: int, start: Start, tmp_path: Path
+) -> None:
+    undisturbed = start(3, "--url", tmp_path / "a", "--every-steps", 100, launched=True).end()
+    assert undisturbed.well, undisturbed.output
+    # With a commit a step it dies in the second one, so that it goes on from where DDP's buckets were just ordered.
+    dies = ("--url", tmp_path / "b", "--every-steps", every, "--die-at", 1 if every == 1 else 25, "--pause", 0.05)
+    killed = start(3, *dies, launched=True).end()
+    assert not killed.well
+    assert "Signal 9 (SIGKILL)" in killed.output, killed.output
+    resumed = start(3, "--url", tmp_path / "b", "--every-steps", 100, launched=True).end()
+    assert resumed.starts[0] in ((1,) if every == 1 else (10, 20)), resumed.output
     assert resumed.parameters == undisturbed.parameters
 
 

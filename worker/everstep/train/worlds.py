@@ -215,6 +215,7 @@ class Recovering:
         try:
             if self._start() is None:
                 raise SystemExit(exit_codes.NOT_RECOVERED) from why
+            self._reducers.resume()
         except RuntimeError as e:
             if not self.lost(e):
                 raise

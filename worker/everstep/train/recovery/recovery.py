@@ -241,11 +241,7 @@ class Recovery:
         else:
             found, done = self._settle_replicated(step, quality, start)
         self._reducers.agree(self.members)
-        try:
-            self._reducers.rebuild()
-        except RuntimeError:
-            self.check()  # of an error that comes through C++ only the text is left
-            raise
+        self._reducers.rebuild()
         return found, done
 
     def _settle_replicated(self, step: int, quality: Quality, start: Start) -> tuple[int, str]:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 from torch._C import _distributed_c10d
@@ -31,17 +33,21 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.checkpoint.state import bare
 from everstep.train.recovery.members import Members
 
+log = logging.getLogger("everstep.train")
+
 BUCKETS = "ddp_buckets"  # the name of a `Reducers` in the state of a run
 BUILTIN = "BuiltinCommHookType."
+SAMPLE_RATE = 100  # torch's default, of passes
 
 
 @dataclass(eq=False, slots=True)
 class _Orderly:
-    """A DDP object that orders its buckets, by the name that it is tracked by and a digest of its parameters."""
+    """A DDP object of a tracked module that orders its buckets, by its name and a digest of its parameters."""
 
     reference: weakref.ref[DistributedDataParallel]
     name: str
     parameters: str
+    count: int  # of its parameters
     order: tuple[int, ...] | None = None  # of its parameters, by their gradients' first arrival; None: not known yet
     made: tuple[int, ...] | None = None  # the order that its present reducer was made with
 
@@ -53,18 +59,21 @@ class Reducers:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         found = parallel() if dist.is_available() and dist.is_initialized() else []
+        if len(found) > 1:  # what the script dropped may be gone on one rank, and not yet on another
+            del found
+            gc.collect()
+            found = parallel()
         self._found = [weakref.ref(ddp) for ddp in found]
-        names = {id(bare(value)): name for name, value in state.items()}
-        orderly = [
-            _Orderly(weakref.ref(ddp), names.get(id(bare(ddp)), ""), _digest(ddp)) for ddp in found if _orders(ddp)
-        ]
-        # Their buckets are made by collectives, so all ranks must take them in turn: two that nobody can tell apart
-        # are left to torch.
+        names = _names(state)
+        orderly = [_orderly(ddp, name) for ddp in found if _orders(ddp) and (name := _name(ddp, names))]
+        # Ranks order theirs in turn, so two that nobody can tell apart are left to torch.
         count = Counter((o.name, o.parameters) for o in orderly)
         self._orderly = sorted(
             (o for o in orderly if count[o.name, o.parameters] == 1), key=lambda o: (o.name, o.parameters)
         )
-        self._unknown = list(self._orderly)
+        # Held until they are known: one that the script drops goes at another moment on each rank.
+        self._unknown: list[tuple[_Orderly, DistributedDataParallel]] = []
+        self._settle()
 
     def __len__(self) -> int:
         return len(self.alive())
@@ -76,56 +85,63 @@ class Reducers:
     def learn(self) -> None:
         """A step is complete: order the buckets now if the next forward pass would, and note how. Collective, until the
         order is known, which is after the first step (the second of a static graph)."""
-        for orderly in self._unknown:
-            ddp = orderly.reference()
-            if ddp is not None and (order := _learn(ddp)) is not None:
-                orderly.order = orderly.made = order
-        if self._unknown:
-            self._unknown = [o for o in self._unknown if o.order is None]
+        if not self._unknown:
+            return
+        for orderly, ddp in self._unknown:
+            orderly.order = orderly.made = _learn(ddp, orderly.count)
+        self._settle()
 
     def agree(self, members: Members) -> None:
-        """All members know what one of them knows: a peer may have been lost while they learned. Collective."""
+        """All members know what the one that knows most does, and nothing else: a peer may have been lost while they
+        learned. Collective."""
         mine = json.dumps(self.state_dict()).encode()
-        told = members.gather((len(self._known()), xxhash.xxh3_64_intdigest(mine) >> 1))
+        known = sum(o.order is not None for o in self._orderly)
+        told = members.gather((known, xxhash.xxh3_64_intdigest(mine) >> 1))
         if len(set(told)) == 1:
             return
         giver = max(range(len(told)), key=lambda rank: (told[rank][0], -rank))
-        self.load_state_dict(json.loads(members.from_rank(giver, mine if members.rank == giver else b"")))
+        said = _said(json.loads(members.from_rank(giver, mine if members.rank == giver else b"")))
+        for orderly in self._orderly:
+            orderly.order = _order(said.get((orderly.name, orderly.parameters)), orderly.count)
+        self._settle()
 
     def rebuild(self) -> None:
         """For the round that has begun. On every member, after `agree`."""
-        orderly = {id(ddp): o for o in self._orderly if (ddp := o.reference()) is not None}
-        ordered = {id_: o.order for id_, o in orderly.items()}
-        alive = {id(ddp): ddp for ddp in self.alive()}
-        for id_, ddp in alive.items():
-            if id_ not in orderly:
-                rebuild(ddp)
-        for id_, o in orderly.items():  # collective, so by name
-            o.made = rebuild(alive[id_], ordered[id_])
+        orderly = {o.reference(): o for o in self._orderly}
+        for ddp in self.alive():
+            known = orderly.get(ddp)
+            made = rebuild(ddp, known.order if known is not None else None)
+            if known is not None:
+                known.made = made
 
     def resume(self) -> None:
-        """The state was restored, in a world that stays: make those anew whose order is another. Collective."""
+        """The state was restored, in a world that stays: make those anew whose order is another. On every rank."""
         for orderly in self._orderly:
             ddp = orderly.reference()
             if ddp is not None and orderly.order is not None and orderly.order != orderly.made:
                 orderly.made = rebuild(ddp, orderly.order)
 
     def state_dict(self) -> dict[str, Any]:
+        # An order is one text: thousands of numbers would each cost a save something.
         return {
             "orders": [
-                {"name": o.name, "parameters": o.parameters, "order": list(o.order or ())} for o in self._known()
+                {"name": o.name, "parameters": o.parameters, "order": " ".join(map(str, o.order))}
+                for o in self._orderly
+                if o.order is not None
             ]
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what fits: a module of other parameters finds its own order."""
-        said = {(each["name"], each["parameters"]): tuple(each["order"]) for each in state["orders"]}
+        """Takes what fits: a module of other parameters finds its own order. Raises `ValueError` for what is none."""
+        said = _said(state)
+        found = {id(o): _order(said.get((o.name, o.parameters)), o.count) for o in self._orderly}
         for orderly in self._orderly:
-            orderly.order = said.get((orderly.name, orderly.parameters), orderly.order)
-        self._unknown = [o for o in self._orderly if o.order is None]
+            orderly.order = found[id(orderly)] or orderly.order
+        self._settle()
 
-    def _known(self) -> list[_Orderly]:
-        return [o for o in self._orderly if o.order is not None]
+    def _settle(self) -> None:
+        """What is known has changed."""
+        self._unknown = [(o, ddp) for o in self._orderly if o.order is None and (ddp := o.reference()) is not None]
 
 
 def parallel() -> list[DistributedDataParallel]:
@@ -134,16 +150,18 @@ def parallel() -> list[DistributedDataParallel]:
 
 
 def rebuild(ddp: Any, order: Sequence[int] | None = None) -> tuple[int, ...] | None:
-    """Make the reducer of a DDP object anew. With `order`, a permutation of its parameters, the buckets are those that
-    gradients arriving in that order would have made, and stay so; collective then. What it was made with is returned: a
-    static graph whose script has a communication hook begins with one bucket, as torch makes it."""
+    """Make the reducer of a DDP object anew. With `order`, a permutation of its parameters, its next forward pass makes
+    the buckets that gradients arriving in that order would have made, and they stay so. What it was made with is
+    returned: not `order` if it is of other parameters, as where the script has frozen some since. No collective."""
     if not hasattr(ddp, "reducer"):
         return None  # all of its parameters are left to other hooks
     hooks, builtin = list(ddp._comm_hooks), _builtin_hook(ddp)
-    if ddp.static_graph and hooks:
-        order = None  # in the first pass of a static graph torch gives hooks number 0 for each of several buckets
     ddp.reducer._remove_autograd_hooks()
     parameters, expect_sparse = ddp._build_params_for_reducer()
+    if ddp.static_graph and hooks:
+        order = None  # torch tells a hook in the first pass of a static graph that each bucket is number 0: have one
+    if order is not None and len(order) != len(parameters):
+        order = None
     if order is not None:
         # The reducer's numbers are then those of arrival. Nothing keeps the old ones: all that knows numbers is made
         # below, of these lists.
@@ -165,8 +183,22 @@ def rebuild(ddp: Any, order: Sequence[int] | None = None) -> tuple[int, ...] | N
     if order is None:
         return None
     ddp.reducer._push_all_rebuilt_params()
-    ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
     return tuple(order)
+
+
+def _names(state: Mapping[str, Any]) -> dict[int, str]:
+    """Of the tracked modules and of their parts, by identity."""
+    names: dict[int, str] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            for path, module in bare(value).named_modules():
+                names.setdefault(id(module), f"{key}.{path}" if path else key)
+    return names
+
+
+def _name(ddp: Any, names: Mapping[int, str]) -> str:
+    """Of its module, or of the first part of it that has one; empty for what nobody tracks and nothing restores."""
+    return next((names[id(part)] for part in bare(ddp).modules() if id(part) in names), "")
 
 
 def _orders(ddp: Any) -> bool:
@@ -179,26 +211,51 @@ def _orders(ddp: Any) -> bool:
     )
 
 
-def _digest(ddp: Any) -> str:
-    """Of the names, shapes and types of the parameters that its reducer has, in the order of registration."""
-    if not hasattr(ddp, "reducer"):
-        return ""
-    names = {id(p): name for name, p in ddp.module.named_parameters()}
+def _orderly(ddp: Any, name: str) -> _Orderly:
+    """The digest is of the names, shapes and types of the parameters that its reducer has, as they were registered."""
+    names = {id(p): path for path, p in ddp.module.named_parameters()}
     parameters, _ = ddp._build_params_for_reducer()
     listed = [(names.get(id(p), ""), list(p.shape), str(p.dtype)) for p in parameters]
-    return xxhash.xxh3_64_hexdigest(json.dumps(listed).encode())
+    return _Orderly(weakref.ref(ddp), name, xxhash.xxh3_64_hexdigest(json.dumps(listed).encode()), len(parameters))
 
 
-def _learn(ddp: Any) -> tuple[int, ...] | None:
+def _learn(ddp: Any, count: int) -> tuple[int, ...] | None:
     """The order of its buckets, made now if its first backward pass is over."""
     if ddp.reducer._rebuild_buckets():
         ddp._has_rebuilt_buckets = True
-    if not ddp._has_rebuilt_buckets:
+    told = _told(ddp)
+    if not told and ddp._has_rebuilt_buckets:
+        told = _told(ddp, each=True)
+    try:
+        return _order(told, count)
+    except ValueError as e:
+        log.warning("the last bits may differ after a recovery: torch says of its buckets %s", e)
         return None
+
+
+def _told(ddp: Any, *, each: bool = False) -> str:
+    """What torch notes of the buckets that a reducer has ordered: in its first ten passes and in each 100th. `each`: in
+    this one."""
+    if each:
+        ddp._set_ddp_runtime_logging_sample_rate(1)
     ddp.logger.set_runtime_stats_and_log()
-    said = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
-    order = tuple(int(word) for word in said.replace(",", " ").split())
-    return order or None
+    if each:
+        ddp._set_ddp_runtime_logging_sample_rate(SAMPLE_RATE)
+    return str(ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")).replace(",", " ")
+
+
+def _said(state: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    return {(each["name"], each["parameters"]): each["order"] for each in state["orders"]}
+
+
+def _order(text: str | None, count: int) -> tuple[int, ...] | None:
+    """None if nothing is said. Raises `ValueError` if what is said is no order of so many parameters."""
+    if not text:
+        return None
+    words = text.split()
+    if sorted(words) != sorted(map(str, range(count))):
+        raise ValueError(f"{text[:100]!r} is no order of {count} parameters")
+    return tuple(map(int, words))
 
 
 def _builtin_hook(ddp: Any) -> Any:
