@@ -25,14 +25,14 @@ class Encoder(torch.nn.Module):
         super().__init__()
         self.last = torch.nn.Linear(WIDTH, WIDTH)
         self.frozen = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.double = torch.nn.Linear(WIDTH, WIDTH).double()
+        self.wide = torch.nn.Linear(WIDTH, WIDTH).double()
         self.first = torch.nn.Linear(FEATURES, WIDTH)
         self.unused = unused
 
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
         x = relu(self.frozen(self.first(x)))
         if not self.unused or number % 2:
-            x = relu(self.double(x.double()).float())
+            x = relu(self.wide(x.double()).float())
         return relu(self.last(x))
 
 

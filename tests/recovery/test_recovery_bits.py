@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 PARTS = ("parts", "unused")
 STEPS = 24
-CASES = [("plain", 1), ("plain", 12), ("views", 12), ("static", 12), ("parts", 1), ("parts", 12), ("unused", 12)]
+CASES = [("plain", 1), ("plain", 12), ("views", 12), ("static", 12), ("parts", 1), ("unused", 12)]
 
 
 def wanted(variant: str, **more: Any) -> Wanted:

@@ -22,8 +22,8 @@ from everstep_operator.plan.elastic import INCIDENT
 T = TypeVar("T")
 
 APART = INCIDENT + timedelta(seconds=1)  # losses closer to each other are charged once; the status tells whole seconds
-# Up to two summands their order does not count. Of three DDP adds in another order in the first step of each round.
-EXACT = 2
+# Proved for so many workers, of either script.
+EXACT = 3
 TOGETHER = 90  # seconds for what a place does until all workers are on one node
 LINE = re.compile(r"^(start|step)=?[ \d]", re.MULTILINE)  # what a script says when a process begins, and of its steps
 

@@ -45,19 +45,21 @@ def test_run_killed_in_a_step_and_resumed_ends_with_the_same_bits(ranks: int, st
     assert resumed.parameters == undisturbed.parameters
 
 
-@pytest.mark.parametrize("every", [1, 10])
-def test_three_ranks_of_torchrun_resumed_from_a_commit_end_with_the_same_bits(
-    every: int, start: Start, tmp_path: Path
-) -> None:
-    undisturbed = start(3, "--url", tmp_path / "a", "--every-steps", 100, launched=True).end()
-    assert undisturbed.well, undisturbed.output
-    # With a commit a step it dies in the second one, so that it goes on from where DDP's buckets were just ordered.
-    dies = ("--url", tmp_path / "b", "--every-steps", every, "--die-at", 1 if every == 1 else 25, "--pause", 0.05)
+def test_run_of_three_ranks_resumed_after_its_first_step_ends_with_the_same_bits(start: Start, tmp_path: Path) -> None:
+    undisturbed = start(3, "--url", tmp_path / "a", "--every-steps", 100).end()
+    start(3, "--url", tmp_path / "b", "--every-steps", 1, "--die-at", 1, "--pause", 0.05).end()
+    resumed = start(3, "--url", tmp_path / "b", "--every-steps", 100).end()
+    assert resumed.starts[0] == 1, resumed.output
+    assert resumed.parameters == undisturbed.parameters
+
+
+def test_torchrun_of_three_ranks_started_again_ends_with_the_same_bits(start: Start, tmp_path: Path) -> None:
+    undisturbed = start(3, "--url", tmp_path / "a", "--every-steps", 100).end()
+    dies = ("--url", tmp_path / "b", "--every-steps", 10, "--die-at", 25, "--pause", 0.05)
     killed = start(3, *dies, launched=True).end()
     assert not killed.well
-    assert "Signal 9 (SIGKILL)" in killed.output, killed.output
     resumed = start(3, "--url", tmp_path / "b", "--every-steps", 100, launched=True).end()
-    assert resumed.starts[0] in ((1,) if every == 1 else (10, 20)), resumed.output
+    assert resumed.starts[0] in (10, 20), resumed.output
     assert resumed.parameters == undisturbed.parameters
 
 
