@@ -25,7 +25,9 @@ class Request(NamedTuple):
 class Fetching(Dataset[Any]):
     """Wraps a map-style dataset. `seeded`: set the global random generators for each sample.
 
-    Without it, a dataset that can read many samples at once (`__getitems__`) does so.
+    Without it, a dataset that can read many samples at once (`__getitems__`) does so; a worker's generators are set for
+    each request then, because how many a worker has read before depends on how often the run was disturbed. In the
+    training process they are those of the step.
     """
 
     def __init__(self, dataset: Any, seeded: bool) -> None:
@@ -38,12 +40,15 @@ class Fetching(Dataset[Any]):
     def __getitems__(self, request: Request) -> list[Any]:
         """The samples of a request, for torch's fetcher to collate."""
         wanted = request.samples
+        in_worker = get_worker_info() is not None
+        if in_worker and not self._seeded and wanted:
+            seed_generators(sample_seed(request.seed, request.epoch, wanted[0]))
         at_once = getattr(self._dataset, "__getitems__", None)
         if not self._seeded and callable(at_once):
             with reading(Reading(request.seed, request.epoch)):
                 return list(at_once(wanted))
         # The training process has generators of its own to keep; a worker's serve nothing but samples.
-        keep = self._seeded and get_worker_info() is None
+        keep = self._seeded and not in_worker
         with generators_kept() if keep else nullcontext(), reading(Reading(request.seed, request.epoch)) as now:
             try:
                 return self._one_by_one(wanted, now)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -165,6 +165,15 @@ class Boundary:
         reduce_into(ends, dist.ReduceOp.MAX, self._group).wait()
         most, least = ends.tolist()
         return bool(most == -least)
+
+    def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every rank's values, by rank; as many of each, of at most 63 bits. Collective."""
+        if self._group is None:
+            return [tuple(values)]
+        mine = torch.tensor(values, dtype=torch.int64)
+        found = [torch.zeros_like(mine) for _ in range(self._group.size())]
+        self._group.allgather([found], [mine]).wait()
+        return [tuple(t.tolist()) for t in found]
 
     def finish(self, step: int, *, save: bool = True) -> None:
         """Training is complete after `step` steps: commit them, and report it. Collective."""

@@ -30,6 +30,7 @@ from everstep.checkpoint import Checkpointer, RngState
 from everstep.data import ElasticLoader
 from everstep.train.boundary import Boundary
 from everstep.train.meshes import make_mesh
+from everstep.train.randomness import STATE, Randomness, Rng, source_of
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS, Reducers
 from everstep.train.recovery.rounds import AgentRounds
@@ -38,7 +39,7 @@ from everstep.train.step import LoopError, Phase, Step
 from everstep.train.world import Place, take_place
 from everstep.train.worlds import Recovering, Steady, World
 
-RESERVED = ("step", "data", "rng", BUCKETS)
+RESERVED = ("step", "data", "rng", BUCKETS, STATE)
 
 
 def start(
@@ -46,14 +47,18 @@ def start(
     *,
     every_steps: int | None = None,
     every_seconds: float | None = None,
-    rng: bool = True,
+    rng: Rng = True,
     reporter: Reporter | None = None,
     **options: Any,
 ) -> Run:
     """Join the world that the environment describes (alone without one) and begin a run.
 
     `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`; without either nothing is saved), or a
-    `Checkpointer`; `options` go to the one that is made. `rng`: save and restore the random generators too.
+    `Checkpointer`; `options` go to the one that is made.
+
+    `rng`: what sets the random generators. True: the session, at each step, from the run's seed, the step and the rank;
+    ranks that the script has seeded alike draw alike. "rank": the same, and each rank draws other numbers. "saved": the
+    script alone; commits save and restore them. False: the script alone.
     """
     rounds = AgentRounds.find()
     recovery = Recovery(rounds) if rounds is not None else None
@@ -67,11 +72,12 @@ def start(
 class Run:
     """One run of a training script in this process; see the module. Made by `start`."""
 
-    def __init__(self, place: Place, boundary: Boundary, recovery: Recovery | None, *, rng: bool) -> None:
+    def __init__(self, place: Place, boundary: Boundary, recovery: Recovery | None, *, rng: Rng) -> None:
         self.place = place
         self._boundary = boundary
         self._recovery = recovery
-        self._state: dict[str, Any] = {"rng": RngState()} if rng else {}
+        self._random = Randomness(rng, place.device)
+        self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
         self._mesh: tuple[int, Any] | None = None
         self._loop = False
         boundary.join()
@@ -100,14 +106,22 @@ class Run:
 
     def track(self, **objects: Any) -> None:
         """Name what makes up the training state: modules, optimizers, schedulers, scalers, tensors, anything with
-        `state_dict` and `load_state_dict`. Before the first step."""
+        `state_dict` and `load_state_dict`, and random generators. Before the first step."""
         if self._loop:
             raise LoopError("track() after the first step: what was restored by then is not in the new object")
         for name, value in objects.items():
-            if name in RESERVED or name in self._state:
+            if name in RESERVED or name in self._state or name in self._random:
                 what = "reserved" if name in RESERVED else "tracked already"
                 raise LoopError(f"track({name}=…): the name {name!r} is {what}; use another")
-            self._state[name] = value
+            held = value if source_of(value) is None else self._random.track(name, value)
+            if held is not None:
+                self._state[name] = held
+
+    @property
+    def shared_rng(self) -> torch.Generator:
+        """A generator whose numbers in each step are the same on all ranks, a function of the run's seed and the step:
+        for what must not differ between ranks, such as a layer that is dropped. Of the CPU, in the steps."""
+        return self._random.shared
 
     def mesh(self, *, shard: int) -> Any:
         """The `DeviceMesh` of replicas × shards for FSDP2: `fully_shard(model, mesh=run.mesh(shard=8))`. One a run;
@@ -148,6 +162,7 @@ class Run:
         self._state[BUCKETS] = reducers = Reducers(self._state)
         boundary = self._boundary
         count = partial(self._count, loader, total)
+        self._random.start()
         world: World = Steady(boundary, self._state, reducers, self.place.world_size)
         if self._recovery is not None:
             world = Recovering(self._recovery, boundary, self._state, reducers, loader, count)
@@ -158,6 +173,7 @@ class Run:
             while True:
                 while self.step < total:
                     world.step_begins()
+                    self._random.begin(self.step, self.rank)
                     step = Step(self.step, source.batches(), source.whole, count, world.lost, world.step_over)
                     yield step
                     if step.phase is Phase.LOST:
@@ -170,6 +186,7 @@ class Run:
                     elif self.step < total:
                         world.between()
                 if world.finish():
+                    self._random.begin(self.step, self.rank)  # what follows draws alike, however the run came here
                     return
         finally:
             boundary.leave()

@@ -16,6 +16,7 @@ from everstep.contract import exit_codes
 from everstep.data import ElasticLoader
 from everstep.train.boundary import Boundary
 from everstep.train.pace import Pace, Slow
+from everstep.train.randomness import settle
 from everstep.train.recovery.agreement import NoState, Quality
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.forming import Unformed
@@ -70,6 +71,7 @@ class Steady:
         self._reducers.learn()  # of a backward pass that the script made before
         self._boundary.restore(self._state)
         self._reducers.resume()
+        settle(self._state, self._boundary.gather)
 
     def step_begins(self) -> None:
         pass
@@ -216,6 +218,7 @@ class Recovering:
             if self._start() is None:
                 raise SystemExit(exit_codes.NOT_RECOVERED) from why
             self._reducers.resume()
+            settle(self._state, self._recovery.members.gather)
         except RuntimeError as e:
             if not self.lost(e):
                 raise
@@ -235,6 +238,7 @@ class Recovering:
                 if self._start() is None:
                     raise NoState(f"step {newest} is committed, and no commit could be restored")
                 self._reducers.resume()
+            settle(self._state, self._recovery.members.gather)
         except RuntimeError as e:
             if not self.lost(e):
                 raise

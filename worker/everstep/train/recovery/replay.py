@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint import RngState
+from everstep.train.randomness import generators_to_put_back
 from everstep.train.recovery.agreement import Quality
 
 
@@ -31,11 +31,11 @@ class Replay:
         # A plateau's schedule moves by a figure that is not here.
         self._schedules = {k: t for k, t in self._small.items() if _is_schedule(t)}
         self._step = 0
-        self._rng = RngState()
+        self._random = generators_to_put_back(state)
         self._stepped = set[int]()
         self._buffers: list[torch.Tensor] = []
         self._saved: dict[str, Any] = {}
-        self._generators: dict[str, Any] = {}
+        self._generators: list[dict[str, Any]] = []
         self._hooks = [o.register_step_pre_hook(lambda *_: refuse()) for o in self._optimizers]
         self._hooks += [o.register_step_post_hook(self._note(i)) for i, o in enumerate(self._optimizers)]
 
@@ -45,7 +45,7 @@ class Replay:
         self._stepped.clear()
         self._buffers = [b.detach().clone() for b in self._live_buffers()]
         self._saved = {key: copy.deepcopy(_content(t)) for key, t in self._small.items()}
-        self._generators = self._rng.state_dict()
+        self._generators = [generator.state_dict() for generator in self._random]
 
     def back(self) -> Quality:
         """The step failed. If no optimizer has made it, all is as it was at its begin (WHOLE, to be repeated). If all
@@ -59,7 +59,8 @@ class Replay:
                     live.copy_(saved)
             for key, saved in self._saved.items():
                 _put_back(self._small[key], saved)
-            self._rng.load_state_dict(self._generators)
+            for generator, drawn in zip(self._random, self._generators, strict=True):
+                generator.load_state_dict(drawn)
             return Quality.WHOLE
         if len(self._stepped) < len(self._optimizers):
             return Quality.TORN

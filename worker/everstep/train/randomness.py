@@ -1,0 +1,280 @@
+"""What random numbers a step draws: a function of seed, step and rank, whichever process takes the step.
+
+A process that takes the place of another one has drawn less than it, or more. So at each step all generators are set
+anew: Python's, numpy's and torch's global ones, and those that the script tracks. A repeated step draws the same
+numbers again, and what is drawn between two steps changes no step.
+
+The seed is what rank 0's script had left in the generator when the run's first step began; it is agreed on by all ranks
+and kept in the commits. Ranks that had the same there go on drawing the same numbers as one another (a function of seed
+and step), because scripts rely on that: whether a layer is dropped must not depend on the rank. Ranks that differed,
+because the script seeded by rank or not at all, draw by rank.
+
+Invariant: of two (step, rank) whose numbers are to differ a generator gets different seeds, unless the product of the
+steps and the ranks between them is 2^32 / 5 or more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from everstep.checkpoint import RngState
+from everstep.train.step import LoopError
+
+log = logging.getLogger("everstep.train")
+
+# True: set at each step, by rank where the script's ranks differ. "rank": by rank in any case. "saved": left alone, and
+# saved and restored by commits. False: left alone.
+Rng = bool | Literal["rank", "saved"]
+
+STATE: Final = "seeds"  # the name in a commit
+WORD: Final = 2**32 - 1
+# Near 2^32 divided by the golden ratio, and such that no partial quotient of its continued fraction over 2^32 is above
+# 3: then the k-th multiple differs from 0, modulo 2^32, by more than 2^32 / 5k (Khinchin, Continued Fractions, ch. II).
+GOLDEN: Final = 0x9E3778C1
+
+Gather = Callable[[Sequence[int]], list[tuple[int, ...]]]
+
+
+def mix(word: int) -> int:
+    """32 bits to 32 bits, one to one: the finalizer of MurmurHash3 (Austin Appleby, public domain)."""
+    word = (word ^ word >> 16) * 0x85EBCA6B & WORD
+    word = (word ^ word >> 13) * 0xC2B2AE35 & WORD
+    return word ^ word >> 16
+
+
+def words(seed: int, name: str) -> tuple[int, int]:
+    """The two words by which the generator `name` of a run with this seed differs from all others."""
+    data = struct.pack("<Q", seed) + name.encode()
+    first, second = struct.unpack("<II", hashlib.blake2b(data, digest_size=8, person=b"everstep step").digest())
+    return first, second
+
+
+def derive(key: tuple[int, int], step: int, rank: int) -> int:
+    """The 64 bits that a generator is set by. The lower 32 differ by themselves: torch's generator of the CPU and
+    numpy's take no more."""
+    low = mix((step * GOLDEN + rank & WORD) ^ key[0])
+    return mix(low ^ key[1]) << 32 | low
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One generator: `seed` sets it, by 64 bits; `state` tells where it is."""
+
+    seed: Callable[[int], object]
+    state: Callable[[], object]
+
+    def fingerprint(self) -> int:
+        """63 bits of where it is."""
+        found = hashlib.blake2b(digest_size=8)
+        _update(found, self.state())
+        return int.from_bytes(found.digest(), "little") >> 1
+
+
+def source_of(generator: Any) -> Source | None:
+    """None for what is no generator. Raises `LoopError` for one that cannot be set."""
+    match generator:
+        case torch.Generator():
+            return Source(generator.manual_seed, generator.get_state)
+        case random.SystemRandom():
+            raise LoopError("the numbers of a random.SystemRandom cannot be repeated; track a random.Random instead")
+        case random.Random():
+            return Source(generator.seed, generator.getstate)
+        case np.random.Generator():
+            return _bits(generator.bit_generator)
+        case np.random.RandomState():
+            return Source(lambda value: generator.seed(value & WORD), lambda: generator.get_state(legacy=False))
+    return None
+
+
+def global_sources(device: torch.device) -> dict[str, Source]:
+    """The generators that a process has without making one. Not `torch.manual_seed`, which visits all devices and takes
+    a hundred times as long."""
+    found = {
+        "torch": Source(torch.default_generator.manual_seed, torch.default_generator.get_state),
+        "numpy": _numpy(),
+        "python": Source(random.seed, random.getstate),
+    }
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        own = torch.cuda.default_generators[device.index or 0]
+        found["cuda"] = Source(own.manual_seed, own.get_state)
+    return found
+
+
+class GeneratorState:
+    """A tracked `torch.Generator` as a commit holds it where generators are not set at each step: each rank's own."""
+
+    everstep_per_rank = True
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._generator.set_state(state["state"])
+
+
+def generators_to_put_back(state: Mapping[str, Any]) -> list[Any]:
+    """What a step that is repeated needs from before it, of a run's state: nothing where each step sets its own."""
+    seeds = state.get(STATE)
+    if isinstance(seeds, Randomness) and seeds.each_step:
+        return []
+    return [RngState(), *(t for t in state.values() if isinstance(t, GeneratorState))]
+
+
+class Randomness:
+    """The random numbers of a run. `start` when its state is to be restored, `settle` when it is and whenever the world
+    has changed, `begin` at each step."""
+
+    everstep_optional = True  # commits of older versions have none
+
+    def __init__(self, rng: Rng, device: torch.device) -> None:
+        if not isinstance(rng, bool) and rng not in ("rank", "saved"):
+            raise LoopError(f"start(rng={rng!r}): True, 'rank', 'saved' or False is expected")
+        self.each_step = rng is True or rng == "rank"
+        self._by_rank = rng == "rank"
+        self._device = device
+        self._sources: dict[str, Source] = {}
+        self._tracked: dict[str, Source] = {}
+        self._own: dict[str, int] = {}  # what this process's script has left in each
+        self._seeds: dict[str, int] = {}  # the run's
+        self._alike: dict[str, bool] = {}  # whether all ranks had the same; unknown in a world of one
+        self._ready: list[tuple[Callable[[int], object], tuple[int, int], bool]] = []
+        self._shared: torch.Generator | None = None
+        self._untouched: bytes | None = None  # the shared generator, as it was made before the first step
+        self._step: int | None = None
+
+    def track(self, name: str, generator: Any) -> Any:
+        """Take a generator that the script tracks under `name`; what its commits hold for that, None for nothing."""
+        source = source_of(generator)
+        assert source is not None
+        if self.each_step:
+            self._tracked[name] = source
+            return None
+        if not isinstance(generator, torch.Generator):
+            raise LoopError(
+                f"track({name}=…): a {type(generator).__qualname__} is set at each step, and with start(rng=True) "
+                "alone; leave `rng=` out"
+            )
+        return GeneratorState(generator)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a generator is tracked under this name."""
+        return name in self._tracked
+
+    def start(self) -> None:
+        """Note what the script has seeded, before anything is restored."""
+        if self.each_step:
+            self._sources = global_sources(self._device) | {f"tracked {n}": s for n, s in self._tracked.items()}
+        self._own = {name: source.fingerprint() for name, source in self._sources.items()}
+        self._own["shared"] = Source(_nothing, torch.default_generator.get_state).fingerprint()
+        if self._shared is not None and bytes(self._shared.get_state().numpy()) != self._untouched:
+            raise LoopError(
+                "run.shared_rng was drawn from before the first step: the ranks have agreed on its numbers only when "
+                "`steps` has begun. Draw from it in the steps, and from a torch.Generator of your own before them"
+            )
+
+    def settle(self, gather: Gather) -> None:
+        """Agree with the other ranks on what is not known yet. Collective."""
+        names = sorted(self._own)
+        told = gather([n for name in names for n in (self._seeds.get(name, -1), self._heard(name), self._own[name])])
+        for i, name in enumerate(names):
+            seeds, alike, own = ([rank[3 * i + j] for rank in told] for j in range(3))
+            self._seeds[name] = next((s for s in seeds if s >= 0), own[0])
+            if (known := max(alike)) >= 0:
+                self._alike[name] = bool(known)
+            elif len(told) > 1:
+                self._alike[name] = len(set(own)) == 1
+        self._make_ready()
+        log.debug("random numbers by step: %s", self.state_dict())
+
+    def begin(self, step: int, rank: int) -> None:
+        """Set all generators for step number `step`, of the process that is rank `rank` now."""
+        self._step = step
+        for seed, key, alike in self._ready:
+            seed(derive(key, step, 0 if alike else rank))
+
+    @property
+    def shared(self) -> torch.Generator:
+        """A generator of the CPU whose numbers are a function of seed and step alone: the same on all ranks."""
+        if self._shared is None:
+            self._shared = torch.Generator()
+            self._untouched = bytes(self._shared.get_state().numpy())
+            if self._step is not None:
+                self._make_ready()
+                self._shared.manual_seed(derive(words(self._seeds["shared"], "shared"), self._step, 0))
+        return self._shared
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": 1, "seeds": dict(self._seeds), "alike": dict(self._alike)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["version"] != 1:
+            raise ValueError(f"version {state['version']}; this Everstep reads 1")
+        self._seeds, self._alike = dict(state["seeds"]), dict(state["alike"])
+
+    def _heard(self, name: str) -> int:
+        return int(self._alike[name]) if name in self._alike else -1
+
+    def _make_ready(self) -> None:
+        self._ready = [
+            (source.seed, words(self._seeds[name], name), not self._by_rank and self._alike.get(name, False))
+            for name, source in self._sources.items()
+        ]
+        if self._shared is not None:
+            self._ready.append((self._shared.manual_seed, words(self._seeds["shared"], "shared"), True))
+
+
+def settle(state: Mapping[str, Any], gather: Gather) -> None:
+    """`Randomness.settle`, of a run's state."""
+    seeds = state.get(STATE)
+    if isinstance(seeds, Randomness):
+        seeds.settle(gather)
+
+
+def _numpy() -> Source:
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stub has forgotten it
+
+    def seed(value: int) -> None:
+        np.random.set_state({**type(bits)(value).state, "has_gauss": 0, "gauss": 0.0})
+
+    if isinstance(bits, np.random.MT19937):
+        # A number of one word: more of them take four times as long, and `set_state` fifty times.
+        return Source(lambda value: np.random.seed(value & WORD), lambda: np.random.get_state(legacy=False))
+    return Source(seed, lambda: np.random.get_state(legacy=False))  # the script has put another one in its place
+
+
+def _bits(bits: Any) -> Source:
+    def seed(value: int) -> None:
+        bits.state = type(bits)(value).state
+
+    return Source(seed, lambda: bits.state)
+
+
+def _nothing(_: int) -> None:
+    """Of a generator that is only looked at."""
+
+
+def _update(found: Any, value: Any) -> None:
+    match value:
+        case dict():
+            for key in sorted(value):
+                _update(found, key)
+                _update(found, value[key])
+        case torch.Tensor():
+            found.update(value.numpy().tobytes())
+        case np.ndarray():
+            found.update(value.tobytes())
+        case _:
+            found.update(repr(value).encode())
