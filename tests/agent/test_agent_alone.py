@@ -98,8 +98,8 @@ def test_classes_of_the_script_reach_processes_that_it_spawns(script: Path) -> N
 
 
 def test_each_process_has_random_numbers_of_its_own(script: Path) -> None:
-    write(script, "import numpy, random\nprint(random.random(), numpy.random.rand())\n")
-    done = run("--nproc-per-node=2", script, EVERSTEP_PRELOAD="numpy")
+    write(script, "import numpy, random, torch\nprint(random.random(), numpy.random.rand(), float(torch.rand(())))\n")
+    done = run("--nproc-per-node=2", script, EVERSTEP_PRELOAD="numpy,torch")
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stderr
     assert not set(lines[0].split()) & set(lines[1].split())

@@ -61,6 +61,8 @@ def main(command: Mapping[str, Any]) -> None:
     random.seed()  # else all processes would begin with the parent's
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
     sys.argv = [target, *arguments]
     hook = sys.excepthook
     sys.excepthook = lambda *error: _last_words(hook, *error)
