@@ -93,6 +93,28 @@ def test_samples_are_read_at_once_where_the_dataset_can_and_seeding_is_off() -> 
     assert one_by_one.data.tolist() == ORDER
 
 
+def test_workers_that_begin_in_the_middle_of_an_epoch_draw_what_others_would_have_drawn() -> None:
+    """Without a seed for each sample: a worker's generators are those of the request."""
+
+    def read(rank: int) -> list[list[Any]]:
+        loader = ElasticLoader(Noisy(24), global_batch=8, seed_samples=False, num_workers=2, rank=rank, world_size=2)
+        found = []
+        for batch in loader:
+            found.append([column.tolist() for column in batch.data])
+            if again and len(found) == 1:
+                loader.acknowledge()
+                loader.reshard(rank, 2)  # as after a lost peer: other workers read the rest
+        loader.close()
+        return found
+
+    again = False
+    still = [read(rank) for rank in range(2)]
+    again = True
+    assert [read(rank) for rank in range(2)] == still
+    drawn = [row for part in still for batch in part for row in zip(*batch[1:], strict=True)]
+    assert len(set(drawn)) == 24
+
+
 def test_sample_generator_outside_a_loader_is_refused() -> None:
     with pytest.raises(DataError, match="while an everstep loader reads a sample"):
         sample_rng(3)
