@@ -31,9 +31,11 @@ from figures import Better, Figure, finish, parser, quantile
 
 import everstep
 from everstep.train.boundary import Boundary
+from everstep.train.randomness import Randomness
 
 STEPS, TURNS = 100, 6
 GOAL = 1.0  # per cent of a step
+RANDOM_GOAL = 20.0  # microseconds that a step's random numbers may take
 IMPORTS, IMPORT_GOAL = 20, 30.0  # samples, milliseconds
 
 
@@ -66,8 +68,9 @@ def measure(steps: int, turns: int) -> None:
         return loss
 
     own: list[float] = []
-    for name in ("count", "agree"):
-        setattr(Boundary, name, timed(getattr(Boundary, name), own))
+    seeding: list[float] = []
+    for owner, name, spent in ((Boundary, "count", own), (Boundary, "agree", own), (Randomness, "begin", seeding)):
+        setattr(owner, name, timed(getattr(owner, name), spent))
     plain: list[float] = []
     ours: list[float] = []
     for turn in range(turns):
@@ -79,7 +82,7 @@ def measure(steps: int, turns: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         plain.append((time.perf_counter() - began) / steps)
-        one = everstep.Run(run.place, Boundary(None, run._boundary._reporter), None, rng=False)
+        one = everstep.Run(run.place, Boundary(None, run._boundary._reporter), None, rng=True)
         loader = one.loader(data, global_batch=64, seed=turn, seed_samples=False)
         dist.barrier()
         began = time.perf_counter()
@@ -92,7 +95,8 @@ def measure(steps: int, turns: int) -> None:
                 one.log(loss=loss)
         ours.append((time.perf_counter() - began) / steps)
     if run.rank == 0:
-        print(json.dumps({"plain": plain, "ours": ours, "own": sum(own) / (steps * turns)}))
+        own += seeding
+        print(json.dumps({"plain": plain, "ours": ours, "own": sum(own) / (steps * turns), "seeding": seeding}))
     run.close()
 
 
@@ -133,6 +137,14 @@ def main() -> int:
         Figure("plain_step", 1000 * plain, "ms", Better.LOWER, turns),
         Figure("session_step", 1000 * ours, "ms", Better.LOWER, turns),
         Figure("session_between_steps", 1e6 * seen["own"], "us", Better.LOWER, steps * turns),
+        Figure(
+            "session_random_numbers",
+            1e6 * quantile(seen["seeding"], 0.5),
+            "us",
+            Better.LOWER,
+            steps * turns,
+            RANDOM_GOAL,
+        ),
         Figure("import_everstep", 1000 * quantile(added, 0.5), "ms", Better.LOWER, len(added), IMPORT_GOAL),
         Figure("session_share_of_a_step", 100 * seen["own"] / plain, "%", Better.LOWER, steps * turns, GOAL),
     ]

@@ -1,6 +1,6 @@
 """A run that was disturbed draws what an undisturbed one draws, and ends with the same bits.
 
-Real processes under `everstep-run` and torchrun, three ranks, a model of one DDP bucket.
+Real processes, three ranks: under `everstep-run`, and in worlds as torchrun makes them, which end with one of them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import warm_agent
+from ranks import Ranks
 from training_run import environment
 from warm_python import warm
 
 pytestmark = pytest.mark.timeout(240)
 SCRIPT = Path(__file__).with_name("random_script.py")
-EVERSTEP_RUN = (warm_agent.__file__,)
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=4")
 
 
 class Told:
@@ -39,11 +38,29 @@ class Told:
         return {e["parameters"] for e in self.ends.values()}
 
 
-def play(folder: Path, launcher: tuple[str, ...], ranks: int = 3, **wanted: Any) -> Told:
-    folder.mkdir(parents=True, exist_ok=True)
-    command = (*launcher, f"--nproc-per-node={ranks}", str(SCRIPT), json.dumps({"out": str(folder), **wanted}))
+def play(folder: Path, **wanted: Any) -> Told:
+    """Under `everstep-run`."""
+    folder.mkdir()
+    command = (warm_agent.__file__, "--nproc-per-node=3", str(SCRIPT), json.dumps({"out": str(folder), **wanted}))
     ended = warm().run(*command, cwd=folder, timeout=200, env={**environment(), "GLOO_SOCKET_IFNAME": "lo"})
     assert ended.returncode == 0, ended.stderr[-4000:]
+    return Told(folder)
+
+
+def restart(folder: Path, ranks: int = 3, **wanted: Any) -> Told:
+    """Begin such worlds until one ends well, as torchrun does."""
+    folder.mkdir(exist_ok=True)
+    codes = [1]
+    for _ in range(1 + len(wanted.get("die", ()))):
+        said = json.dumps({"out": str(folder), **wanted})
+        world = Ranks(warm(), ranks, [SCRIPT, said], folder / "output.txt", environment())
+        try:
+            codes = world.wait(100)
+        finally:
+            world.kill()
+        if not any(codes):
+            break
+    assert not any(codes), (folder / "output.txt").read_text()[-4000:]
     return Told(folder)
 
 
@@ -52,8 +69,8 @@ DEATHS = [[1, 3, "forward"], [0, 5, "backward"], [2, 8, "tail"], [1, 11, "betwee
 
 @pytest.mark.parametrize("seeded", ["alike", "by rank"])
 def test_run_with_lost_processes_draws_and_ends_as_an_undisturbed_one(seeded: str, tmp_path: Path) -> None:
-    still = play(tmp_path / "still", EVERSTEP_RUN, seeded=seeded)
-    disturbed = play(tmp_path / "disturbed", EVERSTEP_RUN, seeded=seeded, die=DEATHS, evaluate=True)
+    still = play(tmp_path / "still", seeded=seeded)
+    disturbed = play(tmp_path / "disturbed", seeded=seeded, die=DEATHS, evaluate=True)
     assert len(list((tmp_path / "disturbed").glob("died-*"))) == len(DEATHS)
     assert len(still.parameters) == 1
     assert disturbed.parameters == still.parameters
@@ -69,42 +86,40 @@ def test_run_with_lost_processes_draws_and_ends_as_an_undisturbed_one(seeded: st
 
 
 @pytest.mark.parametrize("seeded", ["alike", "by rank"])
-def test_run_that_torchrun_restarts_from_its_commits_ends_as_an_undisturbed_one(seeded: str, tmp_path: Path) -> None:
-    still = play(tmp_path / "still", EVERSTEP_RUN, seeded=seeded)
+def test_run_that_is_restarted_from_its_commits_ends_as_an_undisturbed_one(seeded: str, tmp_path: Path) -> None:
+    still = play(tmp_path / "still", seeded=seeded)
     die = [[1, 6, "forward"], [0, 11, "tail"]]
     commits = str(tmp_path / "commits")
-    disturbed = play(
-        tmp_path / "disturbed", TORCHRUN, seeded=seeded, die=die, url=commits, every_steps=2, evaluate=True
-    )
+    disturbed = restart(tmp_path / "disturbed", seeded=seeded, die=die, url=commits, every_steps=2, evaluate=True)
     assert len(list((tmp_path / "disturbed").glob("died-*"))) == len(die)
     assert disturbed.parameters == still.parameters
     assert disturbed.drawn == still.drawn
 
 
 def test_run_without_a_seed_goes_on_with_the_one_that_its_commits_hold(tmp_path: Path) -> None:
-    play(tmp_path / "begin", EVERSTEP_RUN, seeded="not", url=str(tmp_path / "a"), until=4)
+    play(tmp_path / "begin", seeded="not", url=str(tmp_path / "a"), until=4)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    still = play(tmp_path / "still", EVERSTEP_RUN, seeded="not", url=str(tmp_path / "a"))
-    disturbed = play(tmp_path / "disturbed", EVERSTEP_RUN, seeded="not", url=str(tmp_path / "b"), die=DEATHS[1:])
+    still = play(tmp_path / "still", seeded="not", url=str(tmp_path / "a"))
+    disturbed = play(tmp_path / "disturbed", seeded="not", url=str(tmp_path / "b"), die=DEATHS[1:])
     assert disturbed.parameters == still.parameters
     assert all(drawn == still.drawn[at] for at, drawn in disturbed.drawn.items())
     assert len({still.drawn[9, rank]["torch"] for rank in range(3)}) == 3
-    other = play(tmp_path / "other", EVERSTEP_RUN, seeded="not", until=2)
+    other = play(tmp_path / "other", seeded="not", until=2)
     assert other.drawn[0, 0] != Told(tmp_path / "begin").drawn[0, 0]
 
 
 @pytest.mark.parametrize("seeded", ["alike", "by rank"])
 def test_resized_run_draws_by_rank_what_a_run_of_that_size_draws(seeded: str, tmp_path: Path) -> None:
-    still = play(tmp_path / "still", EVERSTEP_RUN, seeded=seeded)
+    still = play(tmp_path / "still", seeded=seeded)
     commits = str(tmp_path / "commits")
     for ranks, until in ((3, 4), (2, 9), (3, 14)):
-        resized = play(tmp_path / "resized", TORCHRUN, ranks, seeded=seeded, url=commits, until=until)
+        resized = restart(tmp_path / "resized", ranks, seeded=seeded, url=commits, until=until)
     expected = {(step, rank): drawn for (step, rank), drawn in still.drawn.items() if rank < 2 or not 4 <= step < 9}
     assert resized.drawn == expected
 
 
 def test_rank_as_the_option_lets_ranks_that_were_seeded_alike_draw_other_numbers(tmp_path: Path) -> None:
-    found = play(tmp_path / "run", EVERSTEP_RUN, until=3, rng="rank").drawn
+    found = play(tmp_path / "run", until=3, rng="rank").drawn
     for name in ("torch", "numpy", "python", "torch_own", "numpy_own", "python_own"):
         assert len({found[2, rank][name] for rank in range(3)}) == 3, name
     assert len({found[2, rank]["shared"] for rank in range(3)}) == 1

@@ -58,11 +58,7 @@ def main(command: Mapping[str, Any]) -> None:
     stacks = open(command["stacks"], "a")  # noqa: SIM115 - as long as the process
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks, all_threads=True)
-    random.seed()  # else all processes would begin with the parent's
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()
+    _draw_others()
     sys.argv = [target, *arguments]
     hook = sys.excepthook
     sys.excepthook = lambda *error: _last_words(hook, *error)
@@ -77,6 +73,15 @@ def main(command: Mapping[str, Any]) -> None:
         if type(e) is SystemExit and e.code not in (None, 0) and (said := _said(e)):
             termination.write(said, e.code if isinstance(e.code, int) else 1, [])
         raise
+
+
+def _draw_others() -> None:
+    """Else all processes would begin with the random numbers of their parent."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def _run(path: str) -> None:
