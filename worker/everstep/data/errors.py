@@ -25,3 +25,7 @@ class PositionMismatch(DataError):
 
 class Unacknowledged(DataError):
     """A step was handed out, and nobody has said whether its optimizer step is done: its samples may count or not."""
+
+
+class LoaderUnusable(DataError):
+    """A DataLoader, or its sampler, decides something that cannot be cut again for another world or found again."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
 
+from everstep.data.generators import Held, held_by, kept
 from everstep.data.seeding import Reading, generators_kept, reading, sample_seed, seed_generators
 
 
@@ -23,7 +24,8 @@ class Request(NamedTuple):
 
 
 class Fetching(Dataset[Any]):
-    """Wraps a map-style dataset. `seeded`: set the global random generators for each sample.
+    """Wraps a map-style dataset. `seeded`: set the random generators, the global ones and those that the dataset holds,
+    for each sample.
 
     Without it, a dataset that can read many samples at once (`__getitems__`) does so; a worker's generators are set for
     each request then, because how many a worker has read before depends on how often the run was disturbed. In the
@@ -33,6 +35,11 @@ class Fetching(Dataset[Any]):
     def __init__(self, dataset: Any, seeded: bool) -> None:
         self._dataset = dataset
         self._seeded = seeded
+        self._requests = 0
+        self._held: tuple[Held, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_requests": 0, "_held": ()}  # a worker finds those of its own copy
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]
@@ -47,9 +54,16 @@ class Fetching(Dataset[Any]):
         if not self._seeded and callable(at_once):
             with reading(Reading(request.seed, request.epoch)):
                 return list(at_once(wanted))
+        self._requests += 1
+        if self._seeded and not self._requests & (self._requests - 1):  # a worker may make them when it has begun
+            self._held = held_by(self._dataset)
         # The training process has generators of its own to keep; a worker's serve nothing but samples.
         keep = self._seeded and not in_worker
-        with generators_kept() if keep else nullcontext(), reading(Reading(request.seed, request.epoch)) as now:
+        with (
+            generators_kept() if keep else nullcontext(),
+            kept(self._held if keep else ()),
+            reading(Reading(request.seed, request.epoch)) as now,
+        ):
             try:
                 return self._one_by_one(wanted, now)
             except Exception as e:
@@ -61,6 +75,9 @@ class Fetching(Dataset[Any]):
         for row in sorted(range(len(wanted)), key=wanted.__getitem__):
             now.index = index = wanted[row]
             if self._seeded:
-                seed_generators(sample_seed(now.seed, now.epoch, index))
+                value = sample_seed(now.seed, now.epoch, index)
+                seed_generators(value)
+                for generator in self._held:
+                    generator.seed(value)
             found[row] = self._dataset[index]
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch.utils.data import DataLoader
 
 from everstep.data.assignment import Epoch, World
 from everstep.data.batch import Batch
-from everstep.data.cursor import Cursor, check_changes
+from everstep.data.cursor import Cursor, check_changes, parse
+from everstep.data.draws import Draws, digest, drawn_by
+from everstep.data.errors import DataError, DatasetChanged, PositionMismatch
 from everstep.data.fetching import Fetching, Request
 from everstep.data.fingerprints import fingerprint
-from everstep.data.order import Shuffle, label, order_of, shuffle_of
+from everstep.data.order import Drawn, Shuffle, label, order_of, shuffle_of
 from everstep.data.progress import Progress
 from everstep.data.reading import Read
 from everstep.data.seeding import sample_seed
@@ -55,6 +58,8 @@ class ElasticLoader:
     - `rank`, `world_size`: by default those of torch.distributed, else of torchrun's environment, else 0 of 1.
     - `micro_batch`: at most so many samples are yielded at a time; `batch.last` says when to step.
     - `shuffle`: True, False, or `Blocks(size, window)`. `drop_last`: leave out an epoch's last step if it is not full.
+    - `sampler`: in place of `shuffle`, what draws an epoch's samples over all ranks together: torch's
+      `WeightedRandomSampler`, or one of your own with `__len__`. See `everstep.data.draws` for what it may do.
     - `dataset_id`: the data's name and version, to tell a changed dataset by. `hash_samples`: read and hash so many
       samples to the same end. `allow_changes`: of "dataset", "order", "global_batch", what may differ from the saved
       run.
@@ -67,6 +72,8 @@ class ElasticLoader:
     Raises DatasetUnusable, BatchUnusable or DataError for what cannot work, before anything is read.
     """
 
+    _seed_was_passed = True
+
     def __init__(
         self,
         dataset: Any,
@@ -76,7 +83,8 @@ class ElasticLoader:
         rank: int | None = None,
         world_size: int | None = None,
         micro_batch: int | None = None,
-        shuffle: bool | Shuffle = True,
+        shuffle: bool | Shuffle | None = None,
+        sampler: Any = None,
         drop_last: bool = False,
         dataset_id: str | None = None,
         hash_samples: int = 0,
@@ -92,7 +100,14 @@ class ElasticLoader:
         multiprocessing_context: Any = DEFAULT_CONTEXT,
     ) -> None:
         found = fingerprint(dataset, identity=dataset_id, hash_samples=hash_samples)
-        kind = shuffle_of(shuffle)
+        if sampler is not None and shuffle is not None:
+            raise DataError(f"shuffle={shuffle!r} and a sampler: the sampler is the order; leave out shuffle=")
+        self._dataset, self._samples = dataset, found.length
+        kind = shuffle_of(shuffle is None or shuffle) if sampler is None else drawn_by(sampler, found.length)
+        self._drawn = kind if isinstance(kind, Drawn) else None
+        if self._drawn is not None:  # a position is one in what was drawn
+            what = f"{self._drawn.name} of {found.length} of {found.kind}"
+            found = replace(found, length=self._drawn.length, kind=what)
         shards = blocks_of(dataset, kind)
         order_of(kind, found.length, seed, 0, shards)  # what cannot be shuffled is refused here
         self._allowed = check_changes(allow_changes)
@@ -174,20 +189,37 @@ class ElasticLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON values. Raises Unacknowledged if a step is in hand."""
         self._progress.settled("a position was asked for")
-        return self._progress.cursor.state_dict()
+        cursor = self._progress.cursor
+        state = cursor.state_dict()
+        if self._drawn is not None and cursor.index:  # else the epoch is still to be drawn
+            state["drawn"] = digest(self._drawn.draw(cursor.seed, cursor.epoch))
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position. The saved seed replaces the one that was passed.
 
         Raises DatasetChanged or PositionMismatch, and changes nothing, for a position that does not fit.
         """
+        self._check_drawn(state)
         passed = self._progress.cursor.seed
         self._progress.load(state, self._allowed)
         self._live = None
-        if self._progress.cursor.seed != passed:
+        if self._progress.cursor.seed != passed and self._seed_was_passed:
             log.warning(
                 "the saved position has seed %d, which goes on; seed %d is not used", self._progress.cursor.seed, passed
             )
+
+    @property
+    def drawn(self) -> tuple[int, str] | None:
+        """The epoch that a sampler has drawn last, and its digest, which is the same on all ranks that train alike;
+        None without a sampler, and before it has drawn one."""
+        draws = self._drawn.draw if self._drawn is not None else None
+        newest = draws.newest if isinstance(draws, Draws) else None
+        return None if newest is None else (newest[0], digest(newest[1]))
+
+    def reads(self, dataset: Any) -> bool:
+        """Whether this is what the loader's own DataLoader reads from."""
+        return dataset is self._options["dataset"]
 
     def close(self) -> None:
         """Stop the workers. Iterating again starts new ones."""
@@ -220,7 +252,30 @@ class ElasticLoader:
                 raise RuntimeError(f"the DataLoader ended before epoch {epoch} did") from e
             raise
 
+    def _check_drawn(self, state: Mapping[str, Any]) -> None:
+        said = state.get("drawn")
+        if self._drawn is None or not said:
+            return
+        saved = parse(state)
+        if saved.order == self._progress.cursor.order and saved.dataset.length == self._drawn.length:
+            mine = digest(self._drawn.draw(saved.seed, saved.epoch))
+            if mine != said:
+                raise PositionMismatch(
+                    f"the position is sample {saved.index} of epoch {saved.epoch} as {self._drawn.name} drew it, and"
+                    " here it draws other samples for that epoch: its weights, its arguments or something that it"
+                    " counts are not what they were. Let it draw by set_epoch(epoch) and its generators alone"
+                )
+
+    def _check_length(self) -> None:
+        if (length := len(self._dataset)) != self._samples:
+            raise DatasetChanged(
+                f"dataset {type(self._dataset).__name__} had {self._samples} samples when the loader was made, and has"
+                f" {length} in epoch {self.epoch}: give it all of its samples before, or train with what it has then in"
+                " a run of its own, with allow_changes={'dataset'}"
+            )
+
     def _begin(self) -> Iterator[Any]:
+        self._check_length()
         if self._torch is None:
             self._torch = DataLoader(**self._options)
         # Else torch would draw the workers' base seed from the global generator, and a run that was interrupted would

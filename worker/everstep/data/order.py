@@ -6,7 +6,7 @@ is meaningless under another one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, assert_never
 
@@ -22,7 +22,7 @@ MAX_SEED: Final = 2**64
 
 
 class Order(Protocol):
-    """A bijection from the positions of an epoch to the samples of a dataset."""
+    """From the positions of an epoch to the samples of a dataset: a bijection, but for what a sampler has `Drawn`."""
 
     n: int
 
@@ -61,7 +61,20 @@ class Blocks:
             raise DataError(f"Blocks(size={self.size}, window={self.window}): both must be at least 1")
 
 
-Shuffle = InOrder | Shuffled | Blocks
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a sampler draws, epoch by epoch: see `everstep.data.draws`. Samples may come more than once, or never.
+
+    `draw(seed, epoch)`: the samples of an epoch, always `length` of them and the same for the same arguments. `name`:
+    what drew them.
+    """
+
+    name: str
+    length: int
+    draw: Callable[[int, int], Indices]
+
+
+Shuffle = InOrder | Shuffled | Blocks | Drawn
 
 
 def shuffle_of(asked: bool | Shuffle) -> Shuffle:
@@ -71,7 +84,7 @@ def shuffle_of(asked: bool | Shuffle) -> Shuffle:
             return Shuffled()
         case False:
             return InOrder()
-        case InOrder() | Shuffled() | Blocks():
+        case InOrder() | Shuffled() | Blocks() | Drawn():
             return asked
         case _:
             raise DataError(f"shuffle={asked!r}: pass True, False or Blocks(size=…, window=…)")
@@ -87,6 +100,8 @@ def label(shuffle: Shuffle) -> str:
         case Blocks(size, window):
             kind = f"permutation-{permutation.VERSION}/blocks-{blocks.VERSION}"
             return f"{kind}/size={'shards' if size is None else size}/window={window}"
+        case Drawn(name):
+            return f"drawn-1/{name}"
         case _:
             assert_never(shuffle)
 
@@ -110,6 +125,8 @@ def order_of(shuffle: Shuffle, n: int, seed: int, epoch: int, shards: Sequence[i
             if shards is None:
                 raise DataError("Blocks(size=None) takes shards as blocks, and the dataset has none: pass a size")
             return BlockOrder(ListedBlocks(shards, window, key), key)
+        case Drawn(_, _, draw):
+            return _Listed(draw(seed, epoch))
         case _:
             assert_never(shuffle)
 
@@ -123,6 +140,21 @@ class _Identity:
         if asked.size and (asked.min() < 0 or asked.max() >= self.n):
             raise IndexError(f"positions {asked.min()}..{asked.max()} of an order of {self.n} items")
         return asked.copy()
+
+    def at(self, position: int) -> int:
+        return int(self.take([position])[0])
+
+
+class _Listed:
+    def __init__(self, samples: Indices) -> None:
+        self.n = len(samples)
+        self._samples = samples
+
+    def take(self, positions: npt.ArrayLike) -> Indices:
+        asked = np.asarray(positions, dtype=np.int64)
+        if asked.size and (asked.min() < 0 or asked.max() >= self.n):
+            raise IndexError(f"positions {asked.min()}..{asked.max()} of an order of {self.n} items")
+        return self._samples[asked]
 
     def at(self, position: int) -> int:
         return int(self.take([position])[0])

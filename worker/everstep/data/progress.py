@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from everstep.data.assignment import Epoch, Share, World, check_batch
@@ -92,6 +93,18 @@ class Progress:
         """
         check_batch(self.epoch.global_batch, world.size, self.micro_batch)
         self.world = world
+        self.rewind()
+
+    def rebatch(self, global_batch: int) -> None:
+        """Take steps of another size from here on, whole. Raises BatchUnusable, and changes nothing."""
+        check_batch(global_batch, self.world.size, self.micro_batch)
+        self.epoch = replace(self.epoch, global_batch=global_batch)
+        self.cursor = replace(self.cursor, global_batch=global_batch)
+        self.rewind()
+
+    def reseed(self, seed: int) -> None:
+        """Take the order of another seed. Only where nothing of it is consumed."""
+        self.cursor = replace(self.cursor, seed=seed)
         self.rewind()
 
     def settled(self, what: str) -> None:
