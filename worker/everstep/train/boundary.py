@@ -175,6 +175,15 @@ class Boundary:
         self._group.allgather([found], [mine]).wait()
         return [tuple(t.tolist()) for t in found]
 
+    def first(self, number: int) -> int:
+        """Rank 0's number, of at most 64 bits. Collective."""
+        if self._group is None:
+            return number
+        words = torch.tensor(divmod(number if self._rank == 0 else 0, 2**32), dtype=torch.int64)
+        reduce_into(words, dist.ReduceOp.MAX, self._group).wait()
+        high, low = words.tolist()
+        return int(high) << 32 | int(low)
+
     def finish(self, step: int, *, save: bool = True) -> None:
         """Training is complete after `step` steps: commit them, and report it. Collective."""
         if step != self.step:

@@ -19,7 +19,6 @@ the same step; a step that raised is not counted.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -28,7 +27,11 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, RngState
 from everstep.data import ElasticLoader
+from everstep.data.assignment import World as Cut
 from everstep.train.boundary import Boundary
+from everstep.train.byhand import ByHand
+from everstep.train.cuts import Cuts
+from everstep.train.feeding import feed_of
 from everstep.train.meshes import make_mesh
 from everstep.train.randomness import STATE, Randomness, Rng, source_of
 from everstep.train.recovery.recovery import Recovery
@@ -80,6 +83,9 @@ class Run:
         self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
         self._mesh: tuple[int, Any] | None = None
         self._loop = False
+        self._cuts = Cuts(place.most if recovery is not None else None)
+        self._by_hand = ByHand(worlds_change=recovery is not None)
+        self._goal = 0  # steps
         boundary.join()
 
     @property
@@ -138,43 +144,58 @@ class Run:
 
     def loader(self, dataset: Any, *, global_batch: int, seed: int = 0, **options: Any) -> ElasticLoader:
         """An `ElasticLoader` cut for this rank; pass it to `steps`."""
-        size = dist.get_world_size() if self._recovery is not None else self.place.world_size
-        return ElasticLoader(dataset, global_batch=global_batch, seed=seed, rank=self.rank, world_size=size, **options)
+        cut = self._cut()
+        options |= {"rank": cut.rank, "world_size": cut.size}
+        made = ElasticLoader(dataset, global_batch=global_batch, seed=seed, **options)
+        self._cuts.add(made)
+        return made
 
     def log(self, **metrics: Any) -> None:
         """Numbers or 0-d tensors of this step, for the progress report. Never waits for a device."""
         self._boundary.log(metrics)
 
-    def steps(
-        self, loader: ElasticLoader | None = None, *, until: int | None = None, epochs: int | None = None
-    ) -> Iterator[Step]:
+    def steps(self, loader: Any = None, *, until: int | None = None, epochs: int | None = None) -> Iterator[Step]:
         """Restore, then yield the steps that are left until `until` steps, or `epochs` epochs of `loader`, are done.
+
+        `loader`: what `run.loader` made; or a `torch.utils.data.DataLoader`, which is taken over; or several of them in
+        a tuple or a mapping. See docs/reference/data.md.
 
         Saves as the checkpointer's policy says and after the last step. On SIGTERM every rank finishes the same step,
         the state is committed, and `Preempted` is raised (exit code 86).
         """
-        total = self._total(loader, until, epochs)
+        _check_goal(loader, until, epochs)
         if self._loop:
             raise LoopError("steps() was called before in this run; one loop over all steps is what can be resumed")
+        # What a script may have told a sampler in good faith.
+        sizes = frozenset({1, self.place.most} if self._recovery is not None else {self.place.world_size})
+        feed = feed_of(loader, self.place.most, self._cut(), sizes)
         self._loop = True
-        if loader is not None:
-            self._state["data"] = loader
+        if feed is not None:
+            self._state["data"] = feed.saved
         self._state[BUCKETS] = reducers = Reducers(self._state)
         boundary = self._boundary
-        count = partial(self._count, loader, total)
+
+        def count() -> None:
+            """A step is complete."""
+            if feed is not None:
+                feed.acknowledge()
+            boundary.count(self.step + 1, total=self._goal, epoch=feed.epoch if feed is not None else None)
+
         self._random.start()
-        world: World = Steady(boundary, self._state, reducers, self.place.world_size)
+        world: World = Steady(boundary, self._state, reducers, feed, self.place.world_size)
         if self._recovery is not None:
-            world = Recovering(self._recovery, boundary, self._state, reducers, loader, count)
+            world = Recovering(self._recovery, boundary, self._state, reducers, feed, self._cuts, count)
         world.begin()
-        source = _Source(loader)
+        self._goal = until if until is not None else (epochs or 0) * len(feed or ())  # as cut in the run that goes on
+        whole = feed is None or feed.whole
         boundary.watch()
+        self._by_hand.begin(feed, self._state)
         try:
             while True:
-                while self.step < total:
+                while self.step < self._goal:
                     world.step_begins()
                     self._random.begin(self.step, self.rank)
-                    step = Step(self.step, source.batches(), source.whole, count, world.lost, world.step_over)
+                    step = Step(self.step, feed, whole, count, world.lost, world.step_over)
                     yield step
                     if step.phase is Phase.LOST:
                         world.go_on(in_step=True)
@@ -183,12 +204,16 @@ class Run:
                             f"step {step.number} was taken and not completed: write `with step as batch:` around its "
                             "work"
                         )
-                    elif self.step < total:
-                        world.between()
+                    else:
+                        self._by_hand.step_over(step.number)
+                        if self.step < self._goal:
+                            world.between()
                 if world.finish():
                     self._random.begin(self.step, self.rank)  # what follows draws alike, however the run came here
                     return
         finally:
+            self._by_hand.end()
+            self._cuts.end()
             boundary.leave()
 
     def close(self) -> None:
@@ -206,35 +231,13 @@ class Run:
         if error is None:
             self.close()
 
-    def _total(self, loader: ElasticLoader | None, until: int | None, epochs: int | None) -> int:
-        if (until is None) == (epochs is None):
-            raise LoopError("steps(): say either until=STEPS or epochs=N")
-        if until is not None:
-            return until
-        assert epochs is not None
-        if loader is None:
-            raise LoopError("steps(epochs=…) needs a loader, whose length is an epoch; without one say until=STEPS")
-        return epochs * len(loader)
-
-    def _count(self, loader: ElasticLoader | None, total: int) -> None:
-        """A step is complete."""
-        if loader is not None:
-            loader.acknowledge()
-        self._boundary.count(self.step + 1, total=total, epoch=loader.epoch if loader is not None else None)
+    def _cut(self) -> Cut:
+        """What this process has to read of the data, in the present world."""
+        return Cut(self.rank, dist.get_world_size() if self._recovery is not None else self.place.world_size)
 
 
-class _Source:
-    """The loader's batches, epoch after epoch."""
-
-    def __init__(self, loader: ElasticLoader | None) -> None:
-        self._loader = loader
-        self._stream = self._endless(loader) if loader is not None else None
-        self.whole = loader is None or loader.micro_batch is None
-
-    def batches(self) -> Iterator[Any] | None:
-        return self._stream
-
-    @staticmethod
-    def _endless(loader: ElasticLoader) -> Iterator[Any]:
-        while True:
-            yield from loader
+def _check_goal(loader: Any, until: int | None, epochs: int | None) -> None:
+    if (until is None) == (epochs is None):
+        raise LoopError("steps(): say either until=STEPS or epochs=N")
+    if until is None and loader is None:
+        raise LoopError("steps(epochs=…) needs a loader, whose length is an epoch; without one say until=STEPS")

@@ -75,7 +75,7 @@ class Step:
             self.phase = Phase.LOST
             traceback.clear_frames(trace)  # what the step has computed is of no use, and large
             return True
-        if self._batches is not None and (self._last is None or not self._last.last):
+        if self._batches is not None and (self._last is None or not _is_last(self._last)):
             taken = 0 if self._last is None else self._last.micro + 1
             raise LoopError(
                 f"step {self.number} ended after {taken} of its micro-batches: its gradient lacks the others. Take "
@@ -86,10 +86,15 @@ class Step:
         return False
 
     def _micro_batches(self) -> Iterator[Batch[Any]]:
-        while self._last is None or not self._last.last:
+        while self._last is None or not _is_last(self._last):
             yield self._take()
 
     def _take(self) -> Batch[Any]:
         assert self._batches is not None
         self._last = next(self._batches)
         return self._last
+
+
+def _is_last(taken: Any) -> bool:
+    """Of several loaders a step takes one batch each."""
+    return taken.last if isinstance(taken, Batch) else True

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from everstep.checkpoint.errors import NewerCommit
 from everstep.contract import exit_codes
-from everstep.data import ElasticLoader
 from everstep.train.boundary import Boundary
+from everstep.train.cuts import Cuts
+from everstep.train.feeding import Feed
 from everstep.train.pace import Pace, Slow
 from everstep.train.randomness import settle
 from everstep.train.recovery.agreement import NoState, Quality
@@ -60,10 +61,18 @@ class World(Protocol):
 class Steady:
     """The world of a process group that was made once."""
 
-    def __init__(self, boundary: Boundary, state: Mapping[str, Any], reducers: Reducers, world_size: int) -> None:
+    def __init__(
+        self,
+        boundary: Boundary,
+        state: Mapping[str, Any],
+        reducers: Reducers,
+        feed: Feed | None,
+        world_size: int,
+    ) -> None:
         self._boundary = boundary
         self._state = state
         self._reducers = reducers
+        self._feed = feed
         self._size = world_size
 
     def begin(self) -> None:
@@ -72,6 +81,8 @@ class Steady:
         self._boundary.restore(self._state)
         self._reducers.resume()
         settle(self._state, self._boundary.gather)
+        if self._feed is not None:
+            self._feed.agree(None if self._boundary.restored else self._boundary.first, self._boundary.same)
 
     def step_begins(self) -> None:
         pass
@@ -86,13 +97,17 @@ class Steady:
         raise AssertionError("this world is never lost")
 
     def between(self) -> None:
-        self._reducers.learn()
-        self._replicas.completed(self._size, self._boundary.same)
+        self._completed()
         self._boundary.agree()
 
-    def finish(self) -> bool:
+    def _completed(self) -> None:
         self._reducers.learn()
         self._replicas.completed(self._size, self._boundary.same)
+        if self._feed is not None:
+            self._feed.completed(self._size, self._boundary.same)
+
+    def finish(self) -> bool:
+        self._completed()
         self._boundary.finish(self._boundary.step)
         return True
 
@@ -106,14 +121,16 @@ class Recovering:
         boundary: Boundary,
         state: Mapping[str, Any],
         reducers: Reducers,
-        loader: ElasticLoader | None,
+        feed: Feed | None,
+        cuts: Cuts,
         count: Callable[[], None],
     ) -> None:
         self._recovery = recovery
         self._boundary = boundary
         self._state = state
         self._reducers = reducers
-        self._loader = loader
+        self._feed = feed
+        self._cuts = cuts
         self._count = count
         self._pace = Pace(time.monotonic)
         self._last: Round | None = None  # the newest round that this process has trained in
@@ -141,8 +158,8 @@ class Recovering:
             quality = self._recovery.back()
             if quality is Quality.TAIL_LOST:
                 self._count()
-            elif self._loader is not None:
-                self._loader.rewind()
+            elif self._feed is not None:
+                self._feed.rewind()
         self._enter(quality)
 
     def between(self) -> None:
@@ -150,8 +167,7 @@ class Recovering:
             self._enter(Quality.WHOLE)  # whose members wait for us, and agree on nothing else before
             return
         try:
-            self._reducers.learn()
-            self._replicas.completed(self._recovery.members.world_size, self._boundary.same)
+            self._completed()
             self._compare()
             if self._boundary.agree(move=self._recovery.boundary_wanted):
                 self._enter(Quality.WHOLE)
@@ -161,6 +177,13 @@ class Recovering:
             if not self.lost(e):
                 raise
             self.go_on(in_step=False)
+
+    def _completed(self) -> None:
+        self._reducers.learn()
+        size = self._recovery.members.world_size
+        self._replicas.completed(size, self._boundary.same)
+        if self._feed is not None:
+            self._feed.completed(size, self._boundary.same)
 
     def _compare(self) -> None:
         members = self._recovery.members
@@ -183,8 +206,7 @@ class Recovering:
             return False
         before = self._boundary.step
         try:
-            self._reducers.learn()
-            self._replicas.completed(self._recovery.members.world_size, self._boundary.same)
+            self._completed()
             self._boundary.finish(before)
         except NewerCommit as e:
             self._go_forward(e)
@@ -263,8 +285,9 @@ class Recovering:
         self._boundary.move(members, round_.number, round_.rendezvous)
         self._replicas.moved()
         self._pace.moved(self._recovery.main.waited)
-        if self._loader is not None:
-            self._loader.reshard(members.rank, members.world_size)
+        if self._feed is not None:
+            self._feed.reshard(members.rank, members.world_size)
+        self._cuts.reshard(members.rank, members.world_size)
 
     def _start(self) -> int | None:
         step = self._boundary.restore(self._state)

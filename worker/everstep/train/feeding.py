@@ -1,0 +1,191 @@
+"""What a run trains on: one loader or several, elastic ones or ordinary DataLoaders that are taken over.
+
+The loop and the worlds see one `Feed`, which moves all its loaders together. Invariant: each of them is at the same
+step; what cannot be cut for every world is refused before the first step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from everstep.data import DataError, ElasticLoader
+from everstep.data.assignment import World
+from everstep.data.takeover import TakenOver, name_of
+from everstep.train.step import LoopError
+
+
+class Feed:
+    """`loaders` by name; "" alone is a single one. What `pack` makes of their batches is what a step gives."""
+
+    def __init__(self, loaders: Mapping[str, ElasticLoader], pack: Callable[[list[Any]], Any]) -> None:
+        self._loaders = dict(loaders)
+        self._pack = pack
+        self._streams = [_Endless(loader) for loader in self._loaders.values()]
+        self._first = next(iter(self._loaders.values()))
+        self._agreed: tuple[int, ...] = ()  # the epochs whose drawn orders are known to be the same on all ranks
+        if len(self._loaders) > 1 and (cut := [n for n, loader in self._loaders.items() if loader.micro_batch]):
+            raise LoopError(
+                f"steps(): loader {cut[0]} has micro_batch=, and a run of several loaders takes one batch of each in a"
+                " step: leave it out"
+            )
+
+    @property
+    def saved(self) -> Any:
+        """What holds the position, with `state_dict` and `load_state_dict`."""
+        return self if len(self._loaders) > 1 else self._first
+
+    @property
+    def whole(self) -> bool:
+        """Whether a step is one batch, and not several micro-batches."""
+        return self._first.micro_batch is None
+
+    @property
+    def epoch(self) -> int:
+        """That of the first loader; the others have their own."""
+        return self._first.epoch
+
+    def __len__(self) -> int:
+        """Steps of an epoch of the first loader."""
+        return len(self._first)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, of whatever epoch; of several loaders one each."""
+        try:
+            return self._pack([next(stream) for stream in self._streams])
+        except BaseException:
+            self.rewind()  # those that were asked before the one that failed give theirs again
+            raise
+
+    def acknowledge(self) -> None:
+        """The step is in the parameters."""
+        for loader in self._loaders.values():
+            loader.acknowledge()
+
+    def rewind(self) -> None:
+        """The step in hand comes again."""
+        for loader in self._loaders.values():
+            loader.rewind()
+
+    def reshard(self, rank: int, world_size: int) -> None:
+        """The world has changed."""
+        self._agreed = ()
+        for loader in self._loaders.values():
+            loader.reshard(rank, world_size)
+
+    def reads(self, dataset: Any) -> bool:
+        """Whether one of the loaders' own DataLoaders reads from this."""
+        return any(loader.reads(dataset) for loader in self._loaders.values())
+
+    def agree(self, first: Callable[[int], int] | None, same: Callable[[int], bool]) -> None:
+        """Before the first step: compare what the ranks have. `first`: what rank 0 says, to take its seeds; None where
+        a position was restored. `same`: whether all say this number. Both are collective. Raises LoopError."""
+        for name, loader in self._loaders.items():
+            if first is not None and isinstance(loader, TakenOver):
+                loader.agree(first(loader.cursor.seed))
+            cursor = loader.cursor
+            if not same(zlib.crc32(repr(cursor).encode())):
+                raise LoopError(
+                    f"steps(): the ranks' loaders{f' {name}' if name else ''} are not alike; here it has seed="
+                    f"{cursor.seed}, global_batch={cursor.global_batch} and {cursor.dataset}. Pass the same dataset,"
+                    " whole, with the same seed and batch on each rank: the session gives each rank its share"
+                )
+
+    def completed(self, world_size: int, same: Callable[[int], bool]) -> None:
+        """A step is complete on all ranks. Compares once an epoch of a world what a sampler has drawn. `same`: whether
+        all ranks say this number; collective. Raises LoopError."""
+        drawn = [loader.drawn for loader in self._loaders.values()]
+        epochs = tuple(d[0] for d in drawn if d is not None)
+        if not epochs or epochs == self._agreed or world_size == 1:
+            return
+        said = sum(int(d[1], 16) for d in drawn if d is not None) % 2**62
+        if not same(said):
+            names = " and ".join(loader.cursor.order.removeprefix("drawn-1/") for loader in self._loaders.values())
+            raise LoopError(
+                f"{names}: the ranks' samplers draw other samples than each other in epoch {epochs[0]}, so that some"
+                " samples are trained twice and others not at all. Let a sampler draw by set_epoch(epoch) and its"
+                " generators alone, from the same weights and arguments on each rank"
+            )
+        self._agreed = epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loaders": {name: loader.state_dict() for name, loader in self._loaders.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state.get("loaders")
+        if not isinstance(saved, Mapping) or set(saved) != set(self._loaders):
+            names = ", ".join(saved) if isinstance(saved, Mapping) else "a single loader's position"
+            raise LoopError(
+                f"the saved run has {names}, and this one has loaders {', '.join(self._loaders)}: pass steps() those"
+                " that the run began with, in the same order or by the same names"
+            )
+        for name, loader in self._loaders.items():
+            loader.load_state_dict(saved[name])
+
+
+def feed_of(asked: Any, ranks: int, world: World, sizes: frozenset[int]) -> Feed | None:
+    """The feed for what was passed to `steps`: None, a loader, or a tuple, list or mapping of them. `sizes`: see
+    `TakenOver`. Raises LoopError, DataError."""
+    if asked is None:
+        return None
+    if isinstance(asked, Mapping):
+        names, several, pack = [str(name) for name in asked], list(asked.values()), _by_name(tuple(asked))
+    elif isinstance(asked, list | tuple):
+        names, several, pack = [str(i) for i in range(len(asked))], list(asked), tuple
+    else:
+        return Feed({"": _loader_of(asked, "", ranks, world, sizes)}, _alone)
+    if not several:
+        raise LoopError("steps(): no loader in what was passed; leave it out for a run without data")
+    if len({id(one) for one in several}) < len(several):
+        raise LoopError("steps(): the same loader twice; each has one position. Make one for each place")
+    found = [_loader_of(one, f" {name}", ranks, world, sizes) for name, one in zip(names, several, strict=True)]
+    return Feed(dict(zip(names, found, strict=True)), pack)
+
+
+def _loader_of(asked: Any, name: str, ranks: int, world: World, sizes: frozenset[int]) -> ElasticLoader:
+    if isinstance(asked, ElasticLoader):
+        return asked
+    if not isinstance(asked, DataLoader):
+        raise LoopError(
+            f"steps(): loader{name} is a {type(asked).__qualname__}, whose position nobody can save: pass"
+            " run.loader(dataset, global_batch=…), or a torch.utils.data.DataLoader; several as a tuple or a mapping,"
+            " run.steps((a, b), …)"
+        )
+    try:
+        return TakenOver(asked, ranks=ranks, world=world, sizes=sizes)
+    except DataError as e:
+        raise LoopError(
+            f"steps(): {name_of(asked)} cannot be taken over: {e}. Or write run.steps(run.loader(dataset,"
+            " global_batch=…), …), where `dataset[i]` is one sample"
+        ) from e
+
+
+def _alone(batches: list[Any]) -> Any:
+    return batches[0]
+
+
+def _by_name(names: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
+    return lambda batches: dict(zip(names, batches, strict=True))
+
+
+class _Endless(Iterator[Any]):
+    """A loader's batches, epoch after epoch. Goes on after an error."""
+
+    def __init__(self, loader: ElasticLoader) -> None:
+        self._loader = loader
+        self._epoch: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        while True:
+            if self._epoch is None:
+                self._epoch = iter(self._loader)
+            try:
+                return next(self._epoch)
+            except StopIteration:
+                self._epoch = None
