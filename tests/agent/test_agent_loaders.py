@@ -177,5 +177,5 @@ def test_ranks_share_each_epoch_with_no_sample_twice(
 def test_a_loader_that_the_script_iterates_to_train_on_is_refused_by_name(tmp_path: Path) -> None:
     code, log, _ = play(tmp_path / "run", BY_HAND)
     assert code == 1, log
-    assert "loader = DataLoader(…) is iterated by the script itself, to train on" in log
+    assert "loader = DataLoader(Points, DistributedSampler) is iterated by the script itself, to train on" in log
     assert "run.steps(loader, …)" in log

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 from torch.utils.data import dataloader as torchs
 
 import everstep
-from everstep.data import Batch, ElasticLoader, ElasticSampler
+from everstep.data import Batch, BatchUnusable, ElasticLoader, ElasticSampler
 from everstep.data.assignment import World
 from everstep.train.cuts import Cuts
 from everstep.train.feeding import Feed, feed_of
@@ -184,6 +184,16 @@ def test_ranks_whose_samplers_draw_otherwise_are_refused_once_an_epoch() -> None
         other.completed(2, lambda number: number == first[0])
 
 
+def test_a_batch_that_is_unpacked_as_a_dataloaders_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    def body(run: Any) -> Iterator[Any]:
+        for step in run.steps(loader(), until=3):
+            with step as (x,):
+                yield x
+
+    with pytest.raises(BatchUnusable, match=r"`x, y = batch.data` and `batch.scale\(loss\).backward\(\)`"):
+        play(tmp_path, body)
+
+
 # --- iterated by hand
 
 
@@ -263,7 +273,9 @@ def test_the_refusal_has_the_variable_of_the_script(tmp_path: Path) -> None:
                 next(batches)
         yield 0
 
-    with pytest.raises(LoopError, match=r"steps 0 and 1: training_data = DataLoader\(…\) is iterated"):
+    with pytest.raises(
+        LoopError, match=r"steps 0 and 1: training_data = DataLoader\(TensorDataset, SequentialSampler\) is iterated"
+    ):
         play(tmp_path, body)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
+from everstep.data.errors import BatchUnusable
 from everstep.data.permutation import Indices
 
 T = TypeVar("T")
@@ -34,6 +35,13 @@ class Batch(Generic[T]):
     def last(self) -> bool:
         """Whether the optimizer steps after this micro-batch. Before it, DDP's `no_sync` saves the all-reduces."""
         return self.micro == self.micros - 1
+
+    def __iter__(self) -> NoReturn:
+        raise BatchUnusable(
+            "a step gives a Batch, which is not unpacked as what a DataLoader gives, because its weight would be lost:"
+            " write `with step as batch:`, `x, y = batch.data` and `batch.scale(loss).backward()`, for a DataLoader as"
+            " for what run.loader makes"
+        )
 
     def scale(self, loss: Any) -> Any:
         """The mean loss over this batch's rows, weighted: call `backward` on it."""

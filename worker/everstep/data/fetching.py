@@ -38,6 +38,11 @@ class Fetching(Dataset[Any]):
         self._requests = 0
         self._held: tuple[Held, ...] = ()
 
+    @property
+    def source(self) -> Any:
+        """The dataset that it wraps."""
+        return self._dataset
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_requests": 0, "_held": ()}  # a worker finds those of its own copy
 

@@ -20,6 +20,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from everstep.data import ElasticLoader
+from everstep.data.fetching import Fetching
 from everstep.train.feeding import Feed
 from everstep.train.step import LoopError
 
@@ -34,7 +36,8 @@ class ByHand:
         self._worlds_change = worlds_change
         self._feed: Feed | None = None
         self._tracked: tuple[Any, ...] = ()
-        self._now: dict[int, tuple[weakref.ref[Any], Any]] = {}  # unfinished iterators of this step, and their samplers
+        # Unfinished iterators of this step: each with its sampler, and the dataset that it reads.
+        self._now: dict[int, tuple[weakref.ref[Any], Any, Any]] = {}
         self._before = weakref.WeakSet[Any]()  # unfinished iterators of steps before
         self._last: dict[int, Any] = {}  # samplers whose iterators the last step left unfinished
 
@@ -58,17 +61,18 @@ class ByHand:
         if not self._now and not self._last:
             return
         drawn = list(self._now.values())
-        found = [s for it, s in drawn if it() in self._before or id(s) in self._last]
+        found = [(s, data) for it, s, data in drawn if it() in self._before or id(s) in self._last]
         if found:
             raise LoopError(
-                f"steps {number - 1} and {number}: {_name(found[0])} is iterated by the script itself, to train on. Its"
-                " position is not saved, so a new process would begin it anew, and it is not cut for the processes of"
-                " the present world, which may all train on the same samples. Pass it to the session: `for step in"
-                " run.steps(loader, …):`, then `with step as batch:` and `batch.data`; several as run.steps((a, b), …)."
-                " (A loader to evaluate on is iterated under torch.no_grad())"
+                f"steps {number - 1} and {number}: {_name(*found[0])} is iterated by the script itself, to train on."
+                " Its position is not saved, so a new process would begin it anew, and it is not cut for the processes"
+                " of the present world, which may all train on the same samples. Pass it to the session: `for step in"
+                " run.steps(loader, …):`, then `with step as batch:` and `x, y = batch.data`; several as"
+                " run.steps((a, b), …). Or make it by run.loader(dataset, global_batch=…). (A loader to evaluate on is"
+                " iterated under torch.no_grad())"
             )
-        self._last = {id(s): s for _, s in drawn}
-        for it, _ in drawn:
+        self._last = {id(s): s for _, s, _ in drawn}
+        for it, _, _ in drawn:
             if (alive := it()) is not None:
                 self._before.add(alive)
         self._now.clear()
@@ -83,7 +87,7 @@ class ByHand:
         if iterator._num_yielded == 1:  # of persistent workers the same iterator begins again
             self._before.discard(iterator)
         if id(iterator) not in self._now and torch.is_grad_enabled() and not self._position_is_kept(iterator):
-            self._now[id(iterator)] = weakref.ref(iterator), iterator._index_sampler
+            self._now[id(iterator)] = weakref.ref(iterator), iterator._index_sampler, iterator._dataset
         return data
 
     def _position_is_kept(self, iterator: Any) -> bool:
@@ -97,13 +101,18 @@ class ByHand:
         )
 
 
-def _name(sampler: Any) -> str:
-    """The script's variable that holds the DataLoader of this sampler; else only what it is."""
+def _name(sampler: Any, dataset: Any) -> str:
+    """A loader by the script's variable that holds it, if there is one, and by what is in it."""
+    if isinstance(dataset, Fetching):
+        kind, what = ElasticLoader.__qualname__, type(dataset.source).__qualname__
+    else:
+        order = type(getattr(sampler, "sampler", sampler)).__qualname__
+        kind, what = DataLoader.__qualname__, f"{type(dataset).__qualname__}, {order}"
     for name, value in _variables():
-        if isinstance(value, DataLoader) and value._index_sampler is sampler:
-            return f"{name} = {type(value).__qualname__}(…)"
-    source = getattr(getattr(sampler, "sampler", sampler), "data_source", None)
-    return f"a DataLoader{f' of {type(source).__qualname__}' if source is not None else ''}"
+        own = isinstance(value, DataLoader) and value._index_sampler is sampler
+        if own or (isinstance(value, ElasticLoader) and value.reads(dataset)):
+            return f"{name} = {kind}({what})"
+    return f"a {kind}({what})"
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
