@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 from torch.utils.data import dataloader as torchs
 
 import everstep
-from everstep.data import Batch, BatchUnusable, ElasticLoader, ElasticSampler
+from everstep.data import Batch, ElasticLoader, ElasticSampler
 from everstep.data.assignment import World
 from everstep.train.cuts import Cuts
 from everstep.train.feeding import Feed, feed_of
@@ -190,7 +190,21 @@ def test_a_batch_that_is_unpacked_as_a_dataloaders_is_refused_with_what_to_write
             with step as (x,):
                 yield x
 
-    with pytest.raises(BatchUnusable, match=r"`x, y = batch.data` and `batch.scale\(loss\).backward\(\)`"):
+    with pytest.raises(LoopError, match=r"`x, y = batch.data` and `batch.scale\(loss\).backward\(\)`"):
+        play(tmp_path, body)
+
+
+def test_a_dataloader_that_is_changed_in_the_loop_is_refused_by_the_session_too(tmp_path: Path) -> None:
+    def body(run: Any) -> Iterator[Any]:
+        own = loader()
+        for step in run.steps(own, epochs=3):
+            with step:
+                if step.number == 9:
+                    batches: Any = own.batch_sampler
+                    batches.batch_size = 8
+                yield step.number
+
+    with pytest.raises(LoopError, match=r"batch_sampler.batch_size was 4 when run.steps\(\) took it, and is 8"):
         play(tmp_path, body)
 
 

@@ -40,7 +40,7 @@ class Batch(Generic[T]):
         raise BatchUnusable(
             "a step gives a Batch, which is not unpacked as what a DataLoader gives, because its weight would be lost:"
             " write `with step as batch:`, `x, y = batch.data` and `batch.scale(loss).backward()`, for a DataLoader as"
-            " for what run.loader makes"
+            " for what run.loader(…) makes"
         )
 
     def scale(self, loss: Any) -> Any:

@@ -59,8 +59,10 @@ class Feed:
         """The next batch, of whatever epoch; of several loaders one each."""
         try:
             return self._pack([next(stream) for stream in self._streams])
-        except BaseException:
+        except BaseException as e:
             self.rewind()  # those that were asked before the one that failed give theirs again
+            if isinstance(e, DataError):
+                raise LoopError(str(e)) from e
             raise
 
     def acknowledge(self) -> None:

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import Any
 
-from everstep.data import Batch
+from everstep.data import Batch, BatchUnusable
 
 
 class LoopError(RuntimeError):
@@ -69,6 +69,8 @@ class Step:
     ) -> bool:
         self.phase = Phase.FAILED
         self._over()
+        if isinstance(error, BatchUnusable):  # `with step as (x, y)`
+            raise LoopError(str(error)) from error
         if error is not None:
             if not self._lost(error):
                 return False
