@@ -96,7 +96,9 @@ def main(wanted: Wanted) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     with everstep.start(wanted.url, every_steps=wanted.every_steps, rng=wanted.rng) as run:
-        model = Net()
+        with torch.random.fork_rng():  # all ranks begin with the same parameters, however they are seeded
+            torch.manual_seed(7)
+            model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         run.track(model=model, optimizer=optimizer, torch_own=torch_own, numpy_own=numpy_own, python_own=python_own)
         loader = run.loader(Noisy(), global_batch=12, num_workers=1, seed_samples=False)
