@@ -17,6 +17,7 @@ from everstep.train.recovery import forming
 from everstep.train.recovery.agreement import Quality
 from everstep.train.recovery.ahead import Ahead
 from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.rounds import AgentRounds, Dismissed, Round, RoundsOver
 
 
@@ -163,7 +164,8 @@ def test_what_is_heard_late_of_the_round_at_hand_changes_nothing(
 
     recovery = Recovery(rounds)
     recovery.main.attach(forming.alone(), 0, 1)
-    recovery.track({"w": torch.zeros(2)})
+    state: dict[str, Any] = {"w": torch.zeros(2)}
+    recovery.track(state, Reducers(state))
     goes_on.set()
     announce_one(0)
     enter(0, Quality.NONE)
@@ -202,7 +204,8 @@ def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds:
 
     recovery = Recovery(rounds)
     recovery.main.attach(forming.alone(), 0, 1)
-    recovery.track({"w": torch.zeros(2)})
+    state: dict[str, Any] = {"w": torch.zeros(2)}
+    recovery.track(state, Reducers(state))
     announce_one(0, 1, False)
     recovery.enter(0, Quality.NONE, lambda: None, lambda: None)
     announce_one(1, 2, True)

@@ -18,6 +18,7 @@ from everstep.train.recovery.covering import NEW, Held
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.fsdp import NotRecoverable
 from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.rounds import Round, RoundsOver
 from everstep.train.recovery.sharded import Sharded
 
@@ -124,7 +125,8 @@ def test_round_that_is_lost_after_the_state_has_come_is_left_with_that_state(sto
     recovery.main.attach(forming.alone(), 0, 1)
     recovery._sharded = Sharded(mesh_of(1), recovery.members)
     model = fully_shard(torch.nn.Linear(4, 7), mesh=recovery._sharded.mesh.device_mesh)
-    recovery.track({"model": model, "optimizer": torch.optim.SGD(model.parameters())})
+    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    recovery.track(state, Reducers(state))
 
     def restore() -> int:
         recovery._abandon("a peer was lost just after it had given its state")

@@ -240,7 +240,9 @@ class Recovery:
             self._open()
         else:
             found, done = self._settle_replicated(step, quality, start)
-        self._reducers.agree(self.members)
+        # Its state has come: a peer that is lost from here on must not let this member tell its old step number with it.
+        with contextlib.suppress(PeerLost):
+            self._reducers.agree(self.members)
         self._reducers.rebuild()
         return found, done
 
