@@ -240,7 +240,7 @@ class Recovery:
             self._open()
         else:
             found, done = self._settle_replicated(step, quality, start)
-        # Its state has come: a peer that is lost from here on must not let this member tell its old step number with it.
+        # The state has come: a peer lost from here on must not let this member tell its old step number with it.
         with contextlib.suppress(PeerLost):
             self._reducers.agree(self.members)
         self._reducers.rebuild()
