@@ -55,8 +55,8 @@ LANES = {
          "apiserver", "conformance", "data", "model", "local", "cluster"),
         ("-m", "not kind and not long"), 3, BY_FILE,
     ),
-    "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone"), 3, BY_TEST),
-    "alone": Lane(("cluster", "e2e"), ("-m", "alone"), 1, ()),
+    "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST),
+    "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, ()),
 }  # fmt: skip
 
 
