@@ -77,6 +77,16 @@ class Ending:
         complete = self.world.status.condition("Complete")
         return complete is not None and complete.status == "True"
 
+    def expect_complete_without_new_pods(self, after: list[tuple[Any, ...]]) -> None:
+        """Whatever comes `after`, while the rest of the workers succeed."""
+        self.made.clear()
+        for name, *args in after:
+            self.do(name, *args)
+        self.rest_succeeds()
+        self.act(PASSES)
+        assert self.is_complete(), self.world.status.condition("Ready")
+        assert not self.made
+
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(before=st.lists(late, max_size=3), after=st.lists(late, max_size=12))
@@ -88,13 +98,7 @@ def test_job_whose_agents_have_finished_is_complete_without_new_pods(
     for name, *args in before:
         ending.do(name, *args)
     ending.world.do_close()
-    ending.made.clear()
-    for name, *args in after:
-        ending.do(name, *args)
-    ending.rest_succeeds()
-    ending.act(PASSES)
-    assert ending.is_complete(), ending.world.status.condition("Ready")
-    assert not ending.made
+    ending.expect_complete_without_new_pods(after)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -113,13 +117,7 @@ def test_job_whose_operator_begins_at_the_end_is_complete(
         wanted = not ending.world.spec.get("suspend") and ending.world.published().wanted > 0
         assert len(ending.made) == made or not (successes and wanted)
     ending.world.do_round_read()
-    ending.made.clear()
-    for name, *args in after:
-        ending.do(name, *args)
-    ending.rest_succeeds()
-    ending.act(PASSES)
-    assert ending.is_complete(), ending.world.status.condition("Ready")
-    assert not ending.made
+    ending.expect_complete_without_new_pods(after)
 
 
 @pytest.mark.parametrize("backend", ["everstep", "etcd", "c10d"])

@@ -22,7 +22,7 @@ from everstep.checkpoint import Checkpointer, Fenced, SaveFailed
 from everstep.checkpoint.ranks import Ranks
 from everstep.storage.errors import StoreUnusable
 from everstep.train import termination
-from everstep.train.intent import Intent, Wish, group_of_its_own, reduce_into
+from everstep.train.intent import Intent, Wish, gather_over, group_of_its_own, reduce_into
 from everstep.train.keeper import Keeper
 from everstep.train.metrics import Metrics
 from everstep.train.report import Reporter, default_reporter
@@ -168,21 +168,12 @@ class Boundary:
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         """Every rank's values, by rank; as many of each, of at most 63 bits. Collective."""
-        if self._group is None:
-            return [tuple(values)]
-        mine = torch.tensor(values, dtype=torch.int64)
-        found = [torch.zeros_like(mine) for _ in range(self._group.size())]
-        self._group.allgather([found], [mine]).wait()
-        return [tuple(t.tolist()) for t in found]
+        return [tuple(values)] if self._group is None else gather_over(values, self._group)
 
     def first(self, number: int) -> int:
         """Rank 0's number, of at most 64 bits. Collective."""
-        if self._group is None:
-            return number
-        words = torch.tensor(divmod(number if self._rank == 0 else 0, 2**32), dtype=torch.int64)
-        reduce_into(words, dist.ReduceOp.MAX, self._group).wait()
-        high, low = words.tolist()
-        return int(high) << 32 | int(low)
+        high, low = self.gather(divmod(number, 2**32))[0]
+        return high << 32 | low
 
     def finish(self, step: int, *, save: bool = True) -> None:
         """Training is complete after `step` steps: commit them, and report it. Collective."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -120,6 +120,14 @@ def reduce_into(values: torch.Tensor, operation: Any, group: Any) -> Any:
     options = c10d.AllreduceOptions()
     options.reduceOp = operation
     return group.allreduce([values], options)
+
+
+def gather_over(values: Sequence[int], group: Any) -> list[tuple[int, ...]]:
+    """Every rank's values, by rank; as many of each, of at most 63 bits."""
+    mine = torch.tensor(values, dtype=torch.int64)
+    found = [torch.zeros_like(mine) for _ in range(group.size())]
+    group.allgather([found], [mine]).wait()
+    return [tuple(t.tolist()) for t in found]
 
 
 def group_of_its_own(seconds: float) -> Any:

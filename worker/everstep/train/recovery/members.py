@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint.ranks import Broadcasting
-from everstep.train.intent import reduce_into
+from everstep.train.intent import gather_over, reduce_into
 from everstep.train.recovery.group import RecoverableGroup
 
 
@@ -35,10 +35,7 @@ class Members(Broadcasting):
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         """Every rank's values, by rank; as many of each, of at most 63 bits."""
-        mine = torch.tensor(values, dtype=torch.int64)
-        found = [torch.zeros_like(mine) for _ in range(self.world_size)]
-        self.group.allgather([found], [mine]).wait()
-        return [tuple(t.tolist()) for t in found]
+        return gather_over(values, self.group)
 
     def broadcast(self, data: torch.Tensor, source: int) -> Any:
         options = dist.BroadcastOptions()
