@@ -195,6 +195,27 @@ async def test_first_replica_leads_at_once_and_the_other_knows_where(world: Worl
         b.elector.require()
 
 
+async def test_renewal_that_is_answered_after_the_deadline_revives_no_term(world: World) -> None:
+    """Its term has ended for those that wait, and they would hear of no other while the Lease is renewed for ever."""
+    one = world.replica("a_10.0.0.1:8080")
+    one.link.latency = 0
+    await one.elector._attempt()
+    one.elector._announce()
+    ended = asyncio.create_task(one.elector.wait_lost(1))
+    lease = world.leases.get()
+    await world.advance(4.5)
+    assert ended.done()
+    begins = asyncio.create_task(one.elector.wait_leading())
+    await world.advance(0.1)
+    one.elector._won(lease, 3.0)  # sent before the deadline, and read by a busy loop only now
+    one.elector._announce()
+    await one.elector._attempt()
+    one.elector._announce()
+    await world.advance(0.1)
+    assert begins.done()
+    assert begins.result() == one.elector.require() == 2
+
+
 async def test_released_lease_is_taken_over_within_a_retry_under_a_new_epoch(world: World) -> None:
     a, b = await pair(world)
     await_shutdown = asyncio.create_task(a.shut_down())

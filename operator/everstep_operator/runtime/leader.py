@@ -274,7 +274,12 @@ class LeaderElector:
 
     def _won(self, lease: Lease, sent: float) -> None:
         self._observe(lease)
-        self._state = Leading(lease.spec.lease_transitions or 0, sent + self._timing.renew_deadline)
+        epoch = lease.spec.lease_transitions or 0
+        if isinstance(self._state, Leading) and self._state.epoch == epoch and not self.is_leader():
+            # The answer was read too late. Whoever waits has seen this term end, and waits for another epoch.
+            self._follow("the renew deadline passed")
+            return
+        self._state = Leading(epoch, sent + self._timing.renew_deadline)
 
     def _follow(self, reason: str) -> None:
         spec = self._seen.lease.spec if self._seen else None
