@@ -98,9 +98,8 @@ def in_place(job: Job) -> dict[str, float]:
     fault = job.injected_at
 
     def first_step() -> float | None:
-        since = f"--since-time={datetime.fromtimestamp(fault, UTC).isoformat().replace('+00:00', 'Z')}"
-        starts = [t for t, _ in steps_seen(job, START_LINE, since) if t > fault]
-        return next((t for t, _ in steps_seen(job, which=since) if starts and t > starts[0]), None)
+        starts = [t for t, _ in steps_seen(job, START_LINE, since(fault)) if t > fault]
+        return next((t for t, _ in steps_seen(job, which=since(fault)) if t > starts[0]), None) if starts else None
 
     found = wait_for("a step behind the new process's start", first_step, PEER_LIMIT, poll=1)
     assert found is not None
@@ -142,7 +141,7 @@ def measure(cluster: Cluster, name: str, samples: int, backend: str) -> list[Fig
             print(f"{backend} {name} {number + 1}/{samples}: {json.dumps(taken[-1])}", file=sys.stderr, flush=True)
             settle(job)
     figures = spread(f"{backend}.{name}.total", [t["total"] for t in taken], "s")
-    for part in (part for part in taken[0] if part != "total"):
+    for part in [p for p in taken[0] if p != "total"]:
         middle = sorted(t[part] for t in taken)[len(taken) // 2]
         unit = "steps" if part == "lost_steps" else "s"
         figures.append(Figure(f"{backend}.{name}.{part}.p50", middle, unit, Better.LOWER, len(taken)))
@@ -256,11 +255,15 @@ def ready_operators(cluster: Cluster) -> int:
     return int(str(done.stdout).strip() or 0)
 
 
+def since(moment: float) -> str:
+    """The flag of `kubectl logs` for what was written after `moment`, in seconds since the epoch."""
+    return f"--since-time={datetime.fromtimestamp(moment, UTC).isoformat().replace('+00:00', 'Z')}"
+
+
 def steps_of_world(job: Job, size: int, after: float) -> list[float]:
     """When steps of a world of `size` were printed after `after`, in seconds since the epoch, sorted."""
-    since = datetime.fromtimestamp(after, UTC).isoformat().replace("+00:00", "Z")
     line = re.compile(rf"^(\S+) .*step=(\d+) .*world={size} ", re.MULTILINE)
-    return [t for t, _ in steps_seen(job, line, f"--since-time={since}") if t > after]
+    return [t for t, _ in steps_seen(job, line, since(after)) if t > after]
 
 
 def store_restart(cluster: Cluster, samples: int, backend: str) -> list[Figure]:
