@@ -89,6 +89,10 @@ class Calls:
             self._page.write(call)
         return call
 
+    def point(self, name: str, what: str) -> Call:
+        """One begins between two members. It is not counted: the others run none."""
+        return Call(self._number, f"{name}({what})"[:MAX_WHAT])
+
 
 def _words(name: str, root: int | None, tensors: Sequence[tuple[Any, Any]]) -> str:
     shown = [f"{str(kind).removeprefix('torch.')}{list(shape)}" for kind, shape in tensors[:MAX_SHAPES]]

@@ -37,9 +37,10 @@ from everstep.train.randomness import STATE, Randomness, Rng, source_of
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS, Reducers
 from everstep.train.recovery.rounds import AgentRounds
+from everstep.train.recovery.scope import UNKNOWN
 from everstep.train.report import Reporter
 from everstep.train.step import LoopError, Phase, Step
-from everstep.train.world import Place, take_place
+from everstep.train.world import Place, most_processes, take_place
 from everstep.train.worlds import Recovering, Steady, World
 
 RESERVED = ("step", "data", "rng", BUCKETS, STATE)
@@ -66,7 +67,7 @@ def start(
     rounds = AgentRounds.find()
     recovery = Recovery(rounds) if rounds is not None else None
     if recovery is not None:
-        recovery.start()
+        recovery.start(most_processes())
     place = take_place()
     boundary = Boundary.find(checkpoint, every_steps, every_seconds, options, reporter)
     return Run(place, boundary, recovery, rng=rng)
@@ -90,8 +91,11 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the present world, which another may follow."""
-        return dist.get_rank() if self._recovery is not None else self.place.rank
+        """This process's rank in the present world, which another may follow. Raises `LoopError` before `steps` where
+        nobody knows it yet."""
+        if self._recovery is not None and not self._loop and self.place.most > 1:
+            raise LoopError(f"run.rank: {UNKNOWN}")
+        return self._rank
 
     @property
     def world_size(self) -> int:
@@ -100,6 +104,10 @@ class Run:
         if self._recovery is None:
             return self.place.world_size
         return dist.get_world_size() if self._loop else self.place.most
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if self._recovery is not None else self.place.rank
 
     @property
     def device(self) -> torch.device:
@@ -194,7 +202,7 @@ class Run:
             while True:
                 while self.step < self._goal:
                     world.step_begins()
-                    self._random.begin(self.step, self.rank)
+                    self._random.begin(self.step, self._rank)
                     step = Step(self.step, feed, whole, count, world.lost, world.step_over)
                     yield step
                     if step.phase is Phase.LOST:
@@ -209,7 +217,7 @@ class Run:
                         if self.step < self._goal:
                             world.between()
                 if world.finish():
-                    self._random.begin(self.step, self.rank)  # what follows draws alike, however the run came here
+                    self._random.begin(self.step, self._rank)  # what follows draws alike, however the run came here
                     return
         finally:
             self._by_hand.end()
@@ -233,7 +241,7 @@ class Run:
 
     def _cut(self) -> Cut:
         """What this process has to read of the data, in the present world."""
-        return Cut(self.rank, dist.get_world_size() if self._recovery is not None else self.place.world_size)
+        return Cut(self._rank, dist.get_world_size() if self._recovery is not None else self.place.world_size)
 
 
 def _check_goal(loader: Any, until: int | None, epochs: int | None) -> None:

@@ -28,6 +28,11 @@ class Place:
     most: int
 
 
+def most_processes(environ: Mapping[str, str] = os.environ) -> int:
+    """That the job may come to have, as the agent says."""
+    return int(environ.get(env.MOST_PROCESSES, "1"))
+
+
 def take_place(environ: Mapping[str, str] = os.environ) -> Place:
     """Find out, and form the default process group under a launcher if the script has not: gloo for CPU tensors, NCCL
     for those of a GPU."""
@@ -42,5 +47,5 @@ def take_place(environ: Mapping[str, str] = os.environ) -> Place:
         made = True
     if dist.is_available() and dist.is_initialized():
         size = dist.get_world_size()
-        return Place(dist.get_rank(), size, local, device, made, max(size, int(environ.get(env.MOST_PROCESSES, "1"))))
+        return Place(dist.get_rank(), size, local, device, made, max(size, most_processes(environ)))
     return Place(0, 1, local, device, made, 1)

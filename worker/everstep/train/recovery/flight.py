@@ -68,6 +68,10 @@ class Answer(c10d.Work):
     def result(self) -> Any:
         return self._value
 
+    def _source_rank(self) -> int:
+        """Of a receipt from any member, once it is over."""
+        return int(self.work._source_rank())
+
     def synchronize(self) -> None:
         self.wait()
 

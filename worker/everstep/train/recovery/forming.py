@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo,
 from everstep.rendezvous.quiet import warnings_off
 from everstep.train.recovery import links
 from everstep.train.recovery.rounds import Round
+from everstep.train.step import LoopError
 
 # torch's default, and how long a rank may lag behind the others. It ends nothing that we wait for, but a thread that
 # gloo lost a transfer of lives so long.
@@ -69,14 +70,17 @@ def alone() -> Any:
     return main
 
 
-def form(round_: Round, newer: Callable[[], bool], seconds: float, parts: Sequence[Part] = ()) -> Formed:
-    """Meet the members of a round. Raises `Unformed` once `newer()` holds, after `seconds`, or if it cannot be."""
+def form(
+    round_: Round, newer: Callable[[], bool], seconds: float, parts: Sequence[Part] = (), made: str = ""
+) -> Formed:
+    """Meet the members of a round. Raises `Unformed` once `newer()` holds, after `seconds`, or if it cannot be; and
+    `LoopError` on all members if their scripts have `made` different things, told in words."""
     result: list[Formed | BaseException] = []
     done = threading.Event()
 
     def run() -> None:
         try:
-            result.append(_form(round_, seconds, parts))
+            result.append(_form(round_, seconds, parts, made))
         except BaseException as e:
             result.append(e)
         done.set()
@@ -92,6 +96,8 @@ def form(round_: Round, newer: Callable[[], bool], seconds: float, parts: Sequen
     match result[0]:
         case Formed() as formed:
             return formed
+        case LoopError() as e:
+            raise e
         case BaseException() as e:
             raise Unformed(f"round {round_.number}: {e}") from e
 
@@ -129,7 +135,7 @@ def _drop(formed: Formed) -> None:
     formed.store = None
 
 
-def _form(round_: Round, seconds: float, parts: Sequence[Part]) -> Formed:
+def _form(round_: Round, seconds: float, parts: Sequence[Part], made: str) -> Formed:
     host, port = round_.store
     client = TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds), use_libuv=True
@@ -137,6 +143,7 @@ def _form(round_: Round, seconds: float, parts: Sequence[Part]) -> Formed:
     store = PrefixStore(f"round-{round_.number}", client)
     device, address = links.listening(partial(gloo_device, host, port))
     store.set(f"link/{round_.rank}", f"{address[0]} {address[1]}")
+    _check_made(store, round_, made)
     gloo = _gloo(PrefixStore("main", store), round_.rank, round_.world_size, device)
     main, abort = _with_devices(gloo, round_.rank, round_.world_size, store)
     control = _gloo(PrefixStore("control", store), round_.rank, round_.world_size, device)
@@ -149,6 +156,19 @@ def _form(round_: Round, seconds: float, parts: Sequence[Part]) -> Formed:
         name, number = store.get(f"link/{rank}").decode().split()
         addresses.add((name, int(number)))
     return Formed(round_, main, control, frozenset(addresses), store, abort, inner, [device])
+
+
+def _check_made(store: Any, round_: Round, made: str) -> None:
+    """Groups that one member has and another has not would wait for each other."""
+    store.set(f"made/{round_.rank}", made)
+    found = store.multi_get([f"made/{rank}" for rank in range(round_.world_size)])
+    told = [one.decode() or "no group and no evaluation" for one in found]
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise LoopError(
+                f"rank 0's script made {told[0]}, and rank {rank}'s {other}, before its first step. "
+                "Each process must make the same ones in the same order, a process that comes later too"
+            )
 
 
 def _with_devices(gloo: Any, rank: int, size: int, store: Any) -> tuple[Any, Callable[[], None] | None]:

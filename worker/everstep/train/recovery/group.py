@@ -24,19 +24,32 @@ from torch._C import _distributed_c10d as c10d
 
 from everstep.contract.calls import Call, Page
 from everstep.train.recovery.flight import Answer, Flight, PeerLost, Waiting
+from everstep.train.recovery.scope import Scope
 
 BACKEND = "everstep"
+# From one member to another: how it is told.
+_POINT: dict[str, Callable[[Any], tuple[str, str]]] = {
+    "send": lambda arguments: ("send", f"to rank {arguments[1]}"),
+    "recv": lambda arguments: ("recv", f"from rank {arguments[1]}"),
+    "recv_anysource": lambda _: ("recv", "from any rank"),
+}
 
 
 class RecoverableGroup(dist.ProcessGroup):
     """torch's collectives over the group of the present round; between two rounds each of them fails at once.
 
     `on_lost`: called once a round, in one of gloo's threads, if a collective fails before `abandon`. `waiting`: shared
-    by groups of one program.
+    by groups of one program. `scope`: where the script may use it; everywhere without one.
     """
 
-    def __init__(self, on_lost: Callable[[str], None] | None = None, waiting: Waiting | None = None) -> None:
+    def __init__(
+        self,
+        on_lost: Callable[[str], None] | None = None,
+        waiting: Waiting | None = None,
+        scope: Scope | None = None,
+    ) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
+        self._scope = scope
         self._waiting = waiting or Waiting()
         self._flight = Flight(on_lost, self._waiting)
         self._inner: Any = None
@@ -114,12 +127,18 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def _run(self, name: str, value: Any, same: Sequence[Any], *arguments: Any) -> Any:
         """`same`: the tensors that have to be alike on all members; the last argument is the options."""
+        if self._scope is not None and not self._scope.free:
+            self._scope.collective(name)
         flight, answer = self._flight, Answer(value)
         with flight.lock:
             inner, lost = self._inner, flight.lost
             device = _on_device(same or value)
             if lost is None:
-                answer.call = flight.calls.begin(name, same, arguments[-1])
+                answer.call = (
+                    flight.calls.point(*_POINT[name](arguments))
+                    if name in _POINT
+                    else flight.calls.begin(name, same, arguments[-1])
+                )
                 if not device:
                     flight.begin(answer)
         if lost is not None:
@@ -161,9 +180,13 @@ class RecoverableGroup(dist.ProcessGroup):
     # What c10d calls, from Python and (by the names that begin with `get`) from C++.
 
     def rank(self) -> int:
+        if self._scope is not None:
+            self._scope.place()
         return self._rank
 
     def size(self) -> int:
+        if self._scope is not None:
+            self._scope.place()
         return self._size
 
     def getRank(self) -> int:
@@ -242,6 +265,17 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         return self._run("barrier", None, (), opts or c10d.BarrierOptions())
+
+    # From one member to another: the rest of the world runs no such call.
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
+        return self._run("send", tensors, (), tensors, to, tag)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        return self._run("recv", tensors, (), tensors, source, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        return self._run("recv_anysource", tensors, (), tensors, tag)
 
 
 def _on_device(tensors: Any) -> bool:

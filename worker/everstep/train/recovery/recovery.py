@@ -17,24 +17,24 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from everstep.contract import env
 from everstep.train.recovery import forming, fsdp, transfer
 from everstep.train.recovery.agreement import NoState, Quality, Standing, agree
 from everstep.train.recovery.ahead import Ahead
-from everstep.train.recovery.flight import PeerLost, Waiting
-from everstep.train.recovery.group import BACKEND, RecoverableGroup
+from everstep.train.recovery.flight import PeerLost
+from everstep.train.recovery.group import RecoverableGroup
 from everstep.train.recovery.members import Members
 from everstep.train.recovery.mesh import RecoverableMesh
+from everstep.train.recovery.own_groups import ProgramGroups
 from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.replay import Replay
 from everstep.train.recovery.rounds import Round, Rounds, Where
+from everstep.train.recovery.scope import At
 from everstep.train.recovery.sharded import Sharded
 
 log = logging.getLogger("everstep.train")
@@ -62,14 +62,13 @@ class Recovery:
         self._heard_at = 0.0  # when its forming began
         self._ahead = Ahead()
         self._stuck: forming.Unformed | None = None  # something of a round before may still write into tensors
-        self._waiting = Waiting()  # in the program's collectives
-        self.main = RecoverableGroup(self._failed, self._waiting)
+        self.program = ProgramGroups(self._failed)
+        self.main = self.program.main
         if path := os.environ.get(env.CALLS_FILE):
             self.main.write_calls(path)
         self.control = RecoverableGroup(self._failed)
         self.members = Members(self.control)
         self._sharded: Sharded | None = None
-        self._asked: RecoverableGroup | None = None  # that c10d makes a group of just now
         self.met = False  # the newest round has formed, for `decide`, and is still to be settled
         self.boundary_wanted = False  # a newer round waits for us to come to the end of a step
         self._reducers: Reducers | None = None
@@ -90,27 +89,17 @@ class Recovery:
 
     @property
     def _groups(self) -> tuple[RecoverableGroup, ...]:
-        return (self.main, self.control, *(self._sharded.mesh.groups if self._sharded is not None else ()))
+        of_mesh = self._sharded.mesh.groups if self._sharded is not None else ()
+        return (self.main, self.control, *of_mesh, *self.program.own)
 
-    def start(self) -> None:
-        """Make `main` the default group, of a world of one for now."""
-        dist.Backend.register_backend(BACKEND, lambda *_: self._asked or self.main, devices=["cpu", "cuda"])
-        dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
-        self.main.attach(forming.alone(), 0, 1)
+    def start(self, most: int) -> None:
+        """Make `main` the default group, of a world of one for now. The job may come to have `most` processes."""
+        self.program.begin(most)
 
     def mesh(self, shards: int, provisional: int, device: str) -> Any:
         """The `DeviceMesh` of a job whose state is cut into shards. Once, before `track`."""
-
-        def new_group(description: str) -> RecoverableGroup:
-            self._asked = RecoverableGroup(self._failed, self._waiting)
-            try:
-                dist.new_group([0], backend=BACKEND, group_desc=description)
-                return self._asked
-            finally:
-                self._asked = None
-
         assert self._sharded is None
-        mesh = RecoverableMesh(shards, provisional, device, self.control, new_group)
+        mesh = RecoverableMesh(shards, provisional, device, self.control, self.program.for_mesh)
         self._sharded = Sharded(mesh, self.members)
         return self._sharded.mesh.device_mesh
 
@@ -131,10 +120,12 @@ class Recovery:
         """Step number `step` begins."""
         assert self._replay is not None
         self._replay.begin(step)
+        self.program.scope.enter(At.STEP)
         self._began = (step, time.monotonic())
 
     def over(self) -> None:
         """The step's block has ended, well or not."""
+        self.program.scope.enter(At.BETWEEN)
         if self._began is not None:
             self._recent.append(time.monotonic() - self._began[1])
             self._began = None
@@ -149,6 +140,7 @@ class Recovery:
 
     def end(self) -> None:
         """No step is taken any more."""
+        self.program.scope.enter(At.OVER)
         if self._replay is not None:
             self._replay.end()
 
@@ -217,16 +209,19 @@ class Recovery:
             self._rounds.joined(round_.number, step, 0.0, 0.0, "waiting for whole replicas")
             return None
         try:
-            parts = mesh.parts(round_.rank, round_.world_size) if mesh is not None else ()
             formed = self._ahead.take(round_.number)
-            self._join(formed if formed is not None else self._form(round_, parts))
+            self._join(formed if formed is not None else self._form(round_))
         except (forming.Unformed, PeerLost) as e:
             self._did_not_come(round_, e)
             return None
         return round_
 
-    def _form(self, round_: Round, parts: Sequence[forming.Part] = ()) -> forming.Formed:
-        return forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS, parts)
+    def _form(self, round_: Round) -> forming.Formed:
+        parts = self.program.parts(round_.rank, round_.world_size)
+        if self._sharded is not None:
+            parts = (*self._sharded.mesh.parts(round_.rank, round_.world_size), *parts)
+        overtaken = partial(self._overtaken, round_.number)
+        return forming.form(round_, overtaken, FORM_SECONDS, parts, self.program.made)
 
     def _did_not_come(self, round_: Round, why: Exception) -> None:
         log.warning("round %d did not come about here: %s", round_.number, why)
@@ -290,9 +285,9 @@ class Recovery:
             if self.control.lost is not None:
                 return  # and they fail still: the members are at one state, and must not tell the next round another
             self.main.attach(formed.main, formed.round.rank, formed.round.world_size, formed.abort)
-            if self._sharded is not None:
-                for group, (inner, abort) in zip(self._sharded.mesh.groups, formed.parts, strict=True):
-                    group.attach(inner, group.rank(), group.size(), abort)
+            self.program.place(formed.round.rank, formed.round.world_size)
+            for group, (inner, abort) in zip(self._groups[2:], formed.parts, strict=True):
+                group.attach(inner, group.rank(), group.size(), abort)
 
     def _vote(self) -> None:
         """Before an optimizer's step, with sharded state: it is made by all members or by none. Raises `PeerLost`."""
@@ -381,7 +376,7 @@ class Recovery:
             works = [work for group in self._groups for work in group.left]
             on_device = [work for group in self._groups for work in group.left_on_device]
         if formed is None:
-            self.main.abandon(reason)  # the world of one
+            self.program.abandon(reason)
             return
         try:
             forming.dismiss(formed, works, on_device)

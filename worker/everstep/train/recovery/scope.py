@@ -1,0 +1,144 @@
+"""Where in its loop the script is, and what it may ask of its process groups there.
+
+Before the first round a process builds its objects alone: what it asks of the world then has an answer that is wrong
+(rank 0 of 1, sums of one) and looks right. Between two steps nobody would repeat a collective whose peer was lost. Both
+are refused where the script asks, on every rank, because every rank runs the same script.
+
+Invariant: in a step nothing is looked at but one attribute.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import FrameType
+
+from everstep.train.step import LoopError
+
+_LIBRARIES = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = ("/site-packages/", "/dist-packages/", "<frozen ")
+# Where torch's functions for a script's own collectives are. DDP and FSDP reach their groups in other ways.
+_OWN = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.nn.functional",
+    "torch.distributed._functional_collectives",
+)
+
+
+class At(Enum):
+    BUILDING = auto()  # alone, before the first round
+    STEP = auto()  # in a step or an evaluation: what a lost peer breaks comes again
+    BETWEEN = auto()
+    OVER = auto()  # after the last step
+
+
+class Scope:
+    """Shared by the groups of one program. Without `others` there is one process for ever, and nothing is refused."""
+
+    def __init__(self) -> None:
+        self.where = At.BUILDING
+        self.others = True
+        self._thread = threading.get_ident()
+
+    @property
+    def free(self) -> bool:
+        """Whether collectives of this thread are as they should be."""
+        return self.where is At.STEP and threading.get_ident() == self._thread
+
+    def enter(self, where: At) -> None:
+        self.where = where
+
+    def collective(self, name: str) -> None:
+        """One begins that is not `free`. Raises `LoopError` if it cannot be right."""
+        if not self.others or self.where is At.OVER:
+            return
+        if self.where is At.STEP and isinstance(threading.current_thread(), threading._DummyThread):
+            return  # one of autograd's
+        asked = script_asks(sys._getframe(1))
+        if asked is None:
+            return
+        name = asked.function if asked.own else name
+        match self.where:
+            case At.STEP:
+                raise LoopError(
+                    f"{name}{asked.at} is in the thread {threading.current_thread().name!r}: no order holds between it "
+                    "and the step's own collectives, and nobody repeats it when a peer is lost. Call it in the thread "
+                    "of the loop, inside `with step:`"
+                )
+            case At.BUILDING if asked.own:
+                raise LoopError(
+                    f"{name}{asked.at}: before steps() this process is alone, and no other rank would be in it. To do "
+                    "something in one process of the job, write run.once(fn); to prepare files on each machine, "
+                    "run.once(fn, each='machine'); what all ranks must agree on belongs inside `with step:`"
+                )
+            case At.BETWEEN:
+                raise LoopError(
+                    f"{name}{asked.at} is between two steps, where nobody repeats it when a peer is lost. Move it into "
+                    "`with step:`; for an evaluation write before steps() `run.evaluate(fn, every=N)`: fn is called "
+                    "after each N-th step, and again if a peer is lost in it. A forward pass that is each rank's own "
+                    "takes `model.module`, which is inside DistributedDataParallel"
+                )
+            case _:
+                return
+
+    def place(self) -> None:
+        """A group is asked for its rank or size. Raises `LoopError` if the script asks, and nobody knows."""
+        if self.where is not At.BUILDING or not self.others:
+            return
+        asked = script_asks(sys._getframe(1))
+        if asked is None or asked.library:
+            return
+        if asked.function in ("get_rank", "get_world_size"):
+            raise LoopError(f"dist.{asked.function}(){asked.at}: {UNKNOWN}")
+        if asked.function.startswith("new_subgroups"):
+            raise LoopError(f"dist.{asked.function}(){asked.at}: {NO_SUBGROUPS}")
+
+
+UNKNOWN = (
+    "before steps() nobody knows: a process that comes later builds its objects alone, while the others train, and "
+    "ranks change when a peer is lost. Ask run.rank and run.world_size inside the loop. To prepare files, write "
+    "run.once(fn, each='machine'); to do something in one process of the job, run.once(fn)"
+)
+NO_SUBGROUPS = (
+    "a group of some ranks cannot follow a world whose ranks change when a peer is lost. Write dist.new_group() for a "
+    "group of all ranks, which is made anew in each round; for sharding `run.mesh(shard=N)`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The line of the script that is being run, and the function of torch's that it calls. `own`: one by which scripts
+    run collectives; else a module's, as DDP. `library`: the line is in an installed package."""
+
+    function: str
+    own: bool
+    library: bool
+    at: str  # " (train.py:31)"
+
+
+def script_asks(frame: FrameType | None) -> Asked | None:
+    """Who of the script is behind a call, up from `frame`; None if we are."""
+    entry: FrameType | None = None
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module == "torch" or module.startswith("torch."):
+            if module != "torch.distributed.c10d_logger":
+                entry = frame
+            elif frame.f_code.co_name == "_get_msg_dict":
+                return None  # torch words an error that the script hears of in any case
+        elif not module.startswith("everstep.train.recovery."):
+            return None if module.startswith("everstep.") else _asked(frame, entry)
+        frame = frame.f_back
+    return None
+
+
+def _asked(frame: FrameType, entry: FrameType | None) -> Asked:
+    function, module = "", ""
+    if entry is not None:
+        function, module = entry.f_code.co_name, str(entry.f_globals.get("__name__", ""))
+    file = frame.f_code.co_filename
+    library = file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED)
+    return Asked(function, module.startswith(_OWN), library, f" ({file.rpartition('/')[2]}:{frame.f_lineno})")
