@@ -45,7 +45,7 @@ EVERSTEP_RUN = (warm_agent.__file__, "--nproc-per-node=3")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
 
 
-def play(folder: Path, script: str, *launcher: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def play(folder: Path, script: str, *launcher: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
     """Run it to its end."""
     (folder / "train.py").write_text(HEAD + script)
     variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
 
 from everstep.data.errors import BatchUnusable
 from everstep.data.permutation import Indices
@@ -43,6 +46,27 @@ class Batch(Generic[T]):
             " for what run.loader(…) makes"
         )
 
+    def to(self, device: Any) -> Batch[T]:
+        """This batch with the tensors of its `data` on a device; those of pinned memory are copied in the background.
+
+        Tensors are found in lists, tuples and mappings. Anything else that has a `to` is asked for it.
+        """
+        return replace(self, data=_moved(self.data, device))
+
     def scale(self, loss: Any) -> Any:
         """The mean loss over this batch's rows, weighted: call `backward` on it."""
         return loss * self.weight
+
+
+def _moved(data: Any, device: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=data.is_pinned())
+    if hasattr(data, "to"):
+        return data.to(device)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):  # a named one
+        return type(data)(*(_moved(one, device) for one in data))
+    if isinstance(data, list | tuple):
+        return type(data)(_moved(one, device) for one in data)
+    if isinstance(data, Mapping):
+        return {key: _moved(one, device) for key, one in data.items()}
+    return data

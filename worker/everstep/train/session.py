@@ -18,7 +18,7 @@ the same step; a step that raised is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -28,10 +28,13 @@ import torch.distributed as dist
 from everstep.checkpoint import Checkpointer, RngState
 from everstep.data import ElasticLoader
 from everstep.data.assignment import World as Cut
+from everstep.train import ending, once
+from everstep.train.between import Between
 from everstep.train.boundary import Boundary
 from everstep.train.byhand import ByHand
 from everstep.train.cuts import Cuts
-from everstep.train.feeding import feed_of
+from everstep.train.evaluation import Evaluations, figures
+from everstep.train.feeding import Feed, feed_of
 from everstep.train.meshes import make_mesh
 from everstep.train.randomness import STATE, Randomness, Rng, source_of
 from everstep.train.recovery.recovery import Recovery
@@ -43,7 +46,7 @@ from everstep.train.step import LoopError, Phase, Step
 from everstep.train.world import Place, most_processes, take_place
 from everstep.train.worlds import Recovering, Steady, World
 
-RESERVED = ("step", "data", "rng", BUCKETS, STATE)
+RESERVED = ("step", "data", "rng", BUCKETS, STATE, once.KEY)
 
 
 def start(
@@ -87,6 +90,9 @@ class Run:
         self._cuts = Cuts(place.most if recovery is not None else None)
         self._by_hand = ByHand(worlds_change=recovery is not None)
         self._goal = 0  # steps
+        self._world: World | None = None  # while it is not complete
+        self._taken: Step | None = None  # the newest
+        self._onces, self._evaluations = once.Onces(), Evaluations()
         boundary.join()
 
     @property
@@ -158,6 +164,38 @@ class Run:
         self._cuts.add(made)
         return made
 
+    def once(self, fn: Callable[[], Any], *, each: str = "job") -> once.Once:
+        """Have one process of the job call `fn` when the loop begins; `each="machine"`: one of each machine, at once,
+        before this returns. What it returns (anything that JSON holds) is the `value` of what this returns, on all
+        ranks. If the process dies in it, another calls it again. Before `steps`."""
+        if self._loop:
+            raise LoopError("once() after steps() began: call it before the loop")
+        return self._onces.add(fn, each)
+
+    def evaluate(self, fn: Callable[[], Any], *, every: int) -> None:
+        """Call `fn` on all ranks after each `every`-th step and after the last, with collectives if it likes. If a peer
+        is lost in it, all call it again in the new world. Modes, buffers and random generators are put back after it;
+        a mapping that it returns is logged. Before `steps`."""
+        if self._loop:
+            raise LoopError("evaluate() after steps() began: a process that comes later would not call it. Call it "
+                            "before the loop: `run.evaluate(fn, every=500)`")  # fmt: skip
+        self._evaluations.add(fn, every)
+
+    def train(
+        self,
+        fn: Callable[[Any], Any],
+        loader: ElasticLoader | None = None,
+        *,
+        until: int | None = None,
+        epochs: int | None = None,
+    ) -> None:
+        """`steps`, with `fn` as what a step does: it is called with the step's batch (with `micro_batch=` an iterator
+        over batches, without a loader None), and again if a peer was lost in it. A mapping that it returns is logged.
+        """
+        for step in self.steps(loader, until=until, epochs=epochs):
+            with step as batch:
+                self.log(**figures(fn(batch)))
+
     def log(self, **metrics: Any) -> None:
         """Numbers or 0-d tensors of this step, for the progress report. Never waits for a device."""
         self._boundary.log(metrics)
@@ -174,36 +212,20 @@ class Run:
         _check_goal(loader, until, epochs)
         if self._loop:
             raise LoopError("steps() was called before in this run; one loop over all steps is what can be resumed")
-        # What a script may have told a sampler in good faith.
-        sizes = frozenset({1, self.place.most} if self._recovery is not None else {self.place.world_size})
-        feed = feed_of(loader, self.place.most, self._cut(), sizes)
-        self._loop = True
-        if feed is not None:
-            self._state["data"] = feed.saved
-        self._state[BUCKETS] = reducers = Reducers(self._state)
-        boundary = self._boundary
-
-        def count() -> None:
-            """A step is complete."""
-            if feed is not None:
-                feed.acknowledge()
-            boundary.count(self.step + 1, total=self._goal, epoch=feed.epoch if feed is not None else None)
-
-        self._random.start()
-        world: World = Steady(boundary, self._state, reducers, feed, self.place.world_size)
-        if self._recovery is not None:
-            world = Recovering(self._recovery, boundary, self._state, reducers, feed, self._cuts, count)
-        world.begin()
+        feed, world, count = self._join_world(loader)
         self._goal = until if until is not None else (epochs or 0) * len(feed or ())  # as cut in the run that goes on
         whole = feed is None or feed.whole
-        boundary.watch()
+        self._boundary.watch()
         self._by_hand.begin(feed, self._state)
         try:
             while True:
                 while self.step < self._goal:
+                    if not world.ready():
+                        continue
                     world.step_begins()
                     self._random.begin(self.step, self._rank)
                     step = Step(self.step, feed, whole, count, world.lost, world.step_over)
+                    self._taken = step
                     yield step
                     if step.phase is Phase.LOST:
                         world.go_on(in_step=True)
@@ -216,13 +238,42 @@ class Run:
                         self._by_hand.step_over(step.number)
                         if self.step < self._goal:
                             world.between()
-                if world.finish():
+                if world.ready() and world.finish():
+                    self._world = None
                     self._random.begin(self.step, self._rank)  # what follows draws alike, however the run came here
                     return
         finally:
             self._by_hand.end()
             self._cuts.end()
-            boundary.leave()
+            self._boundary.leave()
+
+    def _join_world(self, loader: Any) -> tuple[Feed | None, World, Callable[[], None]]:
+        """The data, the world that has the state now, and what completes a step."""
+        # What a script may have told a sampler in good faith.
+        sizes = frozenset({1, self.place.most} if self._recovery is not None else {self.place.world_size})
+        feed = feed_of(loader, self.place.most, self._cut(), sizes)
+        self._loop = True
+        if feed is not None:
+            self._state["data"] = feed.saved
+        if len(self._onces):
+            self._state[once.KEY] = self._onces.results
+        self._state[BUCKETS] = reducers = Reducers(self._state)
+
+        def count() -> None:
+            """A step is complete."""
+            if feed is not None:
+                feed.acknowledge()
+            self._boundary.count(self.step + 1, total=self._goal, epoch=feed.epoch if feed is not None else None)
+
+        self._random.start()
+        between = Between(self._onces, self._evaluations, lambda: self._goal)
+        world: World = Steady(self._boundary, self._state, reducers, feed, self.place.world_size, between)
+        if self._recovery is not None:
+            self._recovery.program.evaluations = len(self._evaluations)
+            world = Recovering(self._recovery, self._boundary, self._state, reducers, feed, self._cuts, count, between)
+        world.begin()
+        self._world = world
+        return feed, world, count
 
     def close(self) -> None:
         """Finish the save in flight and leave the process group, if this run made it."""
@@ -236,8 +287,22 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
+        if not ending.is_done(error):
+            return
+        if self._world is not None:
+            self._end_early(self._world)
+        self.close()
+
+    def _end_early(self, world: World) -> None:
+        """The script has left its loop. Raises `LoopError` unless all ranks have, after the same step."""
+        ending.check_step(self._taken)
+        if self._taken is not None and self._taken.phase is Phase.LOST:
+            world.go_on(in_step=True)
+        if self.step < self._goal:
+            world.all_leave()
+        if not world.finish():
+            raise LoopError("a peer was lost while the run was saved, which was left before its last step")
+        self._world = None
 
     def _cut(self) -> Cut:
         """What this process has to read of the data, in the present world."""

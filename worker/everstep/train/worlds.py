@@ -11,8 +11,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
 from everstep.checkpoint.errors import NewerCommit
+from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.contract import exit_codes
+from everstep.train import ending
+from everstep.train.between import Between
 from everstep.train.boundary import Boundary
 from everstep.train.cuts import Cuts
 from everstep.train.feeding import Feed
@@ -37,6 +43,10 @@ class World(Protocol):
         """Bring the state that training goes on from."""
         ...
 
+    def ready(self) -> bool:
+        """Before each step and after the last: do what is due between two steps. False if a peer was lost in it."""
+        ...
+
     def step_begins(self) -> None: ...
 
     def step_over(self) -> None: ...
@@ -51,6 +61,10 @@ class World(Protocol):
 
     def between(self) -> None:
         """After a step that is not the last: save, stop, change the world."""
+        ...
+
+    def all_leave(self) -> None:
+        """The script has left its loop before the last step. Raises `LoopError` unless all ranks have, after this."""
         ...
 
     def finish(self) -> bool:
@@ -68,12 +82,15 @@ class Steady:
         reducers: Reducers,
         feed: Feed | None,
         world_size: int,
+        between: Between,
     ) -> None:
         self._boundary = boundary
         self._state = state
         self._reducers = reducers
         self._feed = feed
         self._size = world_size
+        self._between = between
+        self._began, self._slowest = 0.0, 0.0  # seconds
 
     def begin(self) -> None:
         self._replicas = Replicas(self._state, self._reducers.alive())
@@ -84,11 +101,18 @@ class Steady:
         if self._feed is not None:
             self._feed.agree(None if self._boundary.restored else self._boundary.first, self._boundary.same)
 
+    def ready(self) -> bool:
+        self._between.run(self._boundary, self._state, self._ranks)
+        return True
+
+    def _ranks(self) -> Ranks:
+        return join(None, None, None) if self._size > 1 else Alone()
+
     def step_begins(self) -> None:
-        pass
+        self._began = time.monotonic()
 
     def step_over(self) -> None:
-        pass
+        self._slowest = max(self._slowest, time.monotonic() - self._began)
 
     def lost(self, error: BaseException) -> bool:
         return False
@@ -99,6 +123,11 @@ class Steady:
     def between(self) -> None:
         self._completed()
         self._boundary.agree()
+
+    def all_leave(self) -> None:
+        if self._size > 1:
+            store = distributed_c10d._get_default_store()
+            ending.all_leave(store, dist.get_rank(), self._size, self._boundary.step, self._slowest)
 
     def _completed(self) -> None:
         self._reducers.learn()
@@ -124,8 +153,10 @@ class Recovering:
         feed: Feed | None,
         cuts: Cuts,
         count: Callable[[], None],
+        between: Between,
     ) -> None:
         self._recovery = recovery
+        self._between = between
         self._boundary = boundary
         self._state = state
         self._reducers = reducers
@@ -142,6 +173,18 @@ class Recovering:
         self._reducers.learn()  # of a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
         self._enter(Quality.NONE)
+
+    def ready(self) -> bool:
+        try:
+            with self._recovery.program.scope.evaluating():
+                if self._between.run(self._boundary, self._state, lambda: self._recovery.members):
+                    self._recovery.check()  # or the script has kept a loss to itself
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            self.go_on(in_step=False)
+            return False
+        return True
 
     def step_begins(self) -> None:
         self._recovery.begin(self._boundary.step)
@@ -199,6 +242,9 @@ class Recovering:
         elif isinstance(found, Slow) and found.rank == members.rank:
             log.warning("this is the slow one: %s", found)
         self._boundary.slow(str(found) if isinstance(found, Slow) else None)
+
+    def all_leave(self) -> None:
+        self._recovery.all_leave(self._boundary.step)
 
     def finish(self) -> bool:
         if self._recovery.met:
@@ -261,6 +307,7 @@ class Recovering:
                     raise NoState(f"step {newest} is committed, and no commit could be restored")
                 self._reducers.resume()
             settle(self._state, self._recovery.members.gather)
+            self._between.agree(self._boundary.step, self._recovery.members)
         except RuntimeError as e:
             if not self.lost(e):
                 raise

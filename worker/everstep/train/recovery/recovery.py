@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-
 from everstep.contract import env
-from everstep.train.recovery import forming, fsdp, transfer
+from everstep.train import ending
+from everstep.train.recovery import forming, fsdp, transfer, wrapped
 from everstep.train.recovery.agreement import NoState, Quality, Standing, agree
 from everstep.train.recovery.ahead import Ahead
 from everstep.train.recovery.flight import PeerLost
@@ -111,6 +111,7 @@ class Recovery:
             self._sharded.track(state)
         self._state = state
         self._reducers = reducers
+        wrapped.check(reducers.alive())
         self._replay = Replay(state, self.check if self._sharded is None else self._vote)
         self._rounds.on_round(self._heard)
         self._rounds.on_where(self._where)
@@ -137,6 +138,13 @@ class Recovery:
         call = self.main.waits_in()
         waits = call is not None or any(group.waits for group in self._groups)
         return Where(began[0] if began is not None else None, waits, slowest, call, self.main.recent())
+
+    def all_leave(self, step: int) -> None:
+        """The script has left its loop after this step. Raises `LoopError` unless all members' have."""
+        formed = self._formed
+        if formed is not None and formed.round.world_size > 1:
+            here = formed.round
+            ending.all_leave(formed.store, here.rank, here.world_size, step, max(self._recent, default=0.0), self.check)
 
     def end(self) -> None:
         """No step is taken any more."""

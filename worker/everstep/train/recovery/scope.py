@@ -12,6 +12,8 @@ from __future__ import annotations
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import FrameType
@@ -50,6 +52,15 @@ class Scope:
 
     def enter(self, where: At) -> None:
         self.where = where
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """What is called in it is called again if a peer is lost."""
+        self.where = At.STEP
+        try:
+            yield
+        finally:
+            self.where = At.BETWEEN
 
     def collective(self, name: str) -> None:
         """One begins that is not `free`. Raises `LoopError` if it cannot be right."""

@@ -1,0 +1,59 @@
+"""A loop that is left before its last step: by `break`, `return` or `sys.exit()`.
+
+If all ranks leave it after the same step, the run is complete there, and is saved. If only some do, nobody can go on:
+the others wait in a collective for a rank that will not come. Invariant: this shows within a bounded time, by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from everstep.train.step import LoopError, Phase, Step
+
+LEAST_SECONDS = 20.0  # for the others to come to the end of the same step
+SLOWEST_STEPS = 10.0  # or so many times the slowest step
+LOOK_SECONDS = 0.02
+
+
+def is_done(error: BaseException | None) -> bool:
+    """Whether a script that ends by this says that it has done what it wanted."""
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def check_step(step: Step | None) -> None:
+    """Raises `LoopError` if the loop was left in the middle of a step, whose state is nobody's."""
+    if step is not None and step.phase in (Phase.ENTERED, Phase.FAILED):
+        raise LoopError(
+            f"the program was ended inside step {step.number}, by sys.exit() or the like: what the step has moved is "
+            "not whole. Leave the `with step:` block first, then `break`, on all ranks after the same step"
+        )
+
+
+def all_leave(
+    store: Any, rank: int, size: int, step: int, slowest: float, check: Callable[[], None] = lambda: None
+) -> None:
+    """Meet the other ranks, who leave the loop too. `store`: of this world; `check` raises if it is over. Raises
+    `LoopError` if they do not come, or after other steps."""
+    keys = [f"everstep/left/{other}" for other in range(size)]
+    store.set(keys[rank], str(step))
+    limit = max(LEAST_SECONDS, SLOWEST_STEPS * slowest)
+    until = time.monotonic() + limit
+    while missing := [other for other, key in enumerate(keys) if not store.check([key])]:
+        check()
+        if time.monotonic() > until:
+            raise LoopError(
+                f"rank {rank} left the loop after step {step}, and ranks {missing} did not within {limit:.0f} s. "
+                f"{_ADVICE}"
+            )
+        time.sleep(LOOK_SECONDS)
+    steps = [int(store.get(key)) for key in keys]
+    if len(set(steps)) > 1:
+        raise LoopError(f"the ranks left the loop after other steps each, by rank {steps}. {_ADVICE}")
+
+
+_ADVICE = (
+    "Decide on all ranks alike: inside `with step:` one broadcasts its decision, `dist.broadcast(stop, src=0)`, and "
+    "after the block all ask it, `if step.completed and stop.item(): break`"
+)

@@ -1,0 +1,97 @@
+"""Functions that a script has called between two steps, on all ranks: `run.evaluate(fn, every=500)`.
+
+A function can be called again, which a block of code cannot. A process that comes later registers the same functions,
+so all members of a world can take part in one, whoever was there when it began. Invariants: what is tracked is after an
+evaluation what it was before; all members of a world call the same functions between the same two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.checkpoint import RngState
+from everstep.train.step import LoopError
+
+MOST = 64
+_UNKNOWN, _PENDING, _DONE = 2, 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    call: Callable[[], Any]
+    every: int
+
+
+class Evaluations:
+    """Of one run. `step` is the number of completed steps, `total` that of the last."""
+
+    def __init__(self) -> None:
+        self._all: list[_Evaluation] = []
+        self._at = -1  # the newest boundary to which this process has come
+        self._done = -1  # the newest one whose evaluations are over
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, call: Callable[[], Any], every: int) -> None:
+        if every < 1 or not callable(call):
+            raise LoopError(f"evaluate({call!r}, every={every}): a function and a number of steps, 1 or more")
+        if len(self._all) >= MOST:
+            raise LoopError(f"evaluate() for the {MOST + 1}th time: call it before the loop, not in it")
+        self._all.append(_Evaluation(call, every))
+
+    def due(self, step: int, total: int) -> list[Callable[[], Any]]:
+        """What is to be called at this boundary, and was not."""
+        if step in (0, self._done):
+            return []
+        return [one.call for one in self._all if step % one.every == 0 or step == total]
+
+    def come(self, step: int) -> None:
+        """This process is at the boundary after so many steps."""
+        self._at = step
+
+    def over(self, step: int) -> None:
+        self._done = step
+
+    def standing(self, step: int) -> int:
+        """What this member says of the evaluations at `step` when a round forms."""
+        return (_DONE if self._done == step else _PENDING) if self._at == step else _UNKNOWN
+
+    def agree(self, step: int, standings: list[int]) -> None:
+        """All members call them again, unless those that know say that they are over."""
+        self._done = step if _DONE in standings and _PENDING not in standings else -1
+
+
+def figures(found: Any) -> dict[str, Any]:
+    """What of a function's result goes to `run.log`."""
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+@contextmanager
+def unchanged(state: Mapping[str, Any]) -> Iterator[None]:
+    """Put back what an evaluation moves: modes, buffers and generators. Raises `LoopError` if it moves parameters."""
+    modules = {id(m): m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules()}.values()
+    modes = [(module, module.training) for module in modules]
+    buffers = [(owner._buffers, name, b, b.detach().clone()) for owner in modules
+               for name, b in owner._buffers.items() if b is not None]  # fmt: skip
+    versions = [(name, p, p._version) for key, t in state.items() if isinstance(t, torch.nn.Module)
+                for name, p in ((f"{key}.{n}", p) for n, p in t.named_parameters())]  # fmt: skip
+    generators = RngState().state_dict()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for holder, name, buffer, before in buffers:
+                holder[name] = buffer
+                buffer.copy_(before)
+        RngState().load_state_dict(generators)
+    for name, p, version in versions:
+        if p._version != version:
+            raise LoopError(f"the function of run.evaluate() has moved {name}: training belongs inside `with step:`")

@@ -1,0 +1,106 @@
+"""`run.once(fn)`: one process does it, and the others have what it returned.
+
+For the job, rank 0 does it when the first step is about to begin; what it returned is part of the tracked state, so a
+process that comes later, or a run that is resumed, does not do it again. For a machine, its first process does it at
+once, under a lock of the machine's file system, which the kernel takes back if the process dies.
+
+Invariant: a function that has returned on all members of a world is never called again in that run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint.ranks import Ranks
+from everstep.contract import env
+from everstep.train.step import LoopError
+
+KEY = "once"  # in the tracked state
+
+
+class Once:
+    """What a function of `run.once` has returned, or will have."""
+
+    def __init__(self, results: Mapping[str, Any], key: str) -> None:
+        self._results, self._key = results, key
+
+    @property
+    def value(self) -> Any:
+        """JSON's numbers, texts, lists and objects. Raises `LoopError` before it is known: for the job, before the
+        first step."""
+        if self._key not in self._results:
+            raise LoopError("run.once(fn).value before the first step: fn is called when the loop begins. Ask in it")
+        return self._results[self._key]
+
+
+class Onces:
+    """Of one run. `results` is tracked."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._environ = environ
+        self._of_job: dict[str, Callable[[], Any]] = {}
+        self._of_machine = 0
+        self.results: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._of_job)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to be done for the job."""
+        return self._of_job.keys() <= self.results.keys()
+
+    def add(self, call: Callable[[], Any], each: str) -> Once:
+        if each == "machine":
+            self._of_machine += 1
+            return Once({"": self._now(call)}, "")
+        if each != "job":
+            raise LoopError(f"once(each={each!r}): 'job' or 'machine' is expected")
+        key = str(len(self._of_job))
+        self._of_job[key] = call
+        return Once(self.results, key)
+
+    def run(self, ranks: Ranks) -> None:
+        """Do what was not done. Collective."""
+        for key, call in self._of_job.items():
+            if key not in self.results:
+                told = _encode(call()) if ranks.rank == 0 else b""
+                self.results[key] = json.loads(ranks.from_first(told))
+
+    def _now(self, call: Callable[[], Any]) -> Any:
+        if "RANK" not in self._environ:
+            return json.loads(_encode(call()))
+        with (self._folder() / f"once-{self._of_machine}").open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, or this process is gone
+            file.seek(0)
+            if said := file.read():
+                return json.loads(said)
+            told = _encode(call())
+            file.write(told)
+            return json.loads(told)
+
+    def _folder(self) -> Path:
+        """Of this launch on this machine."""
+        if path := self._environ.get(env.AGENT_SOCKET):
+            return Path(path).parent
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        launch = hashlib.sha256("\0".join(self._environ.get(name, "") for name in names).encode()).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"everstep-once-{os.getuid()}-{launch}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise LoopError(f"{folder} belongs to another user: run.once(each='machine') keeps its marks there")
+        return folder
+
+
+def _encode(found: Any) -> bytes:
+    try:
+        return json.dumps(found).encode()
+    except (TypeError, ValueError) as e:
+        raise LoopError(f"run.once(fn): fn returned what JSON cannot hold ({e}); return numbers, texts, lists") from e

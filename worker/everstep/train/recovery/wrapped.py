@@ -1,0 +1,52 @@
+"""DDP objects that cannot go on when a peer is lost, named before the first step."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep.train.recovery.group import RecoverableGroup
+from everstep.train.step import LoopError
+
+_HARMLESS = "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"  # whose state is DDP's own
+
+
+def check(parallel: Iterable[DistributedDataParallel]) -> None:
+    """Raises `LoopError` for the first of these that would be wrong, or end, in another round."""
+    optimized = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else None
+    compiled = [o._orig_mod for o in gc.get_objects() if type(o) is optimized]
+    for ddp in parallel:
+        name = type(ddp.module).__name__
+        if not isinstance(ddp.process_group, RecoverableGroup):
+            raise LoopError(
+                f"DistributedDataParallel of {name}: its process group is not the session's. Wrap the module after "
+                "everstep.start(), with process_group=dist.new_group() made after it, or with none"
+            )
+        if any(one is ddp for one in compiled):
+            raise LoopError(
+                f"torch.compile of DistributedDataParallel({name}): the compiled code holds the process group of the "
+                "world in which it was compiled. Compile inside: `DistributedDataParallel(torch.compile(model))`"
+            )
+        _check_hooks(ddp, name)
+
+
+def _check_hooks(ddp: Any, name: str) -> None:
+    for hook, state in ddp._comm_hooks:
+        if state is None or isinstance(state, dist.ProcessGroup) or type(state).__module__ == _HARMLESS:
+            continue
+        raise LoopError(
+            f"register_comm_hook of DistributedDataParallel({name}): {getattr(hook, '__qualname__', hook)} keeps what "
+            f"each rank has of its own in a {type(state).__name__}, which is lost with its process, and no other rank "
+            "has it. Use a hook without a state: `register_comm_hook(None, default_hooks.bf16_compress_hook)`"
+        )
+    if not ddp._comm_hooks and (found := ddp._get_ddp_logging_data().get("comm_hook")):
+        raise LoopError(
+            f"{found} of DistributedDataParallel({name}) is built in, and lost when a round begins. Register it in "
+            "Python: `register_comm_hook(None, default_hooks.fp16_compress_hook)`"
+        )
