@@ -200,7 +200,7 @@ import threading
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 with everstep.start() as run:
     model = DistributedDataParallel(torch.compile(torch.nn.Linear(4, 1), backend="eager"))
-    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     tried = []
