@@ -26,10 +26,12 @@ from everstep.train.intent import Intent, Wish, gather_over, group_of_its_own, r
 from everstep.train.keeper import Keeper
 from everstep.train.metrics import Metrics
 from everstep.train.report import Reporter, default_reporter
+from everstep.train.step import LoopError
 from everstep.train.stopping import Left, Preempted, StopSignal
 
 log = logging.getLogger("everstep.train")
 
+HANDLER_STEPS = 16  # between two looks at the handler of SIGTERM, which take 10 µs
 PEER_SECONDS = 600.0  # an agreement of the ranks fails after so long
 
 
@@ -115,6 +117,14 @@ class Boundary:
     def watch(self) -> None:
         """Note SIGTERM from here on. After the framework has set its own handler, which it takes the place of."""
         self._stop.__enter__()
+
+    def check_handler(self, step: int) -> None:
+        """Raises `LoopError` if SIGTERM would go to a handler that the script has set in its loop. At some steps."""
+        if step % HANDLER_STEPS == 0 and self._stop.replaced:
+            raise LoopError(
+                "signal.signal(SIGTERM, …) in the loop: the run would not hear that it is to stop, and would not save. "
+                "Leave that handler out: at SIGTERM all ranks finish the step, save and end with exit code 86"
+            )
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Numbers or 0-d tensors for the progress report; never waits for a device."""

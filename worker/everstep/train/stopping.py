@@ -60,6 +60,11 @@ class StopSignal:
     def asked(self) -> bool:
         return self._at is not None
 
+    @property
+    def replaced(self) -> bool:
+        """Whether the program has set another handler since, so that SIGTERM is not noted any more."""
+        return self._installed and signal.getsignal(signal.SIGTERM) != self._note
+
     def remaining(self) -> float:
         """Seconds that are left to commit and to leave; all of them if nobody has asked yet."""
         usable = self._grace * (1 - MARGIN)
