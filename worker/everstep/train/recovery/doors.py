@@ -44,9 +44,9 @@ def check_first() -> None:
         )
 
 
-def put_up(most: int, ours: Callable[[], bool]) -> None:
+def put_up(most: int, ours: Callable[[], bool], make: Callable[[str | None], Any]) -> None:
     """Once, with our default group in place. `most`: processes that the job may come to have; `ours`: whether we ask
-    c10d for a group just now."""
+    c10d for a group just now; `make`: a group of all ranks, with a description."""
     world = dist.group.WORLD
     new_group = distributed_c10d._new_group_with_tag
     barrier = distributed_c10d.monitored_barrier
@@ -55,11 +55,11 @@ def put_up(most: int, ours: Callable[[], bool]) -> None:
         return world is not None and dist.group.WORLD is world
 
     def new_group_with_tag(ranks: Any = None, *arguments: Any, **named: Any) -> Any:
-        if here() and not ours() and ranks is not None:
-            everyone = (n for n in {most, dist.get_world_size()} if n > 1 or most == 1)
-            if sorted(ranks) not in [list(range(n)) for n in everyone]:
+        if here() and not ours():
+            everyone = (list(range(n)) for n in {most, dist.get_world_size()} if n > 1 or most == 1)
+            if ranks is not None and sorted(ranks) not in everyone:
                 _refuse(f"dist.new_group({list(ranks)})", NO_SUBGROUPS)
-            ranks = None
+            return make(named.get("group_desc"))
         return new_group(ranks, *arguments, **named)
 
     def monitored_barrier(group: Any = None, *arguments: Any, **named: Any) -> Any:

@@ -8,8 +8,7 @@ present round, or none of its collectives succeeds; groups of only some ranks ar
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -30,7 +29,7 @@ class ProgramGroups:
     def __init__(self, on_lost: Callable[[str], None]) -> None:
         self._on_lost = on_lost
         self._waiting = Waiting()  # in the program's collectives
-        self._of_mesh: RecoverableGroup | None = None  # that c10d makes a group of just now
+        self._asked: RecoverableGroup | None = None  # that c10d makes a group of just now
         self.scope = Scope()
         self.main = self._make()
         self.own: list[RecoverableGroup] = []
@@ -40,28 +39,29 @@ class ProgramGroups:
         """Make `main` the default group, of a world of one for now. The job may come to have `most` processes."""
         doors.check_first()
         self.scope.others = most > 1
-        dist.Backend.register_backend(BACKEND, lambda *_: self.main, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, lambda *_: self._asked or self.main, devices=["cpu", "cuda"])
         dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
         self.main.attach(forming.alone(), 0, 1)
-        self.main.new_group = self._new  # type: ignore[attr-defined]  # c10d looks for it
-        doors.put_up(most, lambda: self._of_mesh is not None)
+        doors.put_up(most, lambda: self._asked is not None, self._new)
 
     def _make(self) -> RecoverableGroup:
         return RecoverableGroup(self._on_lost, self._waiting, self.scope)
 
     def for_mesh(self, description: str) -> RecoverableGroup:
         """A group of a mesh, known to c10d. Its members are the mesh's business."""
-        self._of_mesh = self._make()
+        return self._register(self._make(), description)
+
+    def _register(self, group: RecoverableGroup, description: str | None) -> RecoverableGroup:
+        """Make it known to c10d."""
+        self._asked = group
         try:
             dist.new_group([0], backend=BACKEND, group_desc=description)
-            return self._of_mesh
+            return group
         finally:
-            self._of_mesh = None
+            self._asked = None
 
-    def _new(self, ranks: Sequence[int], **_: Any) -> RecoverableGroup:
-        """What c10d calls in place of its own `new_group`, once `doors` has let it through."""
-        if self._of_mesh is not None:
-            return self._of_mesh
+    def _new(self, description: str | None) -> RecoverableGroup:
+        """A group of all ranks, for the script."""
         if self.scope.where is not At.BUILDING:
             asked = script_asks(sys._getframe(1))
             raise LoopError(
@@ -73,7 +73,7 @@ class ProgramGroups:
         group = self._make()
         group.attach(forming.alone(), 0, 1)
         self.own.append(group)
-        return group
+        return self._register(group, description)
 
     def parts(self, rank: int, world_size: int) -> tuple[forming.Part, ...]:
         """As `forming.form` makes them for a round."""
