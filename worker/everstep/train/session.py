@@ -227,7 +227,7 @@ class Run:
                     step = Step(self.step, feed, whole, count, world.lost, world.step_over)
                     self._taken = step
                     yield step
-                    boundary.check_handler(step.number)
+                    self._boundary.check_handler(step.number)
                     if step.phase is Phase.LOST:
                         world.go_on(in_step=True)
                     elif step.phase is not Phase.DONE:
