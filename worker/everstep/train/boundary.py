@@ -100,6 +100,11 @@ class Boundary:
         return self.step
 
     @property
+    def saves(self) -> bool:
+        """Whether there is a store to save to."""
+        return self._keeper is not None
+
+    @property
     def restored(self) -> bool:
         """Whether `restore` found a commit."""
         return self._keeper is not None and self._keeper.restored

@@ -32,6 +32,7 @@ from everstep.train import ending, once
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
 from everstep.train.byhand import ByHand
+from everstep.train.census import Census
 from everstep.train.cuts import Cuts
 from everstep.train.evaluation import Evaluations, figures
 from everstep.train.feeding import Feed, feed_of
@@ -85,6 +86,8 @@ class Run:
         self._recovery = recovery
         self._random = Randomness(rng, place.device)
         self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
+        self._untracked = set[str]()
+        self._census = Census(self._state, self._untracked)
         self._mesh: tuple[int, Any] | None = None
         self._loop = False
         self._cuts = Cuts(place.most if recovery is not None else None)
@@ -142,6 +145,11 @@ class Run:
         """A generator whose numbers in each step are the same on all ranks, a function of the run's seed and the step:
         for what must not differ between ranks, such as a layer that is dropped. Of the CPU, in the steps."""
         return self._random.shared
+
+    def untracked(self, *names: str) -> None:
+        """What training changes and may be lost with its process: not refused, not warned of. By the name that the
+        refusal gives, that of a variable (`"probe"`, with all that it holds) or that of a class. At any time."""
+        self._untracked.update(names)
 
     def mesh(self, *, shard: int) -> Any:
         """The `DeviceMesh` of replicas × shards for FSDP2: `fully_shard(model, mesh=run.mesh(shard=8))`. One a run;
@@ -246,6 +254,7 @@ class Run:
         finally:
             self._by_hand.end()
             self._cuts.end()
+            self._census.close()
             self._boundary.leave()
 
     def _join_world(self, loader: Any) -> tuple[Feed | None, World, Callable[[], None]]:
@@ -268,10 +277,20 @@ class Run:
 
         self._random.start()
         between = Between(self._onces, self._evaluations, lambda: self._goal)
-        world: World = Steady(self._boundary, self._state, reducers, feed, self.place.world_size, between)
+        world: World = Steady(self._boundary, self._state, reducers, feed, self.place.world_size, between, self._census)
         if self._recovery is not None:
             self._recovery.program.evaluations = len(self._evaluations)
-            world = Recovering(self._recovery, self._boundary, self._state, reducers, feed, self._cuts, count, between)
+            world = Recovering(
+                self._recovery,
+                self._boundary,
+                self._state,
+                reducers,
+                feed,
+                self._cuts,
+                count,
+                between,
+                self._census,
+            )
         world.begin()
         self._world = world
         return feed, world, count

@@ -20,6 +20,7 @@ from everstep.contract import exit_codes
 from everstep.train import ending
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
+from everstep.train.census import Census
 from everstep.train.cuts import Cuts
 from everstep.train.feeding import Feed
 from everstep.train.pace import Pace, Slow
@@ -83,6 +84,7 @@ class Steady:
         feed: Feed | None,
         world_size: int,
         between: Between,
+        census: Census,
     ) -> None:
         self._boundary = boundary
         self._state = state
@@ -90,9 +92,12 @@ class Steady:
         self._feed = feed
         self._size = world_size
         self._between = between
+        self._census = census
         self._began, self._slowest = 0.0, 0.0  # seconds
 
     def begin(self) -> None:
+        if self._boundary.saves:
+            self._census.start()
         self._replicas = Replicas(self._state, self._reducers.alive())
         self._reducers.learn()  # of a backward pass that the script made before
         self._boundary.restore(self._state)
@@ -110,8 +115,10 @@ class Steady:
 
     def step_begins(self) -> None:
         self._began = time.monotonic()
+        self._census.begins()
 
     def step_over(self) -> None:
+        self._census.over()
         self._slowest = max(self._slowest, time.monotonic() - self._began)
 
     def lost(self, error: BaseException) -> bool:
@@ -134,6 +141,7 @@ class Steady:
         self._replicas.completed(self._size, self._boundary.same)
         if self._feed is not None:
             self._feed.completed(self._size, self._boundary.same)
+        self._census.completed(self._size, self._boundary.same)
 
     def finish(self) -> bool:
         self._completed()
@@ -154,6 +162,7 @@ class Recovering:
         cuts: Cuts,
         count: Callable[[], None],
         between: Between,
+        census: Census,
     ) -> None:
         self._recovery = recovery
         self._between = between
@@ -163,10 +172,12 @@ class Recovering:
         self._feed = feed
         self._cuts = cuts
         self._count = count
+        self._census = census
         self._pace = Pace(time.monotonic)
         self._last: Round | None = None  # the newest round that this process has trained in
 
     def begin(self) -> None:
+        self._census.start()
         self._boundary.track(self._state)
         self._boundary.check_by(self._recovery.check)
         self._replicas = Replicas(self._state, self._reducers.alive())
@@ -188,8 +199,10 @@ class Recovering:
 
     def step_begins(self) -> None:
         self._recovery.begin(self._boundary.step)
+        self._census.begins()
 
     def step_over(self) -> None:
+        self._census.over()
         self._recovery.over()
 
     def lost(self, error: BaseException) -> bool:
@@ -227,6 +240,7 @@ class Recovering:
         self._replicas.completed(size, self._boundary.same)
         if self._feed is not None:
             self._feed.completed(size, self._boundary.same)
+        self._census.completed(size, self._boundary.same)
 
     def _compare(self) -> None:
         members = self._recovery.members
@@ -331,6 +345,7 @@ class Recovering:
         assert round_ is not None
         self._boundary.move(members, round_.number, round_.rendezvous)
         self._replicas.moved()
+        self._census.moved()
         self._pace.moved(self._recovery.main.waited)
         if self._feed is not None:
             self._feed.reshard(members.rank, members.world_size)
