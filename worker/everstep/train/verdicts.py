@@ -68,8 +68,10 @@ def look(held: Iterable[Held]) -> dict[str, Seen]:
 @dataclass(frozen=True, slots=True)
 class Looks:
     """Of what nothing tracked holds: `first`, when it was first seen, `begin` and `now`, before and after a step.
-    `held`: all that the script holds, by name. `reached`: what was seen to reach parameters. `overwritten`: what was, before it
-    was read. `drawn`: generators that moved. `shapes`: of what is trained, a count for each tracked object."""
+
+    `held`: all that the script holds, by name. `reached`: what was seen to reach parameters. `overwritten`: what was,
+    before it was read. `drawn`: generators that moved. `shapes`: of what is trained, a count for each tracked object.
+    """
 
     first: Mapping[str, Seen]
     begin: Mapping[str, Seen]
