@@ -26,7 +26,8 @@ import torch
 
 VISITS = 20_000
 DEPTH = 7
-WIDE = 4096  # elements of one container
+WIDE = 4096  # elements of one container of tensors or modules
+NARROW = 512  # of another
 FRAMES = 64
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
@@ -163,8 +164,13 @@ def _public(scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _first(values: Any) -> Iterator[Any]:
+    """The first elements, or pairs of a key and an element."""
+    bound = NARROW
     for i, value in enumerate(list(values) if len(values) <= WIDE else values):
-        if i == WIDE:
+        element = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+        if i < 8 and isinstance(element, torch.Tensor | torch.nn.Module):
+            bound = WIDE
+        if i == bound:
             return
         yield value
 
