@@ -1,0 +1,225 @@
+"""Runs an ordinary script as `python script.py` would, and does two things that the script does not know of.
+
+    everstep-run … ordinary_driver.py SCRIPT
+
+It ends this process with SIGKILL if it is rank 1 at the point of the step that `ORDINARY_KILL` names ("5:backward";
+`POINTS`), once in a job. And when the script has ended it writes what the run has made, for the test to compare: what
+was tracked; the modules, optimizers, schedules, scalers and parameters among the script's variables, tracked or not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import optimizer as optimizers
+
+from everstep.train import session
+from everstep.train import step as steps
+
+# Where in its step a rank dies; "backward2" is in the step's second backward pass, and so on.
+#   begin       the block has begun             backward    the loss is being differentiated, nothing is averaged yet
+#   gradients   an optimizer is about to step   optimizer   it has stepped
+#   tail        the block has ended             between     the step has been counted
+POINTS = re.compile(r"(begin|backward|gradients|optimizer|tail|between)\d*")
+VICTIM = 1
+DEEPEST = 3  # of the script's own objects in each other
+
+
+class Killer:
+    """`wanted` is "STEP:POINT"; `STEP` steps are complete before the one that is struck."""
+
+    def __init__(self, wanted: str, marker: Path) -> None:
+        self._step, _, self._point = wanted.partition(":")
+        assert not wanted or POINTS.fullmatch(self._point), wanted
+        self._marker = marker
+        self._now: int | None = None
+        self._passed: Counter[str] = Counter()
+
+    def enter(self, number: int) -> None:
+        self._now = number
+        self._passed.clear()
+        self.reach("begin")
+
+    def leave(self) -> None:
+        self.reach("between")
+        self._now = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if loss.requires_grad:
+            hook = loss.register_hook(lambda _: (self.reach("backward"), hook.remove())[1])
+
+    def reach(self, point: str) -> None:
+        self._passed[point] += 1
+        count = self._passed[point]
+        here = dist.get_rank() if dist.is_initialized() else 0
+        if (
+            here != VICTIM
+            or str(self._now) != self._step
+            or self._point not in {f"{point}{count}", point * (count == 1)}
+        ):
+            return
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self._marker, os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Findings:
+    """What of the run is compared at its end."""
+
+    def __init__(self, script: ModuleType) -> None:
+        self._script = script
+        self._tracked: dict[str, Any] = {}
+        self._frames: dict[CodeType, FrameType] = {}
+        self.step, self.rank, self.world = -1, -1, -1
+
+    def track(self, objects: dict[str, Any]) -> None:
+        self._tracked |= objects
+
+    def look(self, run: session.Run) -> None:
+        """Between two steps: the script's variables of now are looked at when it has ended."""
+        self.where(run)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == self._script.__file__ and frame.f_code.co_name != "<module>":
+                self._frames[frame.f_code] = frame
+            frame = frame.f_back
+
+    def where(self, run: session.Run) -> None:
+        self.step = run.step
+        if dist.is_initialized():
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def write(self, folder: Path) -> None:
+        found = {f"tracked {name}": content(value) for name, value in self._tracked.items()}
+        for name, value in self._variables():
+            if (held := content(value, tracked=False)) is not None:
+                found[name] = held
+        told = {"step": self.step, "rank": self.rank, "world": self.world, "pid": os.getpid(), "found": found}
+        torch.save(told, folder / f"{os.getpid()}.tmp")
+        os.rename(folder / f"{os.getpid()}.tmp", folder / f"{os.getpid()}.pt")
+
+    def _variables(self) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        yield from self._in(self._script.__dict__, "", 0, seen)
+        for code, frame in self._frames.items():
+            yield from self._in(frame.f_locals, f"{code.co_name}.", 0, seen)
+
+    def _in(self, names: dict[str, Any], prefix: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+        for name, value in list(names.items()):
+            if name.startswith("__") or id(value) in seen or isinstance(value, type | ModuleType):
+                continue
+            seen.add(id(value))
+            yield f"{prefix}{name}", value
+            of_script = type(value).__module__ == "__main__" and not isinstance(value, torch.nn.Module)
+            if of_script and depth < DEEPEST:
+                yield from self._in(getattr(value, "__dict__", {}), f"{prefix}{name}.", depth + 1, seen)
+            elif isinstance(value, list | tuple) and depth < DEEPEST:
+                inside = {str(i): one for i, one in enumerate(value[:64]) if not isinstance(one, int | float | str)}
+                yield from self._in(inside, f"{prefix}{name}.", depth + 1, seen)
+
+
+def content(value: Any, *, tracked: bool = True) -> Any:
+    """What of a value must be the same at the end; None if it may be anything."""
+    if isinstance(value, torch.nn.Module):
+        tensors = itertools.chain(value.named_parameters(), value.named_buffers())
+        return {name.removeprefix("module."): t.detach().clone() for name, t in tensors}
+    schedule = torch.optim.lr_scheduler.LRScheduler
+    if isinstance(value, torch.optim.Optimizer | schedule | torch.amp.GradScaler):
+        return value.state_dict()
+    if isinstance(value, torch.Tensor) and (tracked or isinstance(value, torch.nn.Parameter)):
+        return value.detach().clone()
+    if tracked:
+        return value.state_dict() if hasattr(value, "state_dict") else value
+    return None
+
+
+def install(findings: Findings, killer: Killer) -> None:
+    """Between the script and the session, at what is public of it."""
+    track, loop, close = session.Run.track, session.Run.steps, session.Run.close
+    enter, leave, backward = steps.Step.__enter__, steps.Step.__exit__, torch.Tensor.backward
+
+    def tracked(run: session.Run, **objects: Any) -> None:
+        track(run, **objects)
+        findings.track(objects)
+
+    def stepping(run: session.Run, *arguments: Any, **options: Any) -> Iterator[steps.Step]:
+        for step in loop(run, *arguments, **options):
+            findings.look(run)
+            yield step
+        findings.look(run)
+
+    def closed(run: session.Run) -> None:
+        findings.where(run)
+        close(run)
+
+    def entered(step: steps.Step) -> Any:
+        batch = enter(step)
+        killer.enter(step.number)
+        return batch
+
+    def left(step: steps.Step, *error: Any) -> bool:
+        if error[0] is None:
+            killer.reach("tail")
+        handled = leave(step, *error)
+        killer.leave()
+        return handled
+
+    def differentiated(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        killer.backward(loss)
+        backward(loss, *arguments, **options)
+
+    session.Run.track, session.Run.steps, session.Run.close = tracked, stepping, closed  # type: ignore[method-assign]
+    steps.Step.__enter__, steps.Step.__exit__ = entered, left  # type: ignore[method-assign]
+    torch.Tensor.backward = differentiated  # type: ignore[method-assign]
+    optimizers.register_optimizer_step_pre_hook(lambda *_: killer.reach("gradients"))
+    optimizers.register_optimizer_step_post_hook(lambda *_: killer.reach("optimizer"))
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    folder = Path(os.environ["ORDINARY_FOLDER"])
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s.%(msecs)03d {os.getpid()} %(name)s %(message)s")
+    script = ModuleType("__main__")
+    script.__file__ = str(path)
+    sys.modules["__main__"] = script
+    sys.argv = [str(path)]
+    sys.path[0] = str(path.parent)
+    findings = Findings(script)
+    install(findings, Killer(os.environ.get("ORDINARY_KILL", ""), folder / "killed"))
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), script.__dict__)
+    except SystemExit as e:
+        if e.code:
+            raise
+    findings.write(folder)
+    end()
+
+
+def end() -> None:
+    """As the interpreter ends, but for its taking apart of torch, which is most of what such a process costs."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

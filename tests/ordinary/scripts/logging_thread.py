@@ -1,0 +1,38 @@
+"""A thread of the script's own writes the losses."""
+
+import queue
+import threading
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = queue.Queue()
+
+    def write():
+        while (loss := losses.get()) is not None:
+            with open("losses.log", "a") as file:
+                file.write(f"{loss}\n")
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            loss = batch.scale(mse_loss(model(data), target))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.put(loss.item())
+    losses.put(None)
+    thread.join()

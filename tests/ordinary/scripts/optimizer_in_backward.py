@@ -1,0 +1,29 @@
+"""An optimizer for each parameter, which steps inside of the backward pass."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    optimizer = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+    def average_and_step(p):
+        dist.all_reduce(p.grad)
+        p.grad /= run.world_size
+        optimizer[p].step()
+        optimizer[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(average_and_step)
+    run.track(model=model, **{f"optimizer{i}": o for i, o in enumerate(optimizer.values())})
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            batch.scale(mse_loss(model(data), target)).backward()

@@ -1,0 +1,29 @@
+"""Noise from random, numpy and torch, drawn in the step on each rank."""
+
+import random
+
+import numpy as np
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+random.seed(0)
+np.random.seed(0)
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            data = data * random.uniform(0.9, 1.1) + float(np.random.normal(0, 0.1)) + 0.1 * torch.randn(data.shape)
+            batch.scale(mse_loss(model(data), target)).backward()
+            optimizer.step()
+            optimizer.zero_grad()

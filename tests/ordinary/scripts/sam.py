@@ -1,0 +1,32 @@
+"""Sharpness-aware minimization: climb, differentiate again, go back, step."""
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            batch.scale(mse_loss(model(data), target)).backward()
+            with torch.no_grad():
+                norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm() + 1e-12
+                climbs = [p.grad * (0.05 / norm) for p in model.parameters()]
+                for p, climb in zip(model.parameters(), climbs, strict=True):
+                    p.add_(climb)
+            optimizer.zero_grad()
+            batch.scale(mse_loss(model(data), target)).backward()
+            with torch.no_grad():
+                for p, climb in zip(model.parameters(), climbs, strict=True):
+                    p.sub_(climb)
+            optimizer.step()
+            optimizer.zero_grad()

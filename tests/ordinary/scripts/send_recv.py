@@ -1,0 +1,32 @@
+"""Sends a tensor around the ring of ranks with send and recv."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            batch.scale(mse_loss(model(data), target)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            number = torch.full((1,), float(run.rank))
+            before, after = (run.rank - 1) % run.world_size, (run.rank + 1) % run.world_size
+            if run.rank == 0:
+                dist.send(number, after)
+                dist.recv(number, before)
+            else:
+                received = torch.empty(1)
+                dist.recv(received, before)
+                dist.send(number + received, after)

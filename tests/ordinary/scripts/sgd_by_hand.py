@@ -1,0 +1,23 @@
+"""No optimizer: weights move by their gradients."""
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Linear(8, 1))
+    run.track(model=model)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            model.zero_grad()
+            batch.scale(mse_loss(model(data), target)).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(1e-2 * p.grad)

@@ -1,0 +1,26 @@
+"""Clears the gradients to zeros and not to None, between backward passes of two losses."""
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            optimizer.zero_grad(set_to_none=False)
+            output = model(data)
+            with torch.no_grad():
+                scale = output.std()
+            batch.scale(mse_loss(output, target) + 0.01 * scale).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
