@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import optimizer as optimizers
 
+from everstep.checkpoint import Catalog
+from everstep.storage import open_store
 from everstep.train import session
 from everstep.train import step as steps
 
@@ -37,6 +40,8 @@ from everstep.train import step as steps
 #   tail        the block has ended             between     the step has been counted
 POINTS = re.compile(r"(begin|backward|gradients|optimizer|tail|between)\d*")
 VICTIM = 1
+SAVED = 4  # steps, when the scripts save for the first time
+COMMIT_SECONDS = 30.0
 DEEPEST = 3  # of the script's own objects in each other
 
 
@@ -75,7 +80,18 @@ class Killer:
             return
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self._marker, os.O_CREAT | os.O_EXCL))
+            if int(self._step) > SAVED:
+                wait_for_commit(self._marker.parent / "commits")
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_commit(folder: Path) -> None:
+    """Else a launcher that starts all again has nothing to go back to but the beginning, where nothing can be lost."""
+    deadline = time.monotonic() + COMMIT_SECONDS
+    while Catalog(open_store(str(folder))).latest() is None:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"nothing was committed to {folder} in {COMMIT_SECONDS} s")
+        time.sleep(0.01)
 
 
 class Findings:
@@ -93,6 +109,7 @@ class Findings:
     def look(self, run: session.Run) -> None:
         """Between two steps: the script's variables of now are looked at when it has ended."""
         self.where(run)
+        Path(f"{os.getpid()}.began").touch()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == self._script.__file__ and frame.f_code.co_name != "<module>":

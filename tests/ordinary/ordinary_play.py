@@ -24,7 +24,6 @@ DRIVER = HERE / "ordinary_driver.py"
 SIZE = 3
 LIMIT = 60.0  # seconds that a run may take, on a machine that does much else
 RESTARTS = 2  # by the launcher that starts all again
-NEAR = 2e-5  # where bits are not compared: what is lost or made twice differs by more
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Played:
     files: dict[str, str] = field(default_factory=dict)  # that the script wrote: name → text
     hung: bool = False
     killed: bool = False
+    began: int = 0  # processes that took a step
 
 
 def under_agents(folder: Path, endpoint: str, script: Path, kill: str = "", limit: float = LIMIT) -> Played:
@@ -78,7 +78,7 @@ def under_torchrun(folder: Path, script: Path, kill: str = "", limit: float = LI
             ranks.kill()
         codes = [p.returncode or 0 for p in ranks._processes]
         killed = any(code < 0 for code in codes) and (folder / "killed").exists()
-        if hung or not any(codes) or not killed:
+        if hung or not killed or not any(codes):
             break
     return _ended(folder, tuple(codes), output.read_text(errors="replace"), time.monotonic() - began, hung)
 
@@ -97,7 +97,9 @@ def _ended(folder: Path, codes: tuple[int, ...], log: str, seconds: float, hung:
     found = [torch.load(path, weights_only=False) for path in folder.glob("*.pt")]
     files = {path.name: path.read_text() for path in sorted(folder.glob("*.txt"))}
     ordered = tuple(sorted(found, key=lambda told: int(told["rank"])))
-    return Played(codes, ordered, log, seconds, files, hung, (folder / "killed").exists())
+    return Played(
+        codes, ordered, log, seconds, files, hung, (folder / "killed").exists(), len(list(folder.glob("*.began")))
+    )
 
 
 # --- what is to be said of it
@@ -111,9 +113,10 @@ def refusal(played: Played) -> str | None:
     return found[1] if found is not None else None
 
 
-def difference(played: Played, reference: Played | None, apart: str, exact: bool) -> str:
+def difference(played: Played, reference: Played | None, apart: str, near: float, compare_files: bool = True) -> str:
     """What keeps this from being the same end as the reference's: "" if nothing does. `apart`: a regular expression
-    for the names of what each rank has for itself, which is compared with the same rank's only."""
+    for the names of what each rank has for itself, which is compared with the same rank's only. `near`:
+    how far numbers may be apart; 0 for bits."""
     if played.hung:
         return "hangs"
     if any(played.codes):
@@ -124,16 +127,16 @@ def difference(played: Played, reference: Played | None, apart: str, exact: bool
     for told in played.found[1:]:
         if told["step"] != first["step"]:
             return f"rank {told['rank']} ended after step {told['step']}, rank 0 after step {first['step']}"
-        if found := _compare(_shared(told, apart), _shared(first, apart), exact):
+        if found := _compare(_shared(told, apart), _shared(first, apart), near):
             return f"rank {told['rank']} and rank 0 differ in {found}"
     if reference is None:
         return ""
     if first["step"] != reference.found[0]["step"]:
         return f"ended after step {first['step']}, and undisturbed after step {reference.found[0]['step']}"
     for told, other in zip(played.found, reference.found, strict=True):
-        if found := _compare(told["found"], other["found"], exact):
+        if found := _compare(told["found"], other["found"], near):
             return f"rank {told['rank']} and the undisturbed run's differ in {found}"
-    for name, text in reference.files.items():
+    for name, text in reference.files.items() if compare_files else ():
         if played.files.get(name) != text:
             return f"{name} differs: {played.files.get(name)!r}, undisturbed {text!r}"
     return ""
@@ -157,27 +160,27 @@ def _last_error(log: str) -> str:
     return str(found[-1])[:300] if found else log[-300:]
 
 
-def _compare(a: Any, b: Any, exact: bool, name: str = "") -> str:
+def _compare(a: Any, b: Any, near: float, name: str = "") -> str:
     """The first place where two contents differ; "" if none."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{name}: {list(a.shape)} {a.dtype}, {list(b.shape)} {b.dtype}"
-        if exact or not a.is_floating_point():
+        if not near or not a.is_floating_point():
             same = bool(torch.equal(a, b))
         else:
-            same = torch.allclose(a, b, rtol=NEAR, atol=NEAR, equal_nan=True)
+            same = torch.allclose(a, b, rtol=near, atol=near, equal_nan=True)
         far = (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
         return "" if same else f"{name} by {far:.2g}"
     if isinstance(a, dict) and isinstance(b, dict):
         if a.keys() != b.keys():
             return f"{name}: names {sorted(map(str, a.keys() ^ b.keys()))[:5]}"
-        found = (_compare(a[k], b[k], exact, f"{name}{'.' if name else ''}{k}") for k in a)
+        found = (_compare(a[k], b[k], near, f"{name}{'.' if name else ''}{k}") for k in a)
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
         if len(a) != len(b):
             return f"{name}: lengths {len(a)} and {len(b)}"
-        found = (_compare(x, y, exact, f"{name}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True)))
-    elif isinstance(a, float) and isinstance(b, float) and not exact:
-        return "" if a == b or abs(a - b) <= NEAR * (1 + abs(a)) or (a != a and b != b) else f"{name}: {a!r} and {b!r}"
+        found = (_compare(x, y, near, f"{name}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True)))
+    elif isinstance(a, float) and isinstance(b, float) and near:
+        return "" if a == b or abs(a - b) <= near * (1 + abs(a)) or (a != a and b != b) else f"{name}: {a!r} and {b!r}"
     elif callable(a) or type(a).__module__ == "__main__":
         return ""
     else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from ordinary_play import Played, difference, refusal, under_agents, under_torchrun
-from ordinary_rows import EXACT, ROWS, Row
+from ordinary_play import SIZE, Played, difference, refusal, under_agents, under_torchrun
+from ordinary_rows import EXACT, ROWS, SCRIPTS, Row
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -16,15 +18,28 @@ class NotHeld(AssertionError):
     """A script ended in another way than its row says. (An error of these tests' own is another one.)"""
 
 
-def marked(row: Row, owner: str) -> object:
-    if not owner:
-        return pytest.param(row, id=row.script)
-    why = pytest.mark.xfail(strict=True, raises=NotHeld, reason=f"{owner}: {row.today}")
-    return pytest.param(row, id=row.script, marks=why)
+def cases() -> Iterator[object]:
+    """Each row under both launchers, side by side: what is undisturbed is run once for both."""
+    for row in ROWS:
+        owners = {"everstep-run": row.owner, "torchrun": row.torchrun_owner}
+        for launcher in owners if row.torchrun else ("everstep-run",):
+            marks = [pytest.mark.long] if row.long else []
+            if owner := owners[launcher]:
+                why = f"{owner}: {row.today}"
+                marks.append(pytest.mark.xfail(strict=True, raises=NotHeld, reason=why))
+            yield pytest.param(row, launcher, id=f"{row.script}-{launcher}", marks=marks)
 
 
-def hold(row: Row, what: str, played: Played, reference: Played | None, *, disturbed: bool = False) -> bool:
-    """Whether the script was refused, as it may be. Raises `NotHeld`."""
+@cache
+def as_undisturbed(row: Row, folder: Path) -> Played:
+    """Under torchrun."""
+    return under_torchrun(made(folder, row.script), row.path)
+
+
+def hold(
+    row: Row, what: str, played: Played, reference: Played | None, *, disturbed: bool = False, files: bool = True
+) -> bool:
+    """Whether the script was refused, as it may be. Raises `NotHeld`. `files`: compare what the script wrote."""
     said = refusal(played)
     if said is not None and row.refused:
         if not re.search(row.refused, said, re.DOTALL):
@@ -34,40 +49,51 @@ def hold(row: Row, what: str, played: Played, reference: Played | None, *, distu
         raise NotHeld(f"{row.script}, {what}: refused, and it can be right: {said}")
     if row.refused and not row.or_same and (disturbed or not row.late):
         raise NotHeld(f"{row.script}, {what}: not refused; exit codes {list(played.codes)}")
-    if found := difference(played, reference, row.apart, EXACT and row.exact):
+    if found := difference(played, reference, row.apart, 0.0 if EXACT else row.near, files):
         raise NotHeld(f"{row.script}, {what}: {found}\n{played.log[-3000:]}")
-    for name, lines in row.lines.items():
+    if row.in_process and played.killed and played.began != SIZE + 1:
+        raise NotHeld(f"{row.script}, {what}: {played.began} processes took steps, where one of {SIZE} was replaced")
+    for name, lines in row.lines.items() if files else ():
         if (text := played.files.get(name, "")).count("\n") != lines:
             raise NotHeld(f"{row.script}, {what}: {name} is to have {lines} lines: {text!r}")
     return False
 
 
-@pytest.mark.parametrize("row", [marked(row, row.owner) for row in ROWS])
-def test_script_under_everstep_run_ends_as_undisturbed_or_is_refused(row: Row, endpoint: str, tmp_path: Path) -> None:
-    reference = None
-    if row.torchrun:
-        reference = under_torchrun(made(tmp_path, "torchrun"), row.path)
-        if refusal(reference) is not None or any(reference.codes):
-            reference = None  # the other test's
-    undisturbed = under_agents(made(tmp_path, "undisturbed"), endpoint, row.path)
-    if hold(row, "undisturbed", undisturbed, reference):
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the undisturbed runs under torchrun."""
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+def test_each_script_has_one_row_and_each_mark_says_what_happens_today() -> None:
+    assert sorted(row.script for row in ROWS) == sorted(path.stem for path in SCRIPTS.glob("*.py"))
+    assert [row.script for row in ROWS if (row.owner or row.torchrun_owner) and not row.today] == []
+
+
+@pytest.mark.parametrize(("row", "launcher"), cases())
+def test_script_with_a_rank_killed_ends_as_undisturbed_or_is_refused(
+    row: Row, launcher: str, endpoint: str, tmp_path: Path, undisturbed: Path
+) -> None:
+    plain = as_undisturbed(row, undisturbed) if row.torchrun else None
+    if launcher == "torchrun":
+        assert plain is not None
+        if not hold(row, "undisturbed", plain, None):
+            killed = under_torchrun(made(tmp_path, "killed"), row.path, row.kills[0])
+            hold_killed(row, row.kills[0], killed, plain, files=False)  # steps behind the commit come again
+        return
+    if plain is not None and any(plain.codes):
+        plain = None  # refused there too
+    first = under_agents(made(tmp_path, "undisturbed"), endpoint, row.path)
+    if hold(row, "undisturbed", first, plain):
         return
     for kill in row.kills:
-        disturbed = under_agents(made(tmp_path, kill.replace(":", "-")), endpoint, row.path, kill)
-        assert disturbed.killed, f"{row.script} never came to {kill}"
-        if hold(row, kill, disturbed, undisturbed, disturbed=True) and not row.late:
-            raise NotHeld(f"{row.script} is refused when a peer was lost ({kill}), and not before")
+        hold_killed(row, kill, under_agents(made(tmp_path, kill.replace(":", "-")), endpoint, row.path, kill), first)
 
 
-@pytest.mark.parametrize("row", [marked(row, row.torchrun_owner) for row in ROWS if row.torchrun])
-def test_script_under_torchrun_ends_as_undisturbed_or_is_refused(row: Row, tmp_path: Path) -> None:
-    undisturbed = under_torchrun(made(tmp_path, "undisturbed"), row.path)
-    if hold(row, "undisturbed", undisturbed, None):
-        return
-    disturbed = under_torchrun(made(tmp_path, "killed"), row.path, row.kills[0])
-    assert disturbed.killed, f"{row.script} never came to {row.kills[0]}"
-    if hold(row, row.kills[0], disturbed, undisturbed, disturbed=True) and not row.late:
-        raise NotHeld(f"{row.script} is refused when a peer was lost ({row.kills[0]}), and not before")
+def hold_killed(row: Row, kill: str, played: Played, reference: Played, *, files: bool = True) -> None:
+    assert played.killed, f"{row.script} never came to {kill}\n{played.log[-3000:]}"
+    if hold(row, kill, played, reference, disturbed=True, files=files) and not row.late:
+        raise NotHeld(f"{row.script} is refused when a peer was lost ({kill}), and not before")
 
 
 def made(folder: Path, name: str) -> Path:

@@ -11,7 +11,8 @@ x = torch.randn(96, 8)
 dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 
 with everstep.start("commits", every_steps=4) as run:
-    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1)))
+    norm = torch.nn.BatchNorm1d(16)
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), norm, torch.nn.Linear(16, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(run.loader(dataset, global_batch=12), until=12):

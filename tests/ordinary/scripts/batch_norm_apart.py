@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics each rank keeps for itself: broadcast_buffers=False."""
+"""BatchNorm whose statistics each rank keeps for itself."""
 
 import torch
 from torch.nn.functional import mse_loss
@@ -11,10 +11,9 @@ x = torch.randn(96, 8)
 dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 
 with everstep.start("commits", every_steps=4) as run:
-    model = DDP(
-        torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1)),
-        broadcast_buffers=False,
-    )
+    norm = torch.nn.BatchNorm1d(16)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), norm, torch.nn.Linear(16, 1))
+    model = DDP(net, broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(run.loader(dataset, global_batch=12), until=12):

@@ -1,4 +1,4 @@
-"""A GAN whose discriminator steps twice for each step of the generator."""
+"""A GAN whose two networks step twice each in one step of the session."""
 
 import torch
 from torch.nn.functional import softplus
@@ -24,6 +24,7 @@ with everstep.start("commits", every_steps=4) as run:
                 fake = judge(make(noise).detach())
                 batch.scale(softplus(fake).mean() + softplus(-judge(real)).mean()).backward()
                 judge_optimizer.step()
-            make_optimizer.zero_grad()
-            batch.scale(softplus(-judge(make(noise))).mean()).backward()
-            make_optimizer.step()
+            for _ in range(2):
+                make_optimizer.zero_grad()
+                batch.scale(softplus(-judge(make(noise))).mean()).backward()
+                make_optimizer.step()

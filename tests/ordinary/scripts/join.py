@@ -1,4 +1,4 @@
-"""Uneven inputs with torch's Join."""
+"""Inputs that may be uneven, with torch's Join around them."""
 
 import torch
 from torch.distributed.algorithms.join import Join
@@ -19,7 +19,7 @@ with everstep.start("commits", every_steps=4) as run:
         with step as batch:
             data, target = batch.data
             with Join([model]):
-                for part in range(1 + run.rank % 2):
-                    (batch.scale(mse_loss(model(data[part::2]), target[part::2]))).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                for part in range(2):
+                    batch.scale(mse_loss(model(data[part::2]), target[part::2])).backward()
+            optimizer.step()
+            optimizer.zero_grad()

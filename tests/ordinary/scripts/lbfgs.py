@@ -12,7 +12,7 @@ x = torch.randn(96, 8)
 dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 
 with everstep.start("commits", every_steps=4) as run:
-    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    model = DDP(torch.nn.Linear(8, 1, bias=False))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(run.loader(dataset, global_batch=12), until=12):
