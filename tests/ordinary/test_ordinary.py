@@ -70,7 +70,7 @@ def test_each_script_has_one_row_and_each_mark_says_what_happens_today() -> None
     assert [row.script for row in ROWS if (row.owner or row.torchrun_owner) and not row.today] == []
 
 
-@pytest.mark.parametrize(("row", "launcher"), cases())
+@pytest.mark.parametrize(("row", "launcher"), list(cases()))
 def test_script_with_a_rank_killed_ends_as_undisturbed_or_is_refused(
     row: Row, launcher: str, endpoint: str, tmp_path: Path, undisturbed: Path
 ) -> None:
