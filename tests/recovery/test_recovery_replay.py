@@ -23,6 +23,7 @@ def parts(optimizers: int = 1) -> dict[str, Any]:
 
 
 def forward(state: dict[str, Any]) -> torch.Tensor:
+    state["model"].zero_grad()
     loss = state["model"](torch.randn(8, 3)).sum()
     state["scaler"].scale(loss).backward()
     state["scaler"].unscale_(state["optimizer0"])
@@ -40,6 +41,21 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and repr(a[1:]) == repr(b[1:])
 
 
+def ordinary(state: dict[str, Any], replay: Replay, step: int) -> None:
+    """A step up to its first collective behind the optimizer."""
+    replay.begin(step)
+    forward(state)
+    state["scaler"].step(state["optimizer0"])
+    state["scaler"].update()
+    state["seen"]["n"].append(step)
+    replay.collective("allreduce", [torch.zeros(2)])
+
+
+def lost(replay: Replay) -> Quality:
+    """The step in hand fails."""
+    return Quality.TAIL_LOST if replay.counts() else replay.back()
+
+
 def test_step_that_failed_before_its_optimizer_leaves_no_trace_and_repeats_to_the_same_bits() -> None:
     state = parts()
     replay = Replay(state, lambda: None)
@@ -48,62 +64,68 @@ def test_step_that_failed_before_its_optimizer_leaves_no_trace_and_repeats_to_th
     first = forward(state)
     state["scaler"].update(9.0)
     state["seen"]["n"].append(2)
+    state["optimizer0"].param_groups[0]["lr"] = 7.0
     random.random()
-    assert replay.back() is Quality.WHOLE
+    assert lost(replay) is Quality.WHOLE
     assert same(contents(state), before)
+    assert state["optimizer0"].param_groups[0]["lr"] == 0.1
     assert all(p.grad is None for p in state["model"].parameters())
     assert torch.equal(forward(state), first)
 
 
-def test_step_whose_optimizer_has_stepped_counts_and_its_schedule_moves_once() -> None:
+def test_step_that_had_made_all_that_a_step_makes_counts_and_its_schedule_moves_once() -> None:
     for scheduled in (False, True):
         state = parts()
         replay = Replay(state, lambda: None)
-        replay.begin(0)
-        forward(state)
-        state["optimizer0"].step()
+        for step in range(3):
+            ordinary(state, replay, step)
+            state["scheduler0"].step()
+            replay.ended()
+        ordinary(state, replay, 3)
         if scheduled:
             state["scheduler0"].step()
         moved = [p.detach().clone() for p in state["model"].parameters()]
-        assert replay.back() is Quality.TAIL_LOST
+        assert lost(replay) is Quality.TAIL_LOST
         assert all(torch.equal(p, m) for p, m in zip(state["model"].parameters(), moved, strict=True))
-        assert state["scheduler0"].last_epoch == 1
+        assert state["scheduler0"].last_epoch == 4
+        assert state["optimizer0"].param_groups[0]["lr"] == pytest.approx(1e-5)
 
 
-@pytest.mark.parametrize("kind", ["one", "chained"])
-def test_schedule_that_moves_in_each_step_moves_though_a_peer_was_lost_before_it_did(kind: str) -> None:
+def test_step_of_a_process_that_has_seen_none_to_its_end_is_torn_once_its_optimizer_has_begun() -> None:
     state = parts()
-    if kind == "chained":
-        state["scheduler0"] = torch.optim.lr_scheduler.ChainedScheduler([state["scheduler0"]])
+    replay = Replay(state, lambda: None)
+    ordinary(state, replay, 0)
+    assert lost(replay) is Quality.TORN
+    assert "no step of this process was seen to its end" in replay.torn
+
+
+def test_chained_schedule_moves_though_a_peer_was_lost_before_it_did() -> None:
+    state = parts()
+    state["scheduler0"] = torch.optim.lr_scheduler.ChainedScheduler([state["scheduler0"]])
     replay = Replay(state, lambda: None)
     for step in range(3):
-        replay.begin(step)
-        state["optimizer0"].step()
+        ordinary(state, replay, step)
         state["scheduler0"].step()
-    rate = state["optimizer0"].param_groups[0]["lr"]
-    replay.begin(3)
-    state["optimizer0"].step()
-    assert replay.back() is Quality.TAIL_LOST
-    assert state["optimizer0"].param_groups[0]["lr"] == pytest.approx(rate / 10)
-    # A process that has begun since, and was given this state, judges alike.
-    replay = Replay(state, lambda: None)
-    replay.begin(4)
-    state["optimizer0"].step()
-    assert replay.back() is Quality.TAIL_LOST
-    assert state["optimizer0"].param_groups[0]["lr"] == pytest.approx(rate / 100)
+        replay.ended()
+    ordinary(state, replay, 3)
+    assert lost(replay) is Quality.TAIL_LOST
+    assert state["optimizer0"].param_groups[0]["lr"] == pytest.approx(1e-5)
 
 
 def test_schedule_of_epochs_does_not_move_with_a_step_whose_tail_was_lost() -> None:
     state = parts()
     state["plateau"] = torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer0"])
+    replay = Replay(state, lambda: None)
     for epoch in range(3):
-        replay = Replay(state, lambda: None)  # a process that has begun since judges alike
         for step in range(3):
-            replay.begin(4 * epoch + step)
-            state["optimizer0"].step()
-        replay.begin(4 * epoch + 3)
-        state["optimizer0"].step()
-        assert replay.back() is Quality.TAIL_LOST
+            ordinary(state, replay, 4 * epoch + step)
+            replay.ended()
+        ordinary(state, replay, 4 * epoch + 3)
+        # Until it has moved it is not known that it does so after the block.
+        if epoch == 0:
+            replay.ended()
+        else:
+            assert lost(replay) is Quality.TAIL_LOST
         assert state["scheduler0"].last_epoch == epoch
         state["scheduler0"].step()
         state["plateau"].step(1.0)
@@ -112,10 +134,43 @@ def test_schedule_of_epochs_does_not_move_with_a_step_whose_tail_was_lost() -> N
 def test_step_that_one_of_two_optimizers_made_is_torn() -> None:
     state = parts(optimizers=2)
     replay = Replay(state, lambda: None)
+    for step in range(3):
+        replay.begin(step)
+        forward(state)
+        state["optimizer1"].step()
+        state["scaler"].update()
+        if step < 2:
+            state["optimizer0"].step()
+            replay.ended()
+    assert lost(replay) is Quality.TORN
+    assert "optimizer1" in replay.torn
+
+
+@pytest.mark.parametrize("closure", [True, False], ids=["in-its-step", "moved-by-hand"])
+def test_state_that_moves_before_the_optimizer_has_stepped_is_torn(closure: bool) -> None:
+    state = parts()
+    replay = Replay(state, lambda: None)
     replay.begin(0)
-    forward(state)
-    state["optimizer1"].step()
-    assert replay.back() is Quality.TORN
+
+    def fails() -> float:
+        raise ConnectionError
+
+    if closure:
+        with pytest.raises(ConnectionError):
+            state["optimizer0"].step(fails)
+    else:
+        with torch.no_grad():
+            state["model"][0].weight.add_(1)
+    assert lost(replay) is Quality.TORN
+    assert ("optimizer0" if closure else "model") in replay.torn
+
+
+def test_parameter_that_a_collective_writes_into_is_not_put_back() -> None:
+    state = parts()
+    replay = Replay(state, lambda: None)
+    replay.begin(0)
+    replay.collective("broadcast", [state["model"][0].weight.data])
+    assert lost(replay) is Quality.TORN
 
 
 def test_optimizer_does_not_step_in_a_round_that_is_over() -> None:
@@ -132,8 +187,9 @@ def test_optimizer_does_not_step_in_a_round_that_is_over() -> None:
     before = [p.detach().clone() for p in state["model"].parameters()]
     with pytest.raises(Over):
         state["optimizer0"].step()
+    assert replay.refused == 1
     assert all(torch.equal(p, b) for p, b in zip(state["model"].parameters(), before, strict=True))
-    assert replay.back() is Quality.WHOLE
+    assert lost(replay) is Quality.WHOLE
     replay.end()
     state["optimizer0"].step()
 
@@ -141,10 +197,33 @@ def test_optimizer_does_not_step_in_a_round_that_is_over() -> None:
 def test_step_before_does_not_count_for_the_present_one() -> None:
     state = parts()
     replay = Replay(state, lambda: None)
+    ordinary(state, replay, 0)
+    replay.ended()
+    replay.begin(1)
+    forward(state)
+    assert lost(replay) is Quality.WHOLE
+
+
+def test_buffers_that_forward_replaced_are_the_ones_of_the_beginning_again() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("grows", torch.ones(1))
+    before = model.grows
+    replay = Replay({"model": model}, lambda: None)
+    replay.begin(0)
+    model.grows = torch.cat([model.grows, torch.ones(1)])
+    model.register_buffer("late", torch.ones(1))
+    assert lost(replay) is Quality.WHOLE
+    assert model.grows is before
+    assert list(model._buffers) == ["grows"]
+
+
+def test_gradients_are_zeros_where_there_were_some_and_none_where_there_were_none() -> None:
+    state = parts()
+    replay = Replay(state, lambda: None)
+    (first, *others) = state["model"].parameters()
+    first.grad = torch.zeros_like(first)
     replay.begin(0)
     forward(state)
-    state["optimizer0"].step()
-    state["scaler"].update()
-    replay.begin(0)
-    forward(state)
-    assert replay.back() is Quality.WHOLE
+    assert lost(replay) is Quality.WHOLE
+    assert not first.grad.any()
+    assert all(p.grad is None for p in others)

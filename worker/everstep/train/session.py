@@ -232,12 +232,12 @@ class Run:
                         continue
                     world.step_begins()
                     self._random.begin(self.step, self._rank)
-                    step = Step(self.step, feed, whole, count, world.lost, world.step_over)
+                    step = Step(self.step, feed, whole, count, world)
                     self._taken = step
                     yield step
                     self._boundary.check_handler(step.number)
-                    if step.phase is Phase.LOST:
-                        world.go_on(in_step=True)
+                    if step.phase in (Phase.LOST, Phase.COUNTED):
+                        world.go_on(step.phase)
                     elif step.phase is not Phase.DONE:
                         raise LoopError(
                             f"step {step.number} was taken and not completed: write `with step as batch:` around its "
@@ -287,7 +287,6 @@ class Run:
                 reducers,
                 feed,
                 self._cuts,
-                count,
                 between,
                 self._census,
             )
@@ -316,8 +315,8 @@ class Run:
     def _end_early(self, world: World) -> None:
         """The script has left its loop. Raises `LoopError` unless all ranks have, after the same step."""
         ending.check_step(self._taken)
-        if self._taken is not None and self._taken.phase is Phase.LOST:
-            world.go_on(in_step=True)
+        if self._taken is not None and self._taken.phase in (Phase.LOST, Phase.COUNTED):
+            world.go_on(self._taken.phase)
         if self.step < self._goal:
             world.all_leave()
         if not world.finish():

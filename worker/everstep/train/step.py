@@ -1,6 +1,7 @@
 """One optimizer step as the training loop holds it: `with step as batch:`.
 
-Invariant: a step counts exactly if its `with` block ended without an error and all its micro-batches were taken.
+Invariant: a step counts exactly if its `with` block ended without an error, all its micro-batches were taken, and none
+of its collectives has failed, whether or not the script caught what that raised.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from everstep.data import Batch, BatchUnusable
 
@@ -23,7 +24,29 @@ class Phase(Enum):
     ENTERED = auto()
     DONE = auto()
     FAILED = auto()
-    LOST = auto()  # a peer was lost in it
+    LOST = auto()  # a peer was lost in it: it comes again
+    COUNTED = auto()  # a peer was lost in it, when all had moved that it moves
+
+
+class Scope(Protocol):
+    """What a step asks when its block ends."""
+
+    def step_over(self) -> None:
+        """The block has ended, however it did."""
+        ...
+
+    def step_ended(self) -> bool:
+        """It has ended without an error: whether the step is whole. False if a collective has failed that the script
+        caught. Raises `LoopError`."""
+        ...
+
+    def step_lost(self, error: BaseException) -> bool:
+        """Whether the error means that a peer was lost, and the loop goes on."""
+        ...
+
+    def step_counts(self) -> bool:
+        """Whether a step in which a peer was lost counts."""
+        ...
 
 
 class Step:
@@ -38,23 +61,21 @@ class Step:
         batches: Iterator[Batch[Any]] | None,
         whole: bool,
         completed: Callable[[], None],
-        lost: Callable[[BaseException], bool] = lambda _: False,
-        over: Callable[[], None] = lambda: None,
+        scope: Scope,
     ) -> None:
         self.number = number
         self.phase = Phase.NEW
         self._batches = batches
         self._whole = whole  # the step is one batch
         self._completed = completed
-        self._over = over  # the block has ended, however it did
-        self._lost = lost  # whether an error means that a peer was lost, and the loop goes on
+        self._scope = scope
         self._last: Batch[Any] | None = None
 
     @property
     def completed(self) -> bool:
-        """Whether the step's block ran to its end. What follows the block runs also if a peer was lost in it: the step
-        then comes again, and what belongs to a step's end must ask."""
-        return self.phase is Phase.DONE
+        """Whether the step counts. What follows the block runs also if a peer was lost in it and the step comes again;
+        what belongs to a step's end must ask."""
+        return self.phase in (Phase.DONE, Phase.COUNTED)
 
     def __enter__(self) -> Any:
         if self.phase is not Phase.NEW:
@@ -68,13 +89,16 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.phase = Phase.FAILED
-        self._over()
+        self._scope.step_over()
         if isinstance(error, BatchUnusable):  # `with step as (x, y)`
             raise LoopError(str(error)) from error
-        if error is not None:
-            if not self._lost(error):
-                return False
+        if error is not None and not self._scope.step_lost(error):
+            return False
+        if error is not None or not self._scope.step_ended():
             self.phase = Phase.LOST
+            if self._scope.step_counts():
+                self.phase = Phase.COUNTED
+                self._completed()
             traceback.clear_frames(trace)  # what the step has computed is of no use, and large
             return True
         if self._batches is not None and (self._last is None or not _is_last(self._last)):

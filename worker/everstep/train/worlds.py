@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from everstep.train.boundary import Boundary
 from everstep.train.census import Census
 from everstep.train.cuts import Cuts
 from everstep.train.feeding import Feed
+from everstep.train.gradients import Gradients
 from everstep.train.pace import Pace, Slow
 from everstep.train.randomness import settle
 from everstep.train.recovery.agreement import NoState, Quality
@@ -33,11 +34,12 @@ from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.rounds import Dismissed, Round
 from everstep.train.recovery.transfer import TransferFailed
 from everstep.train.replicas import Replicas
+from everstep.train.step import Phase, Scope
 
 log = logging.getLogger("everstep.train")
 
 
-class World(Protocol):
+class World(Scope, Protocol):
     """What the loop asks between its steps."""
 
     def begin(self) -> None:
@@ -50,14 +52,8 @@ class World(Protocol):
 
     def step_begins(self) -> None: ...
 
-    def step_over(self) -> None: ...
-
-    def lost(self, error: BaseException) -> bool:
-        """Whether the error of a step means that a peer was lost, and `go_on` can be called."""
-        ...
-
-    def go_on(self, *, in_step: bool) -> None:
-        """A peer was lost, in a step or between two."""
+    def go_on(self, phase: Phase) -> None:
+        """A peer was lost, in a step (LOST, COUNTED) or between two (DONE)."""
         ...
 
     def between(self) -> None:
@@ -105,6 +101,8 @@ class Steady:
         settle(self._state, self._boundary.gather)
         if self._feed is not None:
             self._feed.agree(None if self._boundary.restored else self._boundary.first, self._boundary.same)
+        self._gradients = Gradients(self._state)
+        self._taken = 0
 
     def ready(self) -> bool:
         self._between.run(self._boundary, self._state, self._ranks)
@@ -116,15 +114,24 @@ class Steady:
     def step_begins(self) -> None:
         self._began = time.monotonic()
         self._census.begins()
+        self._taken += 1
+        self._gradients.begin(watched=not self._taken & (self._taken - 1))
 
     def step_over(self) -> None:
         self._census.over()
         self._slowest = max(self._slowest, time.monotonic() - self._began)
 
-    def lost(self, error: BaseException) -> bool:
+    def step_ended(self) -> bool:
+        self._gradients.ended(self._boundary.step)
+        return True
+
+    def step_lost(self, error: BaseException) -> bool:
         return False
 
-    def go_on(self, *, in_step: bool) -> None:
+    def step_counts(self) -> bool:
+        return False
+
+    def go_on(self, phase: Phase) -> None:
         raise AssertionError("this world is never lost")
 
     def between(self) -> None:
@@ -150,7 +157,7 @@ class Steady:
 
 
 class Recovering:
-    """The world of the newest round. `count` completes the step in hand."""
+    """The world of the newest round."""
 
     def __init__(
         self,
@@ -160,7 +167,6 @@ class Recovering:
         reducers: Reducers,
         feed: Feed | None,
         cuts: Cuts,
-        count: Callable[[], None],
         between: Between,
         census: Census,
     ) -> None:
@@ -171,7 +177,6 @@ class Recovering:
         self._reducers = reducers
         self._feed = feed
         self._cuts = cuts
-        self._count = count
         self._census = census
         self._pace = Pace(time.monotonic)
         self._last: Round | None = None  # the newest round that this process has trained in
@@ -193,7 +198,7 @@ class Recovering:
         except RuntimeError as e:
             if not self.lost(e):
                 raise
-            self.go_on(in_step=False)
+            self.go_on(Phase.DONE)
             return False
         return True
 
@@ -205,16 +210,33 @@ class Recovering:
         self._census.over()
         self._recovery.over()
 
+    def step_ended(self) -> bool:
+        if self._recovery.ended():
+            return True
+        log.warning("step %d: its block ended well, but a collective in it has failed: the step is lost",
+                    self._boundary.step)  # fmt: skip
+        return False
+
+    def step_lost(self, error: BaseException) -> bool:
+        if self.lost(error):
+            return True
+        # What a script makes of the error that it caught: of a mistake of its own the next attempt tells.
+        if not isinstance(error, Exception | SystemExit) or self._recovery.lost is None or not self._recovery.failed:
+            return False
+        log.warning("step %d: a collective has failed, and then %r came: the step is lost", self._boundary.step, error)
+        return True
+
     def lost(self, error: BaseException) -> bool:
         return self._recovery.lost is not None and any(isinstance(e, PeerLost) or _says_so(e) for e in _chain(error))
 
-    def go_on(self, *, in_step: bool) -> None:
-        quality = Quality.WHOLE
-        if in_step:
+    def step_counts(self) -> bool:
+        return self._recovery.counts()
+
+    def go_on(self, phase: Phase) -> None:
+        quality = Quality.TAIL_LOST if phase is Phase.COUNTED else Quality.WHOLE
+        if phase is Phase.LOST:
             quality = self._recovery.back()
-            if quality is Quality.TAIL_LOST:
-                self._count()
-            elif self._feed is not None:
+            if self._feed is not None:
                 self._feed.rewind()
         self._enter(quality)
 
@@ -232,7 +254,7 @@ class Recovering:
         except RuntimeError as e:
             if not self.lost(e):
                 raise
-            self.go_on(in_step=False)
+            self.go_on(Phase.DONE)
 
     def _completed(self) -> None:
         self._reducers.learn()
@@ -274,7 +296,7 @@ class Recovering:
         except RuntimeError as e:
             if not self.lost(e):
                 raise
-            self.go_on(in_step=False)
+            self.go_on(Phase.DONE)
             return False
         self._recovery.end()
         return True
@@ -356,12 +378,11 @@ class Recovering:
         return step if self._boundary.restored else None
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
+def _chain(error: BaseException) -> list[BaseException]:
     """An error and those that it came from."""
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
+    found: list[BaseException] = [error]
+    for one in found:
+        found += [e for e in (one.__cause__, one.__context__) if e is not None and not any(e is f for f in found)]
     return found
 
 

@@ -13,16 +13,16 @@ from enum import IntEnum
 class Quality(IntEnum):
     """What a member's state is worth."""
 
-    TORN = -1  # some optimizers made the step and others did not: of no use
+    TORN = -1  # something has moved that cannot be put back, and perhaps not all: of no use
     NONE = 0  # a new process: what its script made
-    TAIL_LOST = 1  # the optimizer made the step, the lines after it did not run
+    TAIL_LOST = 1  # all that the step moves has moved, though its last lines did not run
     WHOLE = 2
     VOTED = 3  # sharded state alone: it said that the step can be made, and does not know whether others have made it
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One member: completed steps, and a digest of its parameters by which silent divergence shows."""
+    """One member: completed steps, and a digest of what is replicated, by which silent divergence shows."""
 
     step: int
     quality: Quality
@@ -49,7 +49,7 @@ def agree(standings: Sequence[Standing]) -> Agreement:
     usable = [(s.step, s.quality, -rank) for rank, s in enumerate(standings) if s.quality > Quality.NONE]
     if not usable:
         if any(s.quality is Quality.TORN for s in standings):
-            raise NoState("every member lost its peers between two of its optimizers: no whole state is left")
+            raise NoState("every member lost its peers in the middle of what a step changes: no whole state is left")
         return Agreement(0, None, ())
     step, quality, negative = max(usable)
     holder = -negative

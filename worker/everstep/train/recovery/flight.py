@@ -116,6 +116,7 @@ class Flight:
         self.lost: str | None = "no round has begun"
         self.lost_at = ""  # where the script was then, if a collective failed
         self.left: list[Any] = []
+        self.failures = 0  # collectives that have ended with `PeerLost`
         self.calls = Calls()
         self._device: list[tuple[Call, Any]] = []  # NCCL's works, those that are over among them
         self._pending: dict[Answer, None] = {}  # in the order in which they were begun
@@ -198,6 +199,7 @@ class Flight:
     def _take(self, reason: str) -> list[Answer]:
         self.lost = self.lost or reason
         pending, self._pending = list(self._pending), {}
+        self.failures += len(pending)
         self._waiting.ended(len(pending))
         self.left += [answer.work for answer in pending if answer.work is not None]
         return pending

@@ -65,7 +65,7 @@ def _check_tracked(state: Mapping[str, Any]) -> None:
                 "the module itself to run.track()"
             )
     for module in (m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules()):
-        if any(parameter.offload_to_cpu for parameter in _shards_of(module)):
+        if any(parameter.offload_to_cpu for parameter in shards_of(module)):
             raise NotRecoverable("no process can go on with CPUOffloadPolicy when a peer is lost: leave it out")
 
 
@@ -116,10 +116,10 @@ class ShardedObjects:
 
     def _parameters(self) -> Iterator[Any]:
         for module in self._sharded():
-            yield from _shards_of(module)
+            yield from shards_of(module)
 
 
-def _shards_of(module: Any) -> Iterator[Any]:
+def shards_of(module: Any) -> Iterator[Any]:
     """FSDP2's own records of a module's parameters; none if it is no module of FSDP2's."""
     if hasattr(module, "_get_fsdp_state"):
         for group in module._get_fsdp_state()._fsdp_param_groups:

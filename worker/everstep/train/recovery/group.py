@@ -54,6 +54,7 @@ class RecoverableGroup(dist.ProcessGroup):
         self._flight = Flight(on_lost, self._waiting)
         self._inner: Any = None
         self._abort: Callable[[], None] | None = None
+        self.on_begin: Callable[[str, Any], None] | None = None  # its name, and the tensors that it writes into
         self._rank, self._size = 0, 1
         self._name = ""
 
@@ -61,6 +62,11 @@ class RecoverableGroup(dist.ProcessGroup):
     def lost(self) -> str | None:
         """Why collectives fail at present; None while they work."""
         return self._flight.lost
+
+    @property
+    def failures(self) -> int:
+        """How many collectives have ended with `PeerLost`, in all rounds."""
+        return self._flight.failures
 
     @property
     def lost_at(self) -> str:
@@ -118,8 +124,10 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def abandon(self, reason: str) -> None:
         """End every collective under way with `PeerLost(reason)`; none begins any more. Any thread."""
+        on_device = self._flight.on_device()
         self._flight.give_up(reason)
         with self._flight.lock:
+            self._flight.failures += len(on_device)  # what they leave is garbage
             self._inner = None
             abort, self._abort = self._abort, None
         if abort is not None:  # it may wait for the device, and nobody here does
@@ -129,11 +137,15 @@ class RecoverableGroup(dist.ProcessGroup):
         """`same`: the tensors that have to be alike on all members; the last argument is the options."""
         if self._scope is not None and not self._scope.free:
             self._scope.collective(name)
+        if self.on_begin is not None:
+            self.on_begin(name, value)
         flight, answer = self._flight, Answer(value)
         with flight.lock:
             inner, lost = self._inner, flight.lost
             device = _on_device(same or value)
-            if lost is None:
+            if lost is not None:
+                flight.failures += 1
+            else:
                 answer.call = (
                     flight.calls.point(*_POINT[name](arguments))
                     if name in _POINT
@@ -167,6 +179,7 @@ class RecoverableGroup(dist.ProcessGroup):
             work = collective(*arguments)
         except RuntimeError as e:
             if (lost := flight.lost) is not None:
+                flight.failures += 1
                 raise PeerLost(lost) from e
             if not isinstance(e, dist.DistBackendError):
                 raise

@@ -37,6 +37,14 @@ class Members(Broadcasting):
         """Every rank's values, by rank; as many of each, of at most 63 bits."""
         return gather_over(values, self.group)
 
+    def any(self, values: Sequence[bool]) -> list[bool]:
+        """Of each of them, whether it is so on any rank; as many on each."""
+        if self.world_size == 1 or not values:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.uint8)
+        reduce_into(tensor, dist.ReduceOp.MAX, self.group).wait()
+        return [bool(value) for value in tensor.tolist()]
+
     def broadcast(self, data: torch.Tensor, source: int) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0

@@ -5,8 +5,8 @@
 Two threads meet here. The one that hears of rounds abandons the present one: that ends the training thread's waits. The
 training thread then leaves its step and calls `enter`, which forms the new round and brings its members to one state.
 
-Invariants: the state that is trained on is the newest that any member holds whole; a step that an optimizer has made is
-never repeated; two members of a round have the same parameters when its first step begins.
+Invariants: the state that is trained on is the newest that any member holds whole; a step is repeated or counted only
+from a state that is known (`replay`); two members of a round have the same state when its first step begins.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 from everstep.contract import env
 from everstep.train import ending
-from everstep.train.recovery import forming, fsdp, transfer, wrapped
-from everstep.train.recovery.agreement import NoState, Quality, Standing, agree
+from everstep.train.recovery import forming, fsdp, replicated, wrapped
+from everstep.train.recovery.agreement import Quality
 from everstep.train.recovery.ahead import Ahead
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.group import RecoverableGroup
@@ -33,6 +33,7 @@ from everstep.train.recovery.mesh import RecoverableMesh
 from everstep.train.recovery.own_groups import ProgramGroups
 from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.replay import Replay
+from everstep.train.recovery.replicated import Start
 from everstep.train.recovery.rounds import Round, Rounds, Where
 from everstep.train.recovery.scope import At
 from everstep.train.recovery.sharded import Sharded
@@ -46,9 +47,6 @@ FORM_SECONDS = 600.0
 JOIN_SECONDS = 2 * 24 * 3600.0
 ATTEMPTS = 100
 RECENT = 64  # steps by which the next ones are judged
-
-# Brings the state that nobody has from storage, on all members; completed steps, None if nothing was committed.
-Start = Callable[[], int | None]
 
 
 class Recovery:
@@ -75,6 +73,7 @@ class Recovery:
         self._replay: Replay | None = None
         self._state: Mapping[str, Any] = {}
         self._began: tuple[int, float] | None = None  # the step in hand, and when
+        self._failures = 0  # of the program's collectives when it began
         self._recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps
 
     @property
@@ -89,8 +88,12 @@ class Recovery:
 
     @property
     def _groups(self) -> tuple[RecoverableGroup, ...]:
+        return (*self._programs, self.control)
+
+    @property
+    def _programs(self) -> tuple[RecoverableGroup, ...]:
         of_mesh = self._sharded.mesh.groups if self._sharded is not None else ()
-        return (self.main, self.control, *of_mesh, *self.program.own)
+        return (self.main, *of_mesh, *self.program.own)
 
     def start(self, most: int) -> None:
         """Make `main` the default group, of a world of one for now. The job may come to have `most` processes."""
@@ -113,6 +116,8 @@ class Recovery:
         self._reducers = reducers
         wrapped.check(reducers.alive())
         self._replay = Replay(state, self.check if self._sharded is None else self._vote)
+        for group in self._programs:
+            group.on_begin = self._replay.collective
         self._rounds.on_round(self._heard)
         self._rounds.on_where(self._where)
         self._rounds.ready()
@@ -122,7 +127,24 @@ class Recovery:
         assert self._replay is not None
         self._replay.begin(step)
         self.program.scope.enter(At.STEP)
+        self._failures = self._failed_by_now()
         self._began = (step, time.monotonic())
+
+    def ended(self) -> bool:
+        """The step's block has ended without an error: whether none of its collectives has failed. Raises `LoopError`
+        for what could not be recovered from."""
+        assert self._replay is not None
+        if not (failed := self.failed):
+            self._replay.ended()
+        return not failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether a collective of the step in hand has failed, or an optimizer was refused its step."""
+        return self._failed_by_now() > self._failures
+
+    def _failed_by_now(self) -> int:
+        return sum((self._replay.refused if self._replay else 0, *(group.failures for group in self._programs)))
 
     def over(self) -> None:
         """The step's block has ended, well or not."""
@@ -157,12 +179,18 @@ class Recovery:
         with contextlib.suppress(forming.Unformed):
             self._leave("this process leaves")
 
-    def back(self) -> Quality:
-        """The step in hand failed because of `lost`: what this member's state is worth now."""
-        assert self._replay is not None
+    def counts(self) -> bool:
+        """The step in hand failed because of `lost`: whether it counts all the same."""
         if self._sharded is not None:
             self._sharded.back()
-        return self._replay.back()
+        return self._replay is not None and self._replay.counts()
+
+    def back(self) -> Quality:
+        """The step in hand failed and does not count: what this member's state is worth now."""
+        assert self._replay is not None
+        if (quality := self._replay.back()) is Quality.TORN:
+            log.warning("a peer was lost%s in the middle of a step: %s", self.main.lost_at, self._replay.torn)
+        return quality
 
     def enter(self, step: int, quality: Quality, start: Start, moved: Callable[[], None]) -> int:
         """Leave the present round for the newest, and bring all its members to one state; its completed steps.
@@ -237,41 +265,20 @@ class Recovery:
 
     def _settle(self, step: int, quality: Quality, round_: Round, start: Start) -> tuple[int, str]:
         assert self._reducers is not None
+        assert self._replay is not None
         if self._sharded is not None:
             self._sharded.mesh.move(round_.rank, round_.world_size)
             found, done = self._sharded.settle(step, quality, round_.number, start)
             self._open()
         else:
-            found, done = self._settle_replicated(step, quality, start)
+            found, done = replicated.settle(self._state, self.members, step, quality, start)
+        self._replay.moved()
         # The state has come: a peer lost from here on must not let this member tell its old step number with it.
         with contextlib.suppress(PeerLost):
             self._reducers.agree(self.members)
+            self._replay.gradients.add(self.members.any([*self._replay.gradients.present]))
         self._reducers.rebuild()
         return found, done
-
-    def _settle_replicated(self, step: int, quality: Quality, start: Start) -> tuple[int, str]:
-        digest = transfer.digest(self._state) if quality > Quality.NONE else 0
-        told = self.members.gather((step, int(quality), digest))
-        try:
-            agreement = agree([Standing(s, Quality(q), d) for s, q, d in told])
-        except NoState as e:
-            log.error("%s; all members go back to the last commit", e)
-            if (found := start()) is None:
-                raise NoState(f"{e}, and nothing is committed") from e
-            return found, "the last commit"
-        holder, receivers = agreement.holder, agreement.receivers
-        if agreement.diverged:
-            log.error(
-                "ranks %s hold other parameters than rank %s after the same step %d; they take its state",
-                agreement.diverged, holder, agreement.step,
-            )  # fmt: skip
-        found = agreement.step
-        if holder is None:
-            found = start() or 0
-            holder, receivers = 0, tuple(range(1, self.members.world_size))
-        if receivers:
-            transfer.send(self._state, holder, receivers, self.members)
-        return found, f"state from rank {agreement.holder}" if agreement.receivers else ""
 
     def _join(self, formed: forming.Formed) -> None:
         rank, size = formed.round.rank, formed.round.world_size

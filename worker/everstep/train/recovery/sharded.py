@@ -14,9 +14,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everstep.train.recovery import covering, fsdp, parcels, transfer
+from everstep.train.recovery import covering, fsdp, parcels
 from everstep.train.recovery.agreement import NoState, Quality
 from everstep.train.recovery.covering import NEW, Cover, Held
+from everstep.train.recovery.digests import state_digest
 from everstep.train.recovery.members import Members
 from everstep.train.recovery.mesh import RecoverableMesh
 
@@ -89,7 +90,7 @@ class Sharded:
 
     def _standing(self, step: int, quality: Quality) -> list[Held]:
         """What all members hold, once none of them is undecided."""
-        digest = transfer.digest(self._state)  # of a new state, too: scripts may have drawn other random numbers
+        digest = state_digest(self._state)  # of a new state, too: scripts may have drawn other random numbers
         made = self._made[1] if self._made[0] == step else NEW
         mine = Held(step, made, Quality.TORN if self._spoiled else quality, self.holds, digest)
         while covering.undecided(told := self._gather(mine)):

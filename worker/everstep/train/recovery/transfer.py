@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
@@ -20,26 +19,13 @@ from everstep.checkpoint.filling import Segment
 from everstep.checkpoint.reading import Task
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import apply, capture
+from everstep.train.recovery.digests import local, to_bytes
 from everstep.train.recovery.fsdp import NotRecoverable
 from everstep.train.recovery.members import Members
-
-DIGEST_BYTES = 2**16  # of each tensor: what diverges, diverges everywhere
-DIGEST_TENSORS = 1024
 
 
 class TransferFailed(RuntimeError):
     """What arrived is not what was sent."""
-
-
-def digest(state: Mapping[str, Any]) -> int:
-    """63 bits of the parameters, of the same number on members that agree."""
-    found = xxhash.xxh3_64()
-    captured = capture(state, 0)
-    for name in sorted(captured.parameters)[:DIGEST_TENSORS]:
-        tensor = captured.tensors[name]
-        # Cut before it is copied from a device.
-        found.update(_bytes(_local(tensor).reshape(-1)[: DIGEST_BYTES // tensor.element_size()]))
-    return found.intdigest() >> 1
 
 
 def send(state: Mapping[str, Any], holder: int, receivers: tuple[int, ...], members: Members) -> None:
@@ -57,14 +43,14 @@ def send(state: Mapping[str, Any], holder: int, receivers: tuple[int, ...], memb
                 f"{sharded[0]} is sharded, and taken for replicated it would be trained wrong. Shard over the mesh of "
                 "run.mesh(shard=N), and pass the module and the optimizer themselves to run.track()"
             )
-        buffers = [_bytes(t) for t in tensors.values()]
+        buffers = [to_bytes(t) for t in tensors.values()]
         head = _header(captured.values, tensors, buffers)
     described = json.loads(members.from_rank(holder, head))
     if not mine:
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, kind)) for name, kind, shape, _ in described["tensors"]
         }
-        buffers = [_bytes(t) for t in tensors.values()]
+        buffers = [to_bytes(t) for t in tensors.values()]
     tasks = [Task(0, i, (Segment(0, len(b), i, 0),)) for i, b in enumerate(buffers) if len(b)]
     divided: list[list[Task]] = [tasks if rank == holder else [] for rank in range(members.world_size)]
     exchange(divided, buffers, members)
@@ -85,16 +71,4 @@ def _header(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], buff
 
 def local_bytes(tensor: torch.Tensor) -> Any:
     """The bytes of what this process holds of a tensor."""
-    return _bytes(_local(tensor))
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()
-    return found
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    """A CPU tensor's own bytes, or a copy of those of another device's."""
-    if not tensor.numel():
-        return np.empty(0, dtype=np.uint8)
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return to_bytes(local(tensor))

@@ -1,0 +1,147 @@
+"""Scripts of every shape, with a peer lost at every collective: the end of an undisturbed run, or torn, or refused.
+
+`EVERSTEP_REPLAYS=1000` for many.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import strategies as st
+from replayed import OPTIMIZERS, PLACES, Shape, disturbed, undisturbed
+
+from everstep.train.recovery import trees
+from everstep.train.recovery.agreement import NoState
+from everstep.train.step import LoopError
+
+REPLAYS = int(os.environ.get("EVERSTEP_REPLAYS", "60"))
+pytestmark = pytest.mark.timeout(60 + REPLAYS)
+
+flags = st.booleans()
+shapes = st.builds(
+    Shape,
+    optimizer=st.sampled_from(OPTIMIZERS),
+    schedule=st.sampled_from(["", "each", "epoch", "hand"]),
+    schedule_at=st.sampled_from(PLACES),
+    ema=st.sampled_from(["", "counted", "data", "shadow", "clones"]),
+    ema_at=st.sampled_from(PLACES),
+    ema_every=st.integers(1, 3),
+    counter_at=st.sampled_from(["", *PLACES]),
+    counter_every=st.integers(1, 3),
+    scaler=flags,
+    overflows=st.sampled_from([0, 0, 3]),
+    micro=st.integers(1, 2),
+    clip=flags,
+    norm=flags,
+    tails=st.integers(0, 2),
+    tails_every=st.integers(1, 2),
+    metric=flags,
+    zero_at=st.sampled_from(["start", "after", "tail"]),
+    to_none=flags,
+    unused=flags,
+    catches=flags,
+    accumulates=st.sampled_from([1, 1, 1, 1, 2]),
+    large=flags,
+    asks=flags,
+)
+# A step, and the collective at which each of two members notices that a third is gone.
+losses = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def play(shape: Shape, lost: list[tuple[int, int, int]]) -> str:
+    """How it ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        if shape.large:
+            patch.setattr(trees, "SMALL", 4)
+        try:
+            still = undisturbed(shape)
+        except LoopError as e:
+            return f"refused: {str(e)[:40]}"
+        made = [(step, *(1 + (c - 1) % max(1, still.called[step]) for c in both)) for step, *both in sorted(lost)]
+        try:
+            ends = disturbed(shape, made)
+        except NoState:
+            return "torn"
+        except LoopError as e:
+            return f"refused: {str(e)[:40]}"
+    wanted = still.contents()
+    for member in ends:
+        assert member.contents() == wanted
+    return "same end"
+
+
+@settings(max_examples=REPLAYS, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shapes, losses)
+@example(Shape(schedule="each", ema="counted", tails=1), [(5, 30, 1)])
+@example(Shape(optimizer="adamw", schedule="each", schedule_at="tail", tails=1), [(5, 30, 30)])
+def test_run_that_lost_peers_ends_as_an_undisturbed_one_or_says_that_it_cannot(
+    shape: Shape, lost: list[tuple[int, int, int]]
+) -> None:
+    event(play(shape, lost))
+
+
+# At which collective of a step a peer is lost, of a script whose steps have six of gradients, and the tail's.
+ROWS = {
+    "schedule before the optimizer": (Shape(schedule="each", schedule_at="start"), 3, "same end"),
+    "schedule behind the tail's collective": (Shape(schedule="each", schedule_at="tail", tails=1), 5, "same end"),
+    "epoch's schedule behind it": (Shape(schedule="epoch", schedule_at="tail", tails=1), 5, "torn"),
+    "epoch's schedule after the block": (Shape(schedule="epoch", schedule_at="between", tails=1), 5, "same end"),
+    "rate by hand before the optimizer": (Shape(schedule="hand", schedule_at="start"), 3, "same end"),
+    "rate by hand behind the tail's collective": (Shape(schedule="hand", schedule_at="tail", tails=1), 5, "torn"),
+    "dictionary before the optimizer": (Shape(counter_at="start"), 3, "same end"),
+    "large dictionary before the optimizer": (Shape(counter_at="start", large=True), 3, "torn"),
+    "average before the optimizer": (Shape(ema="counted", ema_at="start"), 3, "torn"),
+    "average after it": (Shape(ema="counted", ema_at="after", tails=1), 5, "same end"),
+    "average behind the tail's collective": (Shape(ema="counted", ema_at="tail", tails=1), 5, "torn"),
+    "average in every third step behind it": (Shape(ema="counted", ema_at="tail", ema_every=3, tails=1), 5, "torn"),
+    "average of one's own before the optimizer": (Shape(ema="shadow", ema_at="start"), 3, "same end"),
+    "large average of one's own": (Shape(ema="shadow", ema_at="start", large=True), 3, "same end"),
+    "average that torch does not count": (Shape(ema="data", ema_at="start"), 3, "refused: ema.a.weight was changed"),
+    "average that torch does not count, after the optimizer": (Shape(ema="data", tails=1), 5, "torn"),
+    "average that torch does not count, at the end": (Shape(ema="data", ema_at="tail", tails=1), 5, "torn"),
+    "closure": (Shape(optimizer="lbfgs"), 3, "torn"),
+    "two passes": (Shape(optimizer="sam"), 6, "torn"),
+    "two optimizers": (Shape(optimizer="gan"), 6, "torn"),
+    "four steps of one": (Shape(optimizer="ppo"), 6, "torn"),
+    "four steps of one, and a tail": (Shape(optimizer="ppo", tails=1), 5, "same end"),
+    "overflow": (Shape(scaler=True, overflows=3, tails=1), 5, "same end"),
+    "caught": (Shape(catches=True), 3, "same end"),
+    "accumulated over steps": (Shape(accumulates=2), 3, "refused: step 0 ended with gradients and without "),
+    "gradients that are zeros": (Shape(to_none=False, unused=True, tails=1), 5, "same end"),
+    "buffer that forward replaces": (Shape(norm=True), 3, "same end"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_becomes_of_a_script_of_this_shape(row: str) -> None:
+    shape, step, outcome = ROWS[row]
+    last = 30 if shape.tails or shape.optimizer in ("gan", "ppo", "sam") else 2
+    if shape.tails:
+        # The tail's first collective is the last but for the others of it.
+        last = -shape.tails
+    with pytest.MonkeyPatch.context() as patch:
+        if shape.large:
+            patch.setattr(trees, "SMALL", 4)
+        try:
+            called = undisturbed(shape).called[step]
+        except LoopError:
+            called = 1
+    at = called + 1 + last if last < 0 else min(last, called)
+    assert play(shape, [(step, at, at)])[: len(outcome)] == outcome
+
+
+def test_gradients_of_the_step_before_are_refused() -> None:
+    with pytest.raises(LoopError, match="began on gradients of the step before"):
+        undisturbed(Shape(zero_at="never"))

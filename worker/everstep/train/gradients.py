@@ -1,0 +1,144 @@
+"""Gradients belong to one step: no checkpoint holds them, and no new process has those of the step before.
+
+Refuses a step that leaves gradients for the next one, in every world: a restart loses them as a lost peer does. And
+keeps which parameters have a gradient at all between two steps, because optimizers tell zeros from None.
+
+Invariant: after `put_back` a parameter has a gradient, of zeros, if and only if it had one when the step began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from everstep.train.step import LoopError
+
+SAMPLE = 16  # parameters by which it shows that a backward pass has run
+
+
+class Gradients:
+    """Of the parameters of all tracked optimizers; without one of all tracked modules."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
+        self._modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
+        self._scalers = [t for t in state.values() if isinstance(t, torch.amp.GradScaler) and t.is_enabled()]
+        self._hooks = [o.register_step_pre_hook(self._enter) for o in self._optimizers]
+        self._watching: list[Any] = []
+        self._stale: list[torch.Tensor] = []  # whether gradients were there when the backward pass came to them
+        self.look()
+        self.begin()
+
+    def look(self) -> None:
+        """Find the parameters anew."""
+        groups = [group for o in self._optimizers for group in o.param_groups]
+        found = [p for g in groups for p in g["params"]] or [p for m in self._modules for p in m.parameters()]
+        self._parameters = list({id(p): p for p in found}.values())
+        self._sample = [p for p in self._parameters if p.requires_grad]
+        self._sample = self._sample[:: max(1, len(self._sample) // SAMPLE)]
+
+    def begin(self, *, watched: bool = False) -> None:
+        """A step begins. `watched`: find out whether its backward pass begins on gradients of the step before."""
+        if watched:
+            self.look()
+        self.entered = False
+        self.there = [p.grad is not None for p in self._parameters]
+        self._before = self._marks()
+        self._scales = self._updates()
+        self._unwatch()
+        if watched:
+            self._watch()
+
+    def ended(self, step: int) -> None:
+        """The step's block ended well. Raises `LoopError`."""
+        self._unwatch()
+        if self._stale and bool(torch.stack([t.cpu() for t in self._stale]).any()):
+            raise LoopError(
+                f"the backward pass of step {step} began on gradients of the step before, which no checkpoint holds "
+                "and a new process does not have. Call optimizer.zero_grad() in each step; to add up the gradients of "
+                "several batches use run.loader(…, micro_batch=…), and `with step as batches: for batch in batches: …`"
+            )
+        if self.entered or self._scales != self._updates() or any(map(_skipped, self._scalers)):
+            return
+        now = self._marks()
+        if all(grad == was for (grad, _), (was, _) in zip(now, self._before, strict=True)):
+            return  # no backward pass
+        if any(moved != was for (_, moved), (_, was) in zip(now, self._before, strict=True)):
+            return  # the loop changes parameters itself
+        if not any(p.grad is not None and bool(p.grad.detach().any()) for p in self._parameters):
+            return
+        raise LoopError(
+            f"step {step} ended with gradients and without an optimizer's step: no checkpoint holds them, and they are "
+            "lost with a peer. To add up gradients over several batches make them micro-batches of one step: "
+            "run.loader(…, micro_batch=…), `with step as batches: for batch in batches: …backward()`, then "
+            "optimizer.step(). To leave a step out call optimizer.zero_grad() before it ends"
+        )
+
+    def put_back(self, *, stepped: bool = False) -> None:
+        """The step failed. `stepped`: it counts, and what has a gradient by now keeps one if any did before."""
+        self._unwatch()
+        keeps = stepped and any(self.there)
+        wanted = [p.grad is not None for p in self._parameters] if keeps else self.there
+        self.set([there and not (stepped and not keeps) for there in wanted])
+
+    def set(self, there: list[bool]) -> None:
+        """Let these parameters have gradients of zeros, and the others none."""
+        for p, has in zip(self._parameters, there, strict=True):
+            p.grad = torch.zeros_like(p) if has else None
+
+    def add(self, there: list[bool]) -> None:
+        """Let those of these that have none have gradients of zeros."""
+        for p, has in zip(self._parameters, there, strict=True):
+            if has and p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    @property
+    def present(self) -> list[bool]:
+        """Which parameters have a gradient."""
+        return [p.grad is not None for p in self._parameters]
+
+    def end(self) -> None:
+        """The run is over."""
+        self._unwatch()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, *_: Any) -> None:
+        self.entered = True
+
+    def _marks(self) -> list[tuple[Any, int]]:
+        return [(None if (g := p.grad) is None else (id(g), g._version), p._version) for p in self._sample]
+
+    def _updates(self) -> list[int]:
+        scales = [getattr(scaler, "_scale", None) for scaler in self._scalers]
+        return [0 if scale is None else scale._version for scale in scales]
+
+    def _watch(self) -> None:
+        self._stale = []
+        for p in self._parameters:
+            if p.requires_grad and p.grad is not None:
+                self._watching.append(p.register_hook(self._looks_at(p)))
+
+    def _looks_at(self, parameter: torch.Tensor) -> Any:
+        seen = False
+
+        def hook(_: torch.Tensor) -> None:
+            nonlocal seen
+            if not seen and parameter.grad is not None:
+                self._stale.append(parameter.grad.detach().any())
+            seen = True
+
+        return hook
+
+    def _unwatch(self) -> None:
+        for hook in self._watching:
+            hook.remove()
+        self._watching = []
+
+
+def _skipped(scaler: Any) -> bool:
+    """Whether the scaler was asked for an optimizer's step, and has not made it."""
+    states = list(getattr(scaler, "_per_optimizer_states", {}).values())
+    return any(getattr(state.get("stage"), "name", "") == "STEPPED" for state in states)

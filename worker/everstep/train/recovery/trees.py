@@ -1,0 +1,153 @@
+"""Nested values of tracked objects at a step's beginning: copied where they are small, watched where they are large.
+
+A tensor that was only held, not copied, is of use for as long as nothing has changed it: torch counts changes in place
+(`_version`), and another storage shows in its address. Knows nothing of steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SMALL = 2**16  # bytes of an object's tensors together that are copied in each step
+FEW = 16  # numbers of a tensor that are compared themselves
+_PLAIN = (int, float, str, bytes, bool, type(None))
+
+
+@dataclass(slots=True)
+class Held:
+    """A tensor as it was; without a copy it is so only while it has not moved."""
+
+    tensor: torch.Tensor
+    version: int
+    address: int
+    copy: torch.Tensor | None = None
+
+    @property
+    def moved(self) -> bool:
+        return self.copy is None and (version(self.tensor), address(self.tensor)) != (self.version, self.address)
+
+    def back(self) -> torch.Tensor:
+        """The tensor, with the values that it had. Not for one that has moved."""
+        if self.copy is not None:
+            with torch.no_grad():
+                self.tensor.copy_(self.copy)
+        return self.tensor
+
+
+def raw(tensor: Any) -> Any:
+    """What counts changes: of a sharded tensor this process's part."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def version(tensor: Any) -> int:
+    found = raw(tensor)
+    return 0 if found.is_inference() else found._version
+
+
+def address(tensor: Any) -> int:
+    try:
+        return int(raw(tensor).data_ptr())
+    except (RuntimeError, ValueError):  # lazy, sparse, or of no storage
+        return 0
+
+
+def hold(tree: Any) -> tuple[Any, list[Held]]:
+    """The tree with each tensor as `Held`, and those by themselves."""
+    held: list[Held] = []
+    kept = _hold(tree, held)
+    if sum(h.tensor.numel() * h.tensor.element_size() for h in held) <= SMALL:
+        for h in held:
+            h.copy = h.tensor.detach().clone()
+    return kept, held
+
+
+def _hold(tree: Any, held: list[Held]) -> Any:
+    if isinstance(tree, _PLAIN):
+        return tree
+    if isinstance(tree, torch.Tensor):
+        held.append(Held(tree, version(tree), address(tree)))
+        return held[-1]
+    if isinstance(tree, dict):
+        return {key: _hold(value, held) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_hold(value, held) for value in tree]
+    if type(tree) is tuple:
+        return tuple(_hold(value, held) for value in tree)
+    return copy.deepcopy(tree)
+
+
+def plain(kept: Any) -> Any:
+    """What `hold` was given, of the values that it had then: for `load_state_dict`."""
+    if isinstance(kept, Held):
+        return kept.tensor if kept.copy is None else kept.copy.clone()
+    if isinstance(kept, dict):
+        return {key: plain(value) for key, value in kept.items()}
+    if isinstance(kept, list):
+        return [plain(value) for value in kept]
+    if type(kept) is tuple:
+        return tuple(plain(value) for value in kept)
+    return kept
+
+
+def restore(live: Any, kept: Any) -> Any:
+    """Make `live` what it was, in place where it is a container; what belongs in its place."""
+    if isinstance(kept, Held):
+        return kept.back()
+    if isinstance(kept, dict) and isinstance(live, dict):
+        found = {key: restore(live.get(key), value) for key, value in kept.items()}
+        live.clear()
+        live.update(found)
+        return live
+    if isinstance(kept, list) and isinstance(live, list):
+        live[:] = [restore(live[i] if i < len(live) else None, value) for i, value in enumerate(kept)]
+        return live
+    if type(kept) is tuple:
+        return tuple(restore(None, value) for value in kept)
+    return plain(kept)
+
+
+def same(kept: Any, live: Any) -> bool:
+    """Whether `live` has the values that were kept. Reads every tensor that was copied."""
+    if isinstance(kept, Held):
+        if not isinstance(live, torch.Tensor):
+            return False
+        if kept.copy is None:
+            return address(live) == kept.address and not kept.moved
+        return live.shape == kept.copy.shape and live.dtype == kept.copy.dtype and torch.equal(live, kept.copy)
+    if isinstance(kept, dict):
+        return isinstance(live, dict) and list(kept) == list(live) and all(same(v, live[k]) for k, v in kept.items())
+    if isinstance(kept, list | tuple):
+        return isinstance(live, list | tuple) and len(kept) == len(live) and all(map(same, kept, live))
+    try:
+        return bool(kept == live)
+    except (RuntimeError, ValueError):  # arrays of numpy's say it for each number
+        return False
+
+
+def trace(tree: Any) -> Any:
+    """What differs if anything in the tree was changed or replaced; of tensors, what torch has counted."""
+    if isinstance(tree, torch.Tensor):
+        few = tree.numel() <= FEW and tree.device.type == "cpu" and type(tree) is torch.Tensor
+        return tuple(tree.reshape(-1).tolist()) if few else (address(tree), version(tree))
+    if isinstance(tree, dict):
+        return tuple((str(key), trace(value)) for key, value in tree.items())
+    if isinstance(tree, list | tuple):
+        return tuple(map(trace, tree))
+    return tree if isinstance(tree, _PLAIN) else repr(tree)
+
+
+def tensors(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """By name."""
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from tensors(value, f"{name}.{key}")
+    elif isinstance(tree, list | tuple):
+        for i, value in enumerate(tree):
+            yield from tensors(value, f"{name}.{i}")
