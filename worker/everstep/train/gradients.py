@@ -8,11 +8,12 @@ Invariant: after `put_back` a parameter has a gradient, of zeros, if and only if
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from everstep.train.optimizers import before_step
 from everstep.train.step import LoopError
 
 SAMPLE = 16  # parameters by which it shows that a backward pass has run
@@ -25,9 +26,10 @@ class Gradients:
         self._optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
         self._modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
         self._scalers = [t for t in state.values() if isinstance(t, torch.amp.GradScaler) and t.is_enabled()]
-        self._hooks = [o.register_step_pre_hook(self._enter) for o in self._optimizers]
+        self._hooks = [before_step(o, self._enter) for o in self._optimizers]
         self._watching: list[Any] = []
-        self._stale: list[torch.Tensor] = []  # whether gradients were there when the backward pass came to them
+        # Of each parameter that had a gradient: whether it was there whenever a backward pass came to it.
+        self._found: list[list[torch.Tensor]] = []
         self.look()
         self.begin()
 
@@ -54,12 +56,15 @@ class Gradients:
     def ended(self, step: int) -> None:
         """The step's block ended well. Raises `LoopError`."""
         self._unwatch()
-        if self._stale and bool(torch.stack([t.cpu() for t in self._stale]).any()):
+        # A pass for something else (an adversarial example) may come first, and its gradients be cleared again.
+        if any(found and all(bool(there) for there in found) for found in self._found):
             raise LoopError(
                 f"the backward pass of step {step} began on gradients of the step before, which no checkpoint holds "
                 "and a new process does not have. Call optimizer.zero_grad() in each step; to add up the gradients of "
                 "several batches use run.loader(…, micro_batch=…), and `with step as batches: for batch in batches: …`"
             )
+        if not self._optimizers:
+            return  # the loop changes parameters itself, maybe through `.data`
         if self.entered or self._scales != self._updates() or any(map(_skipped, self._scalers)):
             return
         now = self._marks()
@@ -116,26 +121,24 @@ class Gradients:
         return [0 if scale is None else scale._version for scale in scales]
 
     def _watch(self) -> None:
-        self._stale = []
+        self._found = []
         for p in self._parameters:
             if p.requires_grad and p.grad is not None:
-                self._watching.append(p.register_hook(self._looks_at(p)))
-
-    def _looks_at(self, parameter: torch.Tensor) -> Any:
-        seen = False
-
-        def hook(_: torch.Tensor) -> None:
-            nonlocal seen
-            if not seen and parameter.grad is not None:
-                self._stale.append(parameter.grad.detach().any())
-            seen = True
-
-        return hook
+                self._found.append([])
+                self._watching.append(p.register_hook(_look(p, self._found[-1])))
 
     def _unwatch(self) -> None:
         for hook in self._watching:
             hook.remove()
         self._watching = []
+
+
+def _look(parameter: torch.Tensor, found: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        grad = parameter.grad
+        found.append(torch.zeros((), dtype=torch.bool) if grad is None else grad.detach().any())  # no wait for a device
+
+    return hook
 
 
 def _skipped(scaler: Any) -> bool:

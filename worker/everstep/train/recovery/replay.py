@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from everstep.train.gradients import Gradients
+from everstep.train.optimizers import after_step, before_step
 from everstep.train.randomness import generators_to_put_back
 from everstep.train.recovery import digests
 from everstep.train.recovery.agreement import Quality
@@ -66,8 +67,8 @@ class Replay:
         self._hooks: list[Any] = []
         for name, target in state.items():
             if isinstance(target, torch.optim.Optimizer):
-                self._hooks.append(target.register_step_pre_hook(self._before(name)))
-                self._hooks.append(target.register_step_post_hook(self._after(name)))
+                self._hooks.append(before_step(target, self._before(name)))
+                self._hooks.append(after_step(target, self._after(name)))
         self._hooks += [hook for t in self._things if isinstance(t, Optimizer) for hook in t.hooks]
 
     def moved(self) -> None:
