@@ -104,6 +104,7 @@ ROWS = (
     ),
     Row("gan_every_other_step", kills=("4:backward", "5:optimizer")),
     Row("ppo", kills=("5:backward2", "5:optimizer"), owner="judge", today="a half-moved state is judged whole"),
+    Row("bad_batch_on_one_rank", kills=(), refused=r"left a step out.*[Rr]educe a flag"),
     Row("caught_exception", kills=("5:backward", "5:optimizer"), owner="judge", today="a lost step is counted"),
     Row(
         "accumulated_over_steps",

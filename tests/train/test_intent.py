@@ -11,6 +11,7 @@ import pytest
 from torch._C import _distributed_c10d as c10d
 
 from everstep.train.intent import MAX_STRIDE, Intent, Wish
+from everstep.train.step import LoopError
 
 
 def test_a_wish_for_a_save_that_lasts_until_it_is_granted_is_granted_once_and_at_one_boundary_on_all_ranks() -> None:
@@ -57,3 +58,25 @@ def test_wish_is_granted_at_the_boundary_after_the_one_that_told_it_however_rare
     granted, stride = first
     assert stride == MAX_STRIDE
     assert granted - at <= stride + 1
+
+
+def test_ranks_that_have_made_other_numbers_of_optimizer_steps_are_told_so_at_one_boundary() -> None:
+    """One of them has caught an error in its forward pass, and left the step out."""
+    store, name = c10d.HashStore(), uuid.uuid4().hex
+
+    def rank(number: int) -> tuple[int, str]:
+        own = c10d.PrefixStore(name, store)
+        intent = Intent(c10d.ProcessGroupGloo(own, number, 2, timedelta(seconds=30)))
+        for boundary in range(4 * MAX_STRIDE):
+            skipped = number == 1 and boundary >= 5
+            try:
+                intent.at_boundary(Wish(updates=boundary + 1 - skipped))
+            except LoopError as e:
+                return boundary, str(e)
+        raise AssertionError("never told")
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(rank, range(2))
+    assert first == second
+    assert 5 < first[0] <= 5 + MAX_STRIDE + 1
+    assert "a rank has left a step out" in first[1]

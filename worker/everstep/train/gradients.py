@@ -27,6 +27,7 @@ class Gradients:
         self._modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
         self._scalers = [t for t in state.values() if isinstance(t, torch.amp.GradScaler) and t.is_enabled()]
         self._hooks = [before_step(o, self._enter) for o in self._optimizers]
+        self.updates = 0  # optimizer steps that were begun in this world
         self._watching: list[Any] = []
         # Of each parameter that had a gradient: whether it was there whenever a backward pass came to it.
         self._found: list[list[torch.Tensor]] = []
@@ -112,6 +113,7 @@ class Gradients:
 
     def _enter(self, *_: Any) -> None:
         self.entered = True
+        self.updates += 1
 
     def _marks(self) -> list[tuple[Any, int]]:
         return [(None if (g := p.grad) is None else (id(g), g._version), p._version) for p in self._sample]

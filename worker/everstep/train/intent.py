@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from everstep.train.step import LoopError
+
 COST = 0.005  # of a step's time that agreeing may take: half of what the session may
 MAX_STRIDE = 64  # boundaries from one agreement to the next
 MAX_SECONDS = 0.25  # from one agreement to the next, unless a single step takes longer
@@ -34,10 +36,12 @@ class Wish:
     stop: bool = False
     save: bool = False
     move: bool = False  # leave the round: the next one has more members
+    updates: int = 0  # optimizer steps that this rank has made in this world; the same number on each
 
 
 class Intent:
-    """`at_boundary(wish)` after every step, on every rank; the answer is the same on each, and mostly no wish.
+    """`at_boundary(wish)` after every step, on every rank; the answer is the same on each, and mostly no wish. Raises
+    `LoopError`, on all of them, once their `updates` differ: then one has skipped an optimizer step that others made.
 
     `group` is a gloo process group, or None for a world of one, where a wish is granted at once.
     """
@@ -90,7 +94,8 @@ class Intent:
             self._flight = None
 
     def _begin(self, wish: Wish) -> None:
-        values = torch.tensor([wish.stop, wish.save, wish.move, self._wanted_stride()], dtype=torch.int32)
+        told = [wish.stop, wish.save, wish.move, self._wanted_stride(), wish.updates, -wish.updates]
+        values = torch.tensor(told, dtype=torch.int64)
         self._flight = (reduce_into(values, dist.ReduceOp.MAX, self._group), values)
 
     def _read(self) -> Wish:
@@ -99,7 +104,14 @@ class Intent:
         work, values = self._flight
         work.wait()
         self._flight = None
-        stop, save, move, self._stride = values.tolist()
+        stop, save, move, self._stride, most, least = values.tolist()
+        if most != -least:
+            raise LoopError(
+                f"after the same number of steps some ranks have made {most} optimizer steps in this world, and others "
+                f"{-least}: a rank has left a step out (an error that was caught, a batch that was skipped), and its "
+                "replica is another now. Decide on all ranks alike: reduce a flag in the step, and skip it everywhere "
+                "or nowhere"
+            )
         return Wish(bool(stop), bool(save), bool(move))
 
     def _wanted_stride(self) -> int:

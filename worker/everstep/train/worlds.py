@@ -136,7 +136,7 @@ class Steady:
 
     def between(self) -> None:
         self._completed()
-        self._boundary.agree()
+        self._boundary.agree(updates=self._gradients.updates)
 
     def all_leave(self) -> None:
         if self._size > 1:
@@ -247,7 +247,9 @@ class Recovering:
         try:
             self._completed()
             self._compare()
-            if self._boundary.agree(move=self._recovery.boundary_wanted):
+            assert self._recovery.replay is not None
+            updates = self._recovery.replay.gradients.updates
+            if self._boundary.agree(move=self._recovery.boundary_wanted, updates=updates):
                 self._enter(Quality.WHOLE)
         except NewerCommit as e:
             self._go_forward(e)

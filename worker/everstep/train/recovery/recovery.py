@@ -70,7 +70,7 @@ class Recovery:
         self.met = False  # the newest round has formed, for `decide`, and is still to be settled
         self.boundary_wanted = False  # a newer round waits for us to come to the end of a step
         self._reducers: Reducers | None = None
-        self._replay: Replay | None = None
+        self.replay: Replay | None = None
         self._state: Mapping[str, Any] = {}
         self._began: tuple[int, float] | None = None  # the step in hand, and when
         self._failures = 0  # of the program's collectives when it began
@@ -115,17 +115,17 @@ class Recovery:
         self._state = state
         self._reducers = reducers
         wrapped.check(reducers.alive())
-        self._replay = Replay(state, self.check if self._sharded is None else self._vote)
+        self.replay = Replay(state, self.check if self._sharded is None else self._vote)
         for group in self._programs:
-            group.on_begin = self._replay.collective
+            group.on_begin = self.replay.collective
         self._rounds.on_round(self._heard)
         self._rounds.on_where(self._where)
         self._rounds.ready()
 
     def begin(self, step: int) -> None:
         """Step number `step` begins."""
-        assert self._replay is not None
-        self._replay.begin(step)
+        assert self.replay is not None
+        self.replay.begin(step)
         self.program.scope.enter(At.STEP)
         self._failures = self._failed_by_now()
         self._began = (step, time.monotonic())
@@ -133,9 +133,9 @@ class Recovery:
     def ended(self) -> bool:
         """The step's block has ended without an error: whether none of its collectives has failed. Raises `LoopError`
         for what could not be recovered from."""
-        assert self._replay is not None
+        assert self.replay is not None
         if not (failed := self.failed):
-            self._replay.ended()
+            self.replay.ended()
         return not failed
 
     @property
@@ -144,7 +144,7 @@ class Recovery:
         return self._failed_by_now() > self._failures
 
     def _failed_by_now(self) -> int:
-        return sum((self._replay.refused if self._replay else 0, *(group.failures for group in self._programs)))
+        return sum((self.replay.refused if self.replay else 0, *(group.failures for group in self._programs)))
 
     def over(self) -> None:
         """The step's block has ended, well or not."""
@@ -171,8 +171,8 @@ class Recovery:
     def end(self) -> None:
         """No step is taken any more."""
         self.program.scope.enter(At.OVER)
-        if self._replay is not None:
-            self._replay.end()
+        if self.replay is not None:
+            self.replay.end()
 
     def part(self) -> None:
         """This process does not go on: leave the round, so that nothing of it is waited for."""
@@ -183,13 +183,13 @@ class Recovery:
         """The step in hand failed because of `lost`: whether it counts all the same."""
         if self._sharded is not None:
             self._sharded.back()
-        return self._replay is not None and self._replay.counts()
+        return self.replay is not None and self.replay.counts()
 
     def back(self) -> Quality:
         """The step in hand failed and does not count: what this member's state is worth now."""
-        assert self._replay is not None
-        if (quality := self._replay.back()) is Quality.TORN:
-            log.warning("a peer was lost%s in the middle of a step: %s", self.main.lost_at, self._replay.torn)
+        assert self.replay is not None
+        if (quality := self.replay.back()) is Quality.TORN:
+            log.warning("a peer was lost%s in the middle of a step: %s", self.main.lost_at, self.replay.torn)
         return quality
 
     def enter(self, step: int, quality: Quality, start: Start, moved: Callable[[], None]) -> int:
@@ -265,18 +265,18 @@ class Recovery:
 
     def _settle(self, step: int, quality: Quality, round_: Round, start: Start) -> tuple[int, str]:
         assert self._reducers is not None
-        assert self._replay is not None
+        assert self.replay is not None
         if self._sharded is not None:
             self._sharded.mesh.move(round_.rank, round_.world_size)
             found, done = self._sharded.settle(step, quality, round_.number, start)
             self._open()
         else:
             found, done = replicated.settle(self._state, self.members, step, quality, start)
-        self._replay.moved()
+        self.replay.moved()
         # The state has come: a peer lost from here on must not let this member tell its old step number with it.
         with contextlib.suppress(PeerLost):
             self._reducers.agree(self.members)
-            self._replay.gradients.add(self.members.any([*self._replay.gradients.present]))
+            self.replay.gradients.add(self.members.any([*self.replay.gradients.present]))
         self._reducers.rebuild()
         return found, done
 

@@ -73,7 +73,7 @@ class Replay:
 
     def moved(self) -> None:
         """The world is another one."""
-        self._count = 0
+        self._count = self.gradients.updates = 0
 
     def begin(self, step: int) -> None:
         """Step number `step` begins."""
