@@ -301,7 +301,7 @@ class Recovery:
                 return  # and they fail still: the members are at one state, and must not tell the next round another
             self.main.attach(formed.main, formed.round.rank, formed.round.world_size, formed.abort)
             self.program.place(formed.round.rank, formed.round.world_size)
-            for group, (inner, abort) in zip(self._groups[2:], formed.parts, strict=True):
+            for group, (inner, abort) in zip(self._programs[1:], formed.parts, strict=True):
                 group.attach(inner, group.rank(), group.size(), abort)
 
     def _vote(self) -> None:
