@@ -50,7 +50,7 @@ def hold(
         raise NotHeld(f"{row.script}, {what}: refused, and it can be right: {said}")
     if row.refused and not row.or_same and (disturbed or not row.late):
         raise NotHeld(f"{row.script}, {what}: not refused; exit codes {list(played.codes)}")
-    if found := difference(played, reference, row.apart, 0.0 if EXACT else row.near, files):
+    if found := difference(played, reference, row.apart, 0.0 if EXACT and row.exact else row.near, files):
         raise NotHeld(f"{row.script}, {what}: {found}\n{played.log[-3000:]}")
     if row.in_process and files and played.killed and played.began != SIZE + 1:
         raise NotHeld(f"{row.script}, {what}: {played.began} processes took steps, where one of {SIZE} was replaced")
