@@ -108,7 +108,7 @@ ROWS = (
         or_same=True,
     ),
     # --- more than one pass or one optimizer in a step
-    Row("lbfgs", kills=("5:backward2", "5:optimizer"), owner="judge", today="a half-moved state is judged whole"),
+    Row("lbfgs", kills=("5:backward2", "5:optimizer")),
     Row(
         "sam",
         kills=("5:backward2",),

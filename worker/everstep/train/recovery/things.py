@@ -235,7 +235,7 @@ class Hyperparameters(Tree):
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._groups: list[tuple[dict[str, Any], list[Any]]] = []
+        self._groups: list[tuple[dict[str, Any], list[Any], list[Any]]] = []
         super().__init__(f"{name}.param_groups", self._read)
 
     def _read(self) -> Any:
@@ -243,13 +243,15 @@ class Hyperparameters(Tree):
 
     def begin(self) -> None:
         super().begin()
-        self._groups = [(g, list(g["params"])) for g in self.optimizer.param_groups]
+        self._groups = [(g, g["params"], list(g["params"])) for g in self.optimizer.param_groups]
 
     def put_back(self) -> None:
-        for (group, parameters), kept in zip(self._groups, self._kept, strict=True):
-            trees.restore(group, {**kept, "params": []})
-            group["params"] = parameters
-        self.optimizer.param_groups[:] = [group for group, _ in self._groups]
+        for (group, same, parameters), kept in zip(self._groups, self._kept, strict=True):
+            group.pop("params", None)
+            trees.restore(group, kept)
+            same[:] = parameters  # the list itself: LBFGS holds on to it
+            group["params"] = same
+        self.optimizer.param_groups[:] = [group for group, _, _ in self._groups]
 
 
 class Schedule(Tree):
