@@ -147,6 +147,7 @@ class Randomness:
         self._device = device
         self._sources: dict[str, Source] = {}
         self._tracked: dict[str, Source] = {}
+        self._generators: dict[str, Any] = {}  # what the sources of `_tracked` set: the census looks for them here
         self._own: dict[str, int] = {}  # what this process's script has left in each
         self._seeds: dict[str, int] = {}  # the run's
         self._alike: dict[str, bool] = {}  # whether all ranks had the same; unknown in a world of one
@@ -161,6 +162,7 @@ class Randomness:
         assert source is not None
         if self.each_step:
             self._tracked[name] = source
+            self._generators[name] = generator
             return None
         if not isinstance(generator, torch.Generator):
             raise LoopError(

@@ -97,7 +97,7 @@ def judge(looks: Looks) -> tuple[list[Finding], list[str]]:
     for subject in _copies(moved, looks):
         found.setdefault(subject, Finding(subject, "holds copies of the parameters that move", track(subject)))
     for name in looks.drawn:
-        line = "the draws with torch's, numpy's or Python's global generators instead, which a session looks after"
+        line = f"{track(name)}, and each step sets it (or draw from run.shared_rng, which is the same on all ranks)"
         found.setdefault(name, Finding(name, "is a random generator that moves in a step", line))
     open_ = sorted({subject_of(name, looks.held) for name in moved if name not in looks.overwritten} - found.keys())
     return [found[name] for name in sorted(found)], open_
