@@ -202,7 +202,13 @@ ROWS = (
         or_same=True,
     ),
     Row("compiled_ddp", owner="scope", today="cannot take one step", long=True),
-    Row("powersgd", refused="PowerSGD", or_same=True, torchrun_owner="scope"),
+    Row(
+        "powersgd",
+        refused="PowerSGD",
+        or_same=True,
+        torchrun_owner="scope",
+        today="a commit lacks the hook's state",
+    ),
     Row(
         "growing_buffer",
         refused="means",
