@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal, TypeVar
 
 from children import children
@@ -222,7 +223,11 @@ def _know(points: Points, rounds: Any, group: Any, recovery: Any, forming: Any) 
         points.forming = True
         return form(*arguments)
 
-    rounds.wait_newer, rounds.joined, recovery._join, group._run = newer, has_joined, enters, collective
+    # It stands between the session's own callers and the group, which asks whether a script called.
+    inside = FunctionType(
+        collective.__code__, {**globals(), "__name__": group.__module__}, closure=collective.__closure__
+    )
+    rounds.wait_newer, rounds.joined, recovery._join, group._run = newer, has_joined, enters, inside
     forming._gloo, forming._form = connect, forms
 
 
