@@ -97,10 +97,7 @@ class Census:
         self._covered = Covered(self._state)
         held = self._held()
         free = [h for h in held.values() if self._is_free(h)]
-        self._begin = look(free)
-        for name, seen in self._begin.items():
-            if name not in self._first or self._first[name].held() is not seen.held():
-                self._first[name] = seen
+        self._begin = look(free, self._first)
         self._generators = [(h.name, h.value, state_of_generator(h.value)) for h in _generators(free)]
         if self._steps > 1 and is_safe() and not any(_is_fused(h.value) for h in held.values()):
             tensors = {h.name: h.value for h in free if h.name in self._begin and isinstance(h.value, torch.Tensor)}
@@ -136,9 +133,7 @@ class Census:
     def _judge(self) -> list[Finding]:
         self._covered = Covered(self._state)
         held = self._held()
-        now = look(h for h in held.values() if self._is_free(h))
-        for name, seen in now.items():
-            self._first.setdefault(name, seen)
+        now = look((h for h in held.values() if self._is_free(h)), self._first)
         flow = self._flow if self._flow is not None else Flow({})
         looks = Looks(self._first, self._begin, now, held, flow.reached, flow.overwritten, self._drawn, self._shapes())
         found, others = judge(looks)

@@ -2,12 +2,13 @@
 
 A tensor's mark is a digest of a part of its bytes, and the version that torch counts with each write: `.data` and numpy
 write without counting, and a write may miss the part. Bounded: `HEAD` and `SPREAD` bytes of each tensor, one copy from
-each device.
+each device. Not every write is another value: DDP hands a constant buffer out again before each forward. So of a tensor
+that was written to and whose part is the same, all bytes are digested, from the first such write on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +26,23 @@ SPREAD = 1024
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """`whole`: the digest is of all bytes, and says all."""
+    """`whole`: the digest is of all bytes, and says all. `full`: the digest of all bytes, where it was asked for."""
 
     identity: int
     shape: tuple[int, ...]
     digest: int
     version: int
     whole: bool
+    full: int | None = None
 
     def moved_to(self, now: Mark) -> bool:
-        """Whether the values may differ."""
+        """Whether the values are other ones, as far as was looked."""
         if (self.shape, self.digest) != (now.shape, now.digest):
             return True
+        return self.full is not None and now.full is not None and self.full != now.full
+
+    def written_to(self, now: Mark) -> bool:
+        """Whether the same tensor was written to, and its part does not say with what."""
         return not now.whole and self.identity == now.identity and self.version != now.version
 
 
@@ -82,9 +88,13 @@ def state_of_generator(generator: Generator) -> int:
     return hash(repr(generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()))
 
 
-def changed(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[str]:
-    """The names whose values are other ones."""
-    return [name for name, mark in now.items() if name in before and before[name].moved_to(mark)]
+def full_digest(tensor: torch.Tensor) -> int:
+    """Of all its bytes."""
+    local: Any = tensor.detach()
+    if is_sharded(tensor):
+        local = local.to_local()
+    data: Any = local.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def _part(tensor: torch.Tensor) -> tuple[torch.Tensor, bool] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 
 from everstep.train.covered import word
 from everstep.train.holdings import Held
-from everstep.train.marks import Mark, mark_of_array, marks_of
+from everstep.train.marks import Mark, full_digest, mark_of_array, marks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ def track(name: str) -> str:
     return f"run.track({word(name)}={name}) before run.steps()"
 
 
-def look(held: Iterable[Held]) -> dict[str, Seen]:
-    """By name, those that can be compared."""
+def look(held: Iterable[Held], first: dict[str, Seen]) -> dict[str, Seen]:
+    """By name, those that can be compared. `first`: when each was first seen, or first written to; it is added to."""
     listed = list(held)
     tensors = [h for h in listed if isinstance(h.value, torch.Tensor)]
     marked = [(h, m) for h, m in zip(tensors, marks_of([h.value for h in tensors]), strict=True) if m is not None]
@@ -62,7 +62,18 @@ def look(held: Iterable[Held]) -> dict[str, Seen]:
             marked.append((h, mark))
         elif isinstance(h.value, deque) and h.value and not isinstance(h.value[-1], int | float | str):
             marked.append((h, Mark(id(h.value), (len(h.value),), id(h.value[-1]), 0, True)))
-    return {h.name: Seen(weakref.ref(h.value), m) for h, m in marked}
+    found: dict[str, Seen] = {}
+    for h, mark in marked:
+        before = first.get(h.name)
+        known = before is not None and before.held() is h.value
+        if before is not None and known and before.mark.written_to(mark):
+            mark = replace(mark, full=full_digest(h.value))  # noqa: PLW2901
+            if before.mark.full is None and not before.mark.moved_to(mark):
+                known = False
+        found[h.name] = Seen(weakref.ref(h.value), mark)
+        if not known:
+            first[h.name] = found[h.name]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
