@@ -38,7 +38,9 @@ from everstep.train import step as steps
 #   begin       the block has begun             backward    the loss is being differentiated, nothing is averaged yet
 #   gradients   an optimizer is about to step   optimizer   it has stepped
 #   tail        the block has ended             between     the step has been counted
-POINTS = re.compile(r"(begin|backward|gradients|optimizer|tail|between)\d*")
+#   evaluate    a function of run.evaluate begins, after so many steps (evaluate2: the second one there)
+#   evaluated   such a function has returned       once     a function of run.once begins (its step is 0)
+POINTS = re.compile(r"(begin|backward|gradients|optimizer|tail|between|evaluated?|once)\d*")
 VICTIM = 1
 SAVED = 4  # steps, when the scripts save for the first time
 COMMIT_SECONDS = 30.0
@@ -46,22 +48,32 @@ DEEPEST = 3  # of the script's own objects in each other
 
 
 class Killer:
-    """`wanted` is "STEP:POINT"; `STEP` steps are complete before the one that is struck."""
+    """`wanted` is "STEP:POINT" of rank 1, "0@STEP:POINT" of another, "0+1@STEP:POINT" of two at once; or several of
+    these, with commas. `STEP` steps are complete before the one that is struck."""
 
-    def __init__(self, wanted: str, marker: Path) -> None:
-        self._step, _, self._point = wanted.partition(":")
-        assert not wanted or POINTS.fullmatch(self._point), wanted
-        self._marker = marker
+    def __init__(self, wanted: str, folder: Path) -> None:
+        self._folder = folder
+        self._wanted = list[tuple[set[int], str, str]]()
+        for one in filter(None, wanted.split(",")):
+            ranks, _, place = one.rpartition("@")
+            step, _, point = place.partition(":")
+            assert POINTS.fullmatch(point), wanted
+            self._wanted.append(({int(r) for r in ranks.split("+")} if ranks else {VICTIM}, step, point))
         self._now: int | None = None
         self._passed: Counter[str] = Counter()
 
     def enter(self, number: int) -> None:
-        self._now = number
-        self._passed.clear()
+        self.at(number)
         self.reach("begin")
+
+    def at(self, number: int) -> None:
+        if self._now != number:
+            self._passed.clear()
+        self._now = number
 
     def leave(self) -> None:
         self.reach("between")
+        self._passed.clear()
         self._now = None
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -72,16 +84,16 @@ class Killer:
         self._passed[point] += 1
         count = self._passed[point]
         here = dist.get_rank() if dist.is_initialized() else 0
-        if (
-            here != VICTIM
-            or str(self._now) != self._step
-            or self._point not in {f"{point}{count}", point * (count == 1)}
-        ):
-            return
+        for i, (ranks, step, wanted) in enumerate(self._wanted):
+            if here in ranks and str(self._now) == step and wanted in {f"{point}{count}", point * (count == 1)}:
+                self._die(self._folder / f"killed-{i}-{here}", int(step))
+
+    def _die(self, marker: Path, step: int) -> None:
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(self._marker, os.O_CREAT | os.O_EXCL))
-            if int(self._step) > SAVED:
-                wait_for_commit(self._marker.parent / "commits")
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+            (self._folder / "killed").touch()
+            if step > SAVED:
+                wait_for_commit(self._folder / "commits")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -169,6 +181,7 @@ def install(findings: Findings, killer: Killer) -> None:
     """Between the script and the session, at what is public of it."""
     track, loop, close = session.Run.track, session.Run.steps, session.Run.close
     enter, leave, backward = steps.Step.__enter__, steps.Step.__exit__, torch.Tensor.backward
+    once, evaluate = session.Run.once, session.Run.evaluate
 
     def tracked(run: session.Run, **objects: Any) -> None:
         track(run, **objects)
@@ -196,11 +209,30 @@ def install(findings: Findings, killer: Killer) -> None:
         killer.leave()
         return handled
 
+    def did_once(run: session.Run, fn: Any, **options: Any) -> Any:
+        def called() -> Any:
+            killer.at(0)
+            killer.reach("once")
+            return fn()
+
+        return once(run, called, **options)
+
+    def evaluating(run: session.Run, fn: Any, **options: Any) -> None:
+        def called() -> Any:
+            killer.at(run.step)
+            killer.reach("evaluate")
+            found = fn()
+            killer.reach("evaluated")
+            return found
+
+        evaluate(run, called, **options)
+
     def differentiated(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
         killer.backward(loss)
         backward(loss, *arguments, **options)
 
     session.Run.track, session.Run.steps, session.Run.close = tracked, stepping, closed  # type: ignore[method-assign]
+    session.Run.once, session.Run.evaluate = did_once, evaluating  # type: ignore[method-assign]
     steps.Step.__enter__, steps.Step.__exit__ = entered, left  # type: ignore[method-assign]
     torch.Tensor.backward = differentiated  # type: ignore[method-assign]
     optimizers.register_optimizer_step_pre_hook(lambda *_: killer.reach("gradients"))
@@ -219,7 +251,7 @@ def main() -> None:
     sys.argv = [str(path)]
     sys.path[0] = str(path.parent)
     findings = Findings(script)
-    install(findings, Killer(os.environ.get("ORDINARY_KILL", ""), folder / "killed"))
+    install(findings, Killer(os.environ.get("ORDINARY_KILL", ""), folder))
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), script.__dict__)
     except SystemExit as e:

@@ -105,6 +105,33 @@ def test_an_evaluation_that_trains_is_refused_by_the_parameters_name() -> None:
         run.train(lambda _: None, until=2)
 
 
+def test_an_evaluation_that_moves_a_parameter_behind_torchs_back_is_refused_too() -> None:
+    model = torch.nn.Linear(1, 1)
+
+    with everstep.start() as run, pytest.raises(everstep.LoopError, match=r"has moved model\.weight"):
+        run.track(model=model)
+        run.evaluate(lambda: model.weight.data.add_(1), every=1)
+        run.train(lambda _: None, until=2)
+
+
+def test_an_evaluation_may_exchange_the_weights_and_bring_them_back() -> None:
+    model = torch.nn.Linear(1, 1)
+    seen = []
+
+    def evaluate() -> None:
+        kept = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.fill_(7)
+            seen.append(model.weight.item())
+            model.weight.copy_(kept)
+
+    with everstep.start() as run:
+        run.track(model=model)
+        run.evaluate(evaluate, every=1)
+        run.train(lambda _: None, until=2)
+    assert seen == [7, 7]
+
+
 def test_what_was_done_once_is_not_done_again_by_a_resumed_run(tmp_path: Path) -> None:
     values = []
     for until in (2, 4):

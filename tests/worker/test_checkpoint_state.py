@@ -144,6 +144,17 @@ def test_tensor_in_the_state_is_filled_in_place() -> None:
     assert target.tolist() == [1.0, 2.0, 3.0]
 
 
+def test_what_a_mapping_or_list_holds_is_filled_in_place() -> None:
+    center, counts, whole = torch.zeros(3), [0], torch.zeros(4)
+    into: dict[str, Any] = {"state": {"center": center, "again": center, "counts": counts, "part": whole[:2]}}
+    saved = {"center": torch.ones(3), "again": torch.full((3,), 2.0), "counts": [5], "part": torch.ones(2)}
+    save_and_restore({"state": saved}, into)
+    assert same(saved, into["state"])
+    assert into["state"]["center"] is center
+    assert into["state"]["counts"] is counts
+    assert whole.tolist() == [0, 0, 0, 0], "what shares its memory with something else is not written to"
+
+
 def test_compiled_wrapper_is_seen_through_in_both_directions() -> None:
     plain = model(1)
     wrapped = torch.compile(model(2), backend="eager")

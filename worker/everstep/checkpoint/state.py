@@ -79,16 +79,18 @@ def apply(state: Mapping[str, Any], saved: Mapping[str, Any], tensors: Mapping[s
     """Put a commit's values back into `state`, in place.
 
     Modules, optimizers and other objects get `load_state_dict`; tensors are copied into; mappings and lists are
-    refilled; plain values are set in `state` itself, which must then be mutable. Raises `StateMismatch`.
+    refilled, and so is what they hold: a script may have names of its own for it. Plain values are set in `state`
+    itself, which must then be mutable. Raises `StateMismatch`.
     """
     bodies = bodies_for(state, saved, rank)
+    taken = set[int]()
     values = saved.get("state", {})
     for key in sorted(set(values) - set(state)):
         log.warning("the commit holds %r, which the state passed in does not ask for", key)
     for key, body in bodies.items():
         tree = unflatten(body["tree"], tensors, key)
         try:
-            _decode(state, key, tree, body.get("metadata"))
+            _decode(state, key, tree, body.get("metadata"), taken)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise StateMismatch(f"{key}: the commit does not fit the object passed in: {e}") from e
 
@@ -115,7 +117,7 @@ def _parameters(target: Any, body: Any) -> Iterator[str]:
                 yield from references(value)
 
 
-def _decode(state: Mapping[str, Any], key: str, tree: Any, metadata: Json) -> None:
+def _decode(state: Mapping[str, Any], key: str, tree: Any, metadata: Json, taken: set[int]) -> None:
     target = state[key]
     kind = _kind(target)
     if kind == "module":
@@ -130,15 +132,51 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, metadata: Json) -> No
             raise ValueError(f"{tree.dtype} {tuple(tree.shape)} in the commit, {target.dtype} {tuple(target.shape)}")
         with torch.no_grad():
             target.copy_(tree)
-    elif isinstance(target, dict) and isinstance(tree, dict):
-        target.clear()
-        target.update(tree)
-    elif isinstance(target, list) and isinstance(tree, list):
-        target[:] = tree
+    elif (isinstance(target, dict) and isinstance(tree, dict)) or (isinstance(target, list) and isinstance(tree, list)):
+        taken.discard(id(target))
+        _refilled(target, tree, taken)
     elif isinstance(state, MutableMapping):
         state[key] = tree
     else:
         raise TypeError("a plain value can be restored only into a mutable mapping (a dict)")
+
+
+def _refilled(live: Any, tree: Any, taken: set[int]) -> Any:
+    """`live` with the values of `tree`, where it can hold them; else `tree`. `taken`: what was refilled by now, which
+    may stand in two places, and the commit may hold two values for them."""
+    if (live.data_ptr() if isinstance(live, torch.Tensor) and _owns(live) else id(live)) in taken:
+        return tree
+    if isinstance(live, dict) and isinstance(tree, dict):
+        taken.add(id(live))
+        found = {key: _refilled(live.get(key), value, taken) for key, value in tree.items()}
+        live.clear()
+        live.update(found)
+        return live
+    if isinstance(live, list) and isinstance(tree, list):
+        taken.add(id(live))
+        live[:] = [_refilled(live[i] if i < len(live) else None, value, taken) for i, value in enumerate(tree)]
+        return live
+    if isinstance(live, torch.Tensor) and isinstance(tree, torch.Tensor) and _fits(live, tree):
+        taken.add(live.data_ptr())
+        with torch.no_grad():
+            live.copy_(tree)
+        return live
+    return tree
+
+
+def _fits(live: torch.Tensor, tree: torch.Tensor) -> bool:
+    return live.shape == tree.shape and live.dtype == tree.dtype and _owns(live)
+
+
+def _owns(tensor: torch.Tensor) -> bool:
+    """Whether it is all of its memory: the rest may be something else's."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor._base is None
+        and not tensor.is_inference()
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    )
 
 
 class _WithMetadata(dict[str, Any]):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from everstep.checkpoint.ranks import Ranks
 from everstep.train.boundary import Boundary
-from everstep.train.evaluation import Evaluations, figures, unchanged
+from everstep.train.evaluation import Before, Evaluations, figures, unchanged
 from everstep.train.once import Onces
+from everstep.train.randomness import STATE, Randomness
 from everstep.train.recovery.members import Members
 
 
@@ -17,24 +20,62 @@ class Between:
 
     def __init__(self, onces: Onces, evaluations: Evaluations, goal: Callable[[], int]) -> None:
         self._onces, self._evaluations, self._goal = onces, evaluations, goal
+        self._before: Before | None = None  # the newest evaluations, while they may have to be called again
+        self.torn: str | None = None  # what the newest have moved, and nobody can put back
 
-    def run(self, boundary: Boundary, state: Mapping[str, Any], ranks: Callable[[], Ranks]) -> bool:
-        """Do what is due after `boundary.step` steps; whether anything was. Collective."""
-        if some := not self._onces.done:
+    def run(
+        self,
+        boundary: Boundary,
+        state: Mapping[str, Any],
+        ranks: Callable[[], Ranks],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Do what is due after `boundary.step` steps. `check` raises if a peer was lost, which the script may have kept
+        to itself. Collective."""
+        if not self._onces.done:
             self._onces.run(ranks())
+            check()
         step, evaluations = boundary.step, self._evaluations
         evaluations.come(step)
+        if self._before is not None and self._before.step != step:
+            self._before = None
         if not (due := evaluations.due(step, self._goal())):
-            return some
-        for call in due:
-            with unchanged(state):
-                found = call()
-            boundary.log(figures(found))
+            return
+        before = Before(state, step)
+        self.torn = None
+        try:
+            for call in due:
+                with unchanged(state, lambda: _seed(state, step)):
+                    found = call()
+                before.check()
+                boundary.log(figures(found))
+            check()
+        except BaseException:
+            self.torn = before.put_back()
+            raise
+        self._before = before
         evaluations.over(step)
-        return True
+
+    def meet(self, step: int, members: Members) -> None:
+        """A round has formed, and its members are not at one state yet. Where a member has ended the evaluations that
+        another one has not, all call them again, and from the same state. Collective."""
+        if not len(self._evaluations):
+            return
+        mine = self._evaluations.standing(step)
+        told = members.gather((step, mine))
+        if self._before is not None and self._evaluations.reopens(step, mine, told):
+            self._before.put_back()
+            self._before = None
 
     def agree(self, step: int, members: Members) -> None:
-        """A round has formed. Collective."""
+        """They are at one state. Collective."""
         if len(self._evaluations):
             told = members.gather((self._evaluations.standing(step),))
             self._evaluations.agree(step, [one for (one,) in told])
+
+
+def _seed(state: Mapping[str, Any], step: int) -> None:
+    """Let an evaluation draw what it would draw in a process that came later. No step has a negative number."""
+    found = state.get(STATE)
+    if isinstance(found, Randomness) and found.each_step:
+        found.begin(-1 - step, dist.get_rank() if dist.is_initialized() else 0)

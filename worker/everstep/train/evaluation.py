@@ -1,8 +1,9 @@
 """Functions that a script has called between two steps, on all ranks: `run.evaluate(fn, every=500)`.
 
 A function can be called again, which a block of code cannot. A process that comes later registers the same functions,
-so all members of a world can take part in one, whoever was there when it began. Invariants: what is tracked is after an
-evaluation what it was before; all members of a world call the same functions between the same two steps.
+so all members of a world can take part in one, whoever was there when it began. Invariants: parameters and buffers are
+after an evaluation what they were before; one that is called again finds all that is tracked as the first call did; all
+members of a world call the same functions between the same two steps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from everstep.checkpoint import RngState
+from everstep.train.recovery import digests
+from everstep.train.recovery.things import Module, Optimizer, Thing, things
 from everstep.train.step import LoopError
 
 MOST = 64
@@ -62,6 +65,14 @@ class Evaluations:
         """What this member says of the evaluations at `step` when a round forms."""
         return (_DONE if self._done == step else _PENDING) if self._at == step else _UNKNOWN
 
+    def reopens(self, step: int, mine: int, told: list[tuple[int, ...]]) -> bool:
+        """Whether this member has ended what another one at the same step has not, and is to call it again. `told`: all
+        members' steps and standings."""
+        if mine != _DONE or (step, _PENDING) not in told:
+            return False
+        self._done = -1
+        return True
+
     def agree(self, step: int, standings: list[int]) -> None:
         """All members call them again, unless those that know say that they are over."""
         self._done = step if _DONE in standings and _PENDING not in standings else -1
@@ -73,15 +84,14 @@ def figures(found: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def unchanged(state: Mapping[str, Any]) -> Iterator[None]:
-    """Put back what an evaluation moves: modes, buffers and generators. Raises `LoopError` if it moves parameters."""
+def unchanged(state: Mapping[str, Any], seed: Callable[[], None]) -> Iterator[None]:
+    """Put back what an evaluation moves: modes, buffers and generators. `seed` sets those for it."""
     modules = {id(m): m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules()}.values()
     modes = [(module, module.training) for module in modules]
     buffers = [(owner._buffers, name, b, b.detach().clone()) for owner in modules
                for name, b in owner._buffers.items() if b is not None]  # fmt: skip
-    versions = [(name, p, p._version) for key, t in state.items() if isinstance(t, torch.nn.Module)
-                for name, p in ((f"{key}.{n}", p) for n, p in t.named_parameters())]  # fmt: skip
     generators = RngState().state_dict()
+    seed()
     try:
         yield
     finally:
@@ -92,6 +102,36 @@ def unchanged(state: Mapping[str, Any]) -> Iterator[None]:
                 holder[name] = buffer
                 buffer.copy_(before)
         RngState().load_state_dict(generators)
-    for name, p, version in versions:
-        if p._version != version:
+
+
+class Before:
+    """What is tracked, as it was before the evaluations between two steps. Reads all of it: an evaluation that fails
+    half-way may have left other weights in the model, through `.data` too."""
+
+    def __init__(self, state: Mapping[str, Any], step: int) -> None:
+        self.step = step
+        self._things = things(state)
+        for thing in self._things:
+            for hook in thing.hooks if isinstance(thing, Optimizer) else ():
+                hook.remove()
+            thing.begin()
+        self._bits = self._read(self._things)
+
+    def check(self) -> None:
+        """They have ended. Raises `LoopError` if they have moved a parameter for good."""
+        for name in self._moved([t for t in self._things if isinstance(t, Module)]):
             raise LoopError(f"the function of run.evaluate() has moved {name}: training belongs inside `with step:`")
+
+    def put_back(self) -> str | None:
+        """They are to be called again: the name of something that they have moved and that has no copy."""
+        moved = next(self._moved(self._things), None)
+        for thing in self._things:
+            thing.put_back()
+        return moved
+
+    def _moved(self, looked_at: list[Thing]) -> Iterator[str]:
+        return (name for name, bits in self._read(looked_at).items() if self._bits.get(name) != bits)
+
+    @staticmethod
+    def _read(looked_at: list[Thing]) -> dict[str, int]:
+        return {name: digests.content(tensor) for thing in looked_at for name, tensor in thing.contents()}

@@ -3,7 +3,7 @@
 Refuses a step that leaves gradients for the next one, in every world: a restart loses them as a lost peer does. And
 keeps which parameters have a gradient at all between two steps, because optimizers tell zeros from None.
 
-Invariant: after `put_back` a parameter has a gradient, of zeros, if and only if it had one when the step began.
+Invariant: after `put_back` a tracked parameter has a gradient, of zeros, if and only if it had one when the step began.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ SAMPLE = 16  # parameters by which it shows that a backward pass has run
 
 
 class Gradients:
-    """Of the parameters of all tracked optimizers; without one of all tracked modules."""
+    """Refuses those of the parameters of all tracked optimizers; without one of all tracked modules. Puts back those of
+    both."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
@@ -36,9 +37,12 @@ class Gradients:
 
     def look(self) -> None:
         """Find the parameters anew."""
-        groups = [group for o in self._optimizers for group in o.param_groups]
-        found = [p for g in groups for p in g["params"]] or [p for m in self._modules for p in m.parameters()]
+        of_modules = [p for m in self._modules for p in m.parameters()]
+        found = [p for o in self._optimizers for group in o.param_groups for p in group["params"]] or of_modules
         self._parameters = list({id(p): p for p in found}.values())
+        # Those of modules too: one that the loop changes itself, or that gets an optimizer later, must not begin a
+        # repeated step with what the failed one has left.
+        self._all = list({id(p): p for p in (*of_modules, *found)}.values())
         self._sample = [p for p in self._parameters if p.requires_grad]
         self._sample = self._sample[:: max(1, len(self._sample) // SAMPLE)]
 
@@ -47,7 +51,7 @@ class Gradients:
         if watched:
             self.look()
         self.entered = False
-        self.there = [p.grad is not None for p in self._parameters]
+        self.there = [p.grad is not None for p in self._all]
         self._before = self._marks()
         self._scales = self._updates()
         self._unwatch()
@@ -86,24 +90,24 @@ class Gradients:
         """The step failed. `stepped`: it counts, and what has a gradient by now keeps one if any did before."""
         self._unwatch()
         keeps = stepped and any(self.there)
-        wanted = [p.grad is not None for p in self._parameters] if keeps else self.there
+        wanted = [p.grad is not None for p in self._all] if keeps else self.there
         self.set([there and not (stepped and not keeps) for there in wanted])
 
     def set(self, there: list[bool]) -> None:
         """Let these parameters have gradients of zeros, and the others none."""
-        for p, has in zip(self._parameters, there, strict=True):
+        for p, has in zip(self._all, there, strict=True):
             p.grad = torch.zeros_like(p) if has else None
 
     def add(self, there: list[bool]) -> None:
         """Let those of these that have none have gradients of zeros."""
-        for p, has in zip(self._parameters, there, strict=True):
+        for p, has in zip(self._all, there, strict=True):
             if has and p.grad is None:
                 p.grad = torch.zeros_like(p)
 
     @property
     def present(self) -> list[bool]:
         """Which parameters have a gradient."""
-        return [p.grad is not None for p in self._parameters]
+        return [p.grad is not None for p in self._all]
 
     def end(self) -> None:
         """The run is over."""

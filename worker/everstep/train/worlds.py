@@ -193,12 +193,13 @@ class Recovering:
     def ready(self) -> bool:
         try:
             with self._recovery.program.scope.evaluating():
-                if self._between.run(self._boundary, self._state, lambda: self._recovery.members):
-                    self._recovery.check()  # or the script has kept a loss to itself
-        except RuntimeError as e:
+                self._between.run(self._boundary, self._state, lambda: self._recovery.members, self._recovery.check)
+        except Exception as e:
             if not self.lost(e):
                 raise
-            self.go_on(Phase.DONE)
+            if self._between.torn is not None:
+                log.warning("a peer was lost in an evaluation, which had moved %s", self._between.torn)
+            self._enter(Quality.WHOLE if self._between.torn is None else Quality.TORN)
             return False
         return True
 
@@ -368,6 +369,7 @@ class Recovering:
         members, round_ = self._recovery.members, self._recovery.round
         assert round_ is not None
         self._boundary.move(members, round_.number, round_.rendezvous)
+        self._between.meet(self._boundary.step, members)
         self._replicas.moved()
         self._census.moved()
         self._pace.moved(self._recovery.main.waited)

@@ -1,0 +1,30 @@
+"""The loss is reduced in the background, and waited for in the next step."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    work, mean = None, None
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            loss = mse_loss(model(data), target)
+            batch.scale(loss).backward()
+            if work is not None:
+                work.wait()
+                run.log(loss=mean)
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            work = dist.all_reduce(mean, async_op=True)

@@ -1,0 +1,39 @@
+"""A plateau's schedule moves in the evaluation, and a second evaluation follows it."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+    run.track(model=model, optimizer=optimizer, schedule=schedule)
+
+    def validate():
+        with torch.no_grad():
+            loss = mse_loss(model.module(x), x.sum(1, keepdim=True))
+        dist.all_reduce(loss)
+        schedule.step(loss.item())
+
+    def sample():
+        with torch.no_grad():
+            found = model.module(x).mean()
+        dist.all_reduce(found)
+        return {"mean": found}
+
+    run.evaluate(validate, every=2)
+    run.evaluate(sample, every=2)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            batch.scale(mse_loss(model(data), target)).backward()
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,32 @@
+"""An evaluation that reduces to rank 0, which the others do not wait for, and counts itself."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    history = {"count": 0}
+    run.track(model=model, optimizer=optimizer, history=history)
+
+    def validate():
+        with torch.no_grad():
+            loss = mse_loss(model.module(x), x.sum(1, keepdim=True))
+        dist.reduce(loss, 0)
+        history["count"] += 1
+
+    run.evaluate(validate, every=2)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            batch.scale(mse_loss(model(data), target) / (1 + history["count"])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
