@@ -95,10 +95,9 @@ ROWS = (
     ),
     Row(
         "rate_by_own_counter",
-        refused="lr",
+        refused=r"counter that sets a learning rate.*run\.track\(",
         late=True,
-        owner="judge",
-        today="the newcomer counts from 0, and its rate is another",
+        today="all ranks count from 0 again, alike",
         torchrun_owner="unowned",
     ),
     Row("decay_by_hand", kills=("5:backward", "5:gradients", "5:optimizer")),
@@ -123,14 +122,9 @@ ROWS = (
         "ppo",
         kills=("5:backward2", "5:optimizer"),
     ),
-    Row(
-        "bad_batch_on_one_rank",
-        kills=(),
-        refused=r"left a step out.*[Rr]educe a flag",
-        owner="rows",
-        today="hangs until a collective's time is over",
-        torchrun_owner="rows",
-    ),
+    Row("bad_batch_on_one_rank", kills=(), refused=r"left a step out.*[Rr]educe a flag"),
+    Row("bad_batch_in_last_step", kills=(), refused=r"left a step out.*[Rr]educe a flag"),
+    Row("bad_batch_on_no_rank"),
     Row(
         "caught_exception",
         kills=("5:backward", "5:optimizer"),
@@ -291,10 +285,9 @@ ROWS = (
     ),
     Row(
         "best_weights",
-        refused="best|kept|model",
+        refused=r"different parameters.*the best loss so far.*run\.track\(",
         late=True,
-        owner="unowned",
-        today="replicas differ after a kill",
+        today="all ranks begin their best loss anew, alike",
         torchrun_owner="unowned",
     ),
     Row("sgd_by_hand", kills=("5:backward", "5:tail")),
@@ -442,7 +435,7 @@ ROWS = (
     Row("training_thread", torchrun=False),  # there an error in a thread ends no process
     Row("signal_handler", long=True),
     Row("own_checkpoint", long=True),
-    Row("own_resume", torchrun_owner="census", today="what it has loaded is taken for copies that move"),
+    Row("own_resume"),
     Row("replay_buffer", refused="recent", owner="unowned", today="the newcomer's is empty", torchrun_owner="unowned"),
     # --- evaluations in which a rank dies
     Row("evaluate_swaps_average", kills=("6:evaluate",)),

@@ -59,11 +59,10 @@ def test_an_exit_that_says_failure_stays_one(tmp_path: Path) -> None:
 def test_a_handler_of_sigterm_that_is_set_in_the_loop_is_refused() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with everstep.start() as run, pytest.raises(everstep.LoopError, match="Leave that handler out"):
+        with pytest.raises(everstep.LoopError, match="Leave that handler out"), everstep.start() as run:
             for step in run.steps(until=3):
                 with step:
                     signal.signal(signal.SIGTERM, lambda *_: None)
-        run._world = None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -99,7 +98,7 @@ def test_an_evaluation_that_trains_is_refused_by_the_parameters_name() -> None:
         with torch.no_grad():
             model.weight += 1
 
-    with everstep.start() as run, pytest.raises(everstep.LoopError, match=r"has moved model\.weight"):
+    with pytest.raises(everstep.LoopError, match=r"has moved model\.weight"), everstep.start() as run:
         run.track(model=model)
         run.evaluate(evaluate, every=1)
         run.train(lambda _: None, until=2)

@@ -42,6 +42,10 @@ class Covered:
         elif isinstance(target, torch.optim.Optimizer):
             self.optimizers[key] = target
             self._reach(key, target)
+            for state in list(target.state.values()):  # what a checkpoint was loaded into may share its memory
+                for value in state.values() if isinstance(state, Mapping) else ():
+                    if isinstance(value, torch.Tensor):
+                        self._add_tensor(value)
         elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
             self._add_schedule(target)
         elif isinstance(target, Mapping | list | tuple):

@@ -1,7 +1,8 @@
-"""A loop that is left before its last step: by `break`, `return` or `sys.exit()`.
+"""A loop that is left before its last step, by `break`, `return` or `sys.exit()`; and a step that is left out.
 
-If all ranks leave it after the same step, the run is complete there, and is saved. If only some do, nobody can go on:
-the others wait in a collective for a rank that will not come. Invariant: this shows within a bounded time, by name.
+If all ranks leave the loop after the same step, the run is complete there, and is saved. If all leave out an optimizer
+step, their replicas stay equal. If only some do, nobody can go on: the others wait in a collective for a rank that will
+not come. Invariant: this shows within a bounded time, by name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,17 @@ LOOK_SECONDS = 0.02
 def is_done(error: BaseException | None) -> bool:
     """Whether a script that ends by this says that it has done what it wanted."""
     return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def check_error(error: BaseException | None, step: int, goal: int) -> None:
+    """The script ends as if it were done. Raises if its loop was ended by an error, which it has caught."""
+    if isinstance(error, SystemExit):
+        raise error
+    if error is not None and step < goal:
+        raise LoopError(
+            f"the run did not come to step {goal}: its loop was ended after step {step} by an error that the script "
+            f"has caught: {error}"
+        ) from error
 
 
 def check_step(step: Step | None) -> None:
@@ -51,6 +63,27 @@ def all_leave(
     steps = [int(store.get(key)) for key in keys]
     if len(set(steps)) > 1:
         raise LoopError(f"the ranks left the loop after other steps each, by rank {steps}. {_ADVICE}")
+
+
+def all_left_out(
+    store: Any, rank: int, size: int, step: int, slowest: float, check: Callable[[], None] = lambda: None
+) -> None:
+    """Meet the other ranks, who have made fewer optimizer steps than usual in their step number `step - 1` too.
+    Arguments as above. Raises `LoopError` if they do not come: then they have made them, and train apart from here."""
+    key = f"everstep/left-out/{step}"
+    store.add(key, 1)
+    limit = max(LEAST_SECONDS, SLOWEST_STEPS * slowest)
+    until = time.monotonic() + limit
+    while (came := int(store.add(key, 0))) < size:
+        check()
+        if time.monotonic() > until:
+            raise LoopError(
+                f"rank {rank} left a step out that others made: step {step - 1} ended without an optimizer's step "
+                f"(or with fewer than before) on {came} of {size} ranks, and not on the others within {limit:.0f} s. "
+                "An error was caught or a batch was skipped there, and the replicas are not equal any more. Decide on "
+                "all ranks alike: reduce a flag in the step, and skip it everywhere or nowhere"
+            )
+        time.sleep(LOOK_SECONDS)
 
 
 _ADVICE = (

@@ -29,6 +29,8 @@ class Gradients:
         self._scalers = [t for t in state.values() if isinstance(t, torch.amp.GradScaler) and t.is_enabled()]
         self._hooks = [before_step(o, self._enter) for o in self._optimizers]
         self.updates = 0  # optimizer steps that were begun in this world
+        self._fewest: int | None = None  # of one step of this world
+        self._left_out = False  # the newest step made fewer than any before it, or none
         self._watching: list[Any] = []
         # Of each parameter that had a gradient: whether it was there whenever a backward pass came to it.
         self._found: list[list[torch.Tensor]] = []
@@ -51,6 +53,9 @@ class Gradients:
         if watched:
             self.look()
         self.entered = False
+        if not self.updates:
+            self._fewest = None  # the world is new, and all its members judge alike
+        self._made = self.updates
         self.there = [p.grad is not None for p in self._all]
         self._before = self._marks()
         self._scales = self._updates()
@@ -61,6 +66,9 @@ class Gradients:
     def ended(self, step: int) -> None:
         """The step's block ended well. Raises `LoopError`."""
         self._unwatch()
+        made = self.updates - self._made
+        self._left_out = bool(self._optimizers) and (not made or (self._fewest is not None and made < self._fewest))
+        self._fewest = made if self._fewest is None else min(made, self._fewest)
         # A pass for something else (an adversarial example) may come first, and its gradients be cleared again.
         if any(found and all(bool(there) for there in found) for found in self._found):
             raise LoopError(
@@ -85,6 +93,12 @@ class Gradients:
             "run.loader(…, micro_batch=…), `with step as batches: for batch in batches: …backward()`, then "
             "optimizer.step(). To leave a step out call optimizer.zero_grad() before it ends"
         )
+
+    def take_left_out(self) -> bool:
+        """Whether the newest step, which ended well, made no optimizer step, or fewer than any of this world before it.
+        Told once."""
+        found, self._left_out = self._left_out, False
+        return found
 
     def put_back(self, *, stepped: bool = False) -> None:
         """The step failed. `stepped`: it counts, and what has a gradient by now keeps one if any did before."""

@@ -40,6 +40,12 @@ class Once:
         return self._results[self._key]
 
 
+class Results(dict[str, Any]):
+    """Of functions, by their order. A script that has got its first one goes on from a commit without any."""
+
+    everstep_optional = True
+
+
 class Onces:
     """Of one run. `results` is tracked."""
 
@@ -47,7 +53,7 @@ class Onces:
         self._environ = environ
         self._of_job: dict[str, Callable[[], Any]] = {}
         self._of_machine = 0
-        self.results: dict[str, Any] = {}
+        self.results = Results()
 
     def __len__(self) -> int:
         return len(self._of_job)

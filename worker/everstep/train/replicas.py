@@ -1,9 +1,10 @@
 """Refuses a loop whose ranks train apart: gradients that nobody averages raise no error, and each rank drifts away.
 
-Parameters that `DistributedDataParallel`, `fully_shard` or FSDP look after are theirs. Of all others the ranks compare
-the bytes after the 1st, 2nd, 4th, 8th, … step of a world: a learning rate that begins at zero, or a gradient scaler
-that skips its first steps, hides a drift for a while only. A loop that averages its gradients itself stays equal, and
-passes. Knows no process group: who asks says how ranks compare a number.
+The ranks compare the bytes of their parameters after the 1st, 2nd, 4th, 8th, … step of a world, and after the last: a
+learning rate that begins at zero, or a gradient scaler that skips its first steps, hides a drift for a while only. A
+loop that averages its gradients itself stays equal, and passes. Where `DistributedDataParallel` has averaged them, a
+drift comes from something else that is not the same on all ranks, such as a counter that a new process begins anew.
+What `fully_shard` or FSDP cut is each rank's own. Knows no process group: who asks says how ranks compare a number.
 
 Invariant: ranks compare at the same steps, and raise together.
 """
@@ -31,20 +32,30 @@ class Replicas:
     def __init__(self, state: Mapping[str, Any], parallel: Iterable[DistributedDataParallel]) -> None:
         cared_for = {id(p) for ddp in parallel for p in _cared_for(ddp)}
         self._own = [(name, p) for name, p in _trainable(state) if id(p) not in cared_for][:TENSORS]
+        self._averaged = [(name, p) for name, p in _trainable(state) if id(p) in cared_for][:TENSORS]
         self._steps = 0
 
     def moved(self) -> None:
         """The world is another one, whose members begin with equal parameters."""
         self._steps = 0
 
-    def completed(self, world_size: int, same: Callable[[int], bool]) -> None:
-        """A step is complete on all ranks. `same`: whether all ranks say this number of 63 bits; collective. Raises
-        `LoopError` if they have other parameters than each other."""
-        if not self._own or world_size == 1:
+    def completed(self, world_size: int, same: Callable[[int], bool], *, last: bool = False) -> None:
+        """A step is complete on all ranks. `same`: whether all ranks say this number of 63 bits; collective. `last`: no
+        step follows. Raises `LoopError` if they have other parameters than each other."""
+        if not (self._own or self._averaged) or world_size == 1:
             return
         self._steps += 1
-        if self._steps & (self._steps - 1) or same(self._digest()):
+        if (self._steps & (self._steps - 1) and not last) or same(_digest([*self._own, *self._averaged])):
             return
+        if not self._own or same(_digest(self._own)):
+            raise LoopError(
+                f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
+                f"{self._averaged[0][0]} or another, though DistributedDataParallel averages their gradients: "
+                "something that training depends on is not the same on all ranks. A process that is new begins the "
+                "script's own variables anew (a counter that sets a learning rate, the best loss so far, weights kept "
+                "aside): keep them in a dictionary that is tracked, `kept = {'count': 0}` and run.track(kept=kept) "
+                "before run.steps(), or compute them from step.number"
+            )
         raise LoopError(
             f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
             f"{self._own[0][0]} among them: nobody averages their gradients. Wrap the module before steps(), "
@@ -52,14 +63,15 @@ class Replicas:
             "now and grows later; or average the gradients in each step"
         )
 
-    def _digest(self) -> int:
-        found = xxhash.xxh3_64()
-        for _, p in self._own:
-            if not is_lazy(p):
-                part = p.detach().reshape(-1)[: BYTES // p.element_size()].contiguous().cpu()
-                data: Any = part.view(torch.uint8).numpy()
-                found.update(data)
-        return found.intdigest() >> 1
+
+def _digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> int:
+    found = xxhash.xxh3_64()
+    for _, p in parameters:
+        if not is_lazy(p):
+            part = p.detach().reshape(-1)[: BYTES // p.element_size()].contiguous().cpu()
+            data: Any = part.view(torch.uint8).numpy()
+            found.update(data)
+    return found.intdigest() >> 1
 
 
 def _cared_for(ddp: Any) -> Iterator[torch.nn.Parameter]:

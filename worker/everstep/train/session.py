@@ -95,6 +95,7 @@ class Run:
         self._goal = 0  # steps
         self._world: World | None = None  # while it is not complete
         self._taken: Step | None = None  # the newest
+        self._ended_by: BaseException | None = None  # what the loop raised
         self._onces, self._evaluations = once.Onces(), Evaluations()
         boundary.join()
 
@@ -251,6 +252,9 @@ class Run:
                     self._world = None
                     self._random.begin(self.step, self._rank)  # what follows draws alike, however the run came here
                     return
+        except (Exception, SystemExit) as e:  # the latter to stop, with a code that a launcher knows
+            self._ended_by = e
+            raise
         finally:
             self._by_hand.end()
             self._cuts.end()
@@ -314,6 +318,8 @@ class Run:
 
     def _end_early(self, world: World) -> None:
         """The script has left its loop. Raises `LoopError` unless all ranks have, after the same step."""
+        refused = self._recovery.program.scope.refused if self._recovery is not None else None
+        ending.check_error(self._ended_by or refused, self.step, self._goal)
         ending.check_step(self._taken)
         if self._taken is not None and self._taken.phase in (Phase.LOST, Phase.COUNTED):
             world.go_on(self._taken.phase)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -27,14 +27,14 @@ from everstep.train.gradients import Gradients
 from everstep.train.pace import Pace, Slow
 from everstep.train.randomness import settle
 from everstep.train.recovery.agreement import NoState, Quality
-from everstep.train.recovery.flight import PeerLost
+from everstep.train.recovery.flight import is_of_lost_peer
 from everstep.train.recovery.forming import Unformed
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.rounds import Dismissed, Round
 from everstep.train.recovery.transfer import TransferFailed
 from everstep.train.replicas import Replicas
-from everstep.train.step import Phase, Scope
+from everstep.train.step import LoopError, Phase, Scope
 
 log = logging.getLogger("everstep.train")
 
@@ -61,7 +61,7 @@ class World(Scope, Protocol):
         ...
 
     def all_leave(self) -> None:
-        """The script has left its loop before the last step. Raises `LoopError` unless all ranks have, after this."""
+        """The script has left its loop. Raises `LoopError` unless all ranks have, after this step."""
         ...
 
     def finish(self) -> bool:
@@ -105,8 +105,13 @@ class Steady:
         self._taken = 0
 
     def ready(self) -> bool:
+        self._all_left_out()
         self._between.run(self._boundary, self._state, self._ranks)
         return True
+
+    def _all_left_out(self) -> None:
+        if self._gradients.take_left_out():
+            self._all_meet(ending.all_left_out)
 
     def _ranks(self) -> Ranks:
         return join(None, None, None) if self._size > 1 else Alone()
@@ -139,19 +144,23 @@ class Steady:
         self._boundary.agree(updates=self._gradients.updates)
 
     def all_leave(self) -> None:
+        self._all_meet(ending.all_leave)
+
+    def _all_meet(self, meet: Callable[..., None]) -> None:
         if self._size > 1:
             store = distributed_c10d._get_default_store()
-            ending.all_leave(store, dist.get_rank(), self._size, self._boundary.step, self._slowest)
+            meet(store, dist.get_rank(), self._size, self._boundary.step, self._slowest)
 
-    def _completed(self) -> None:
+    def _completed(self, *, last: bool = False) -> None:
+        self._all_left_out()
         self._reducers.learn()
-        self._replicas.completed(self._size, self._boundary.same)
+        self._replicas.completed(self._size, self._boundary.same, last=last)
         if self._feed is not None:
             self._feed.completed(self._size, self._boundary.same)
         self._census.completed(self._size, self._boundary.same)
 
     def finish(self) -> bool:
-        self._completed()
+        self._completed(last=True)
         self._boundary.finish(self._boundary.step)
         return True
 
@@ -192,6 +201,7 @@ class Recovering:
 
     def ready(self) -> bool:
         try:
+            self._all_left_out()
             with self._recovery.program.scope.evaluating():
                 self._between.run(self._boundary, self._state, lambda: self._recovery.members, self._recovery.check)
         except Exception as e:
@@ -228,7 +238,7 @@ class Recovering:
         return True
 
     def lost(self, error: BaseException) -> bool:
-        return self._recovery.lost is not None and any(isinstance(e, PeerLost) or _says_so(e) for e in _chain(error))
+        return self._recovery.lost is not None and is_of_lost_peer(error)
 
     def step_counts(self) -> bool:
         return self._recovery.counts()
@@ -248,8 +258,7 @@ class Recovering:
         try:
             self._completed()
             self._compare()
-            assert self._recovery.replay is not None
-            updates = self._recovery.replay.gradients.updates
+            updates = self._recovery.replay.gradients.updates if self._recovery.replay is not None else 0
             if self._boundary.agree(move=self._recovery.boundary_wanted, updates=updates):
                 self._enter(Quality.WHOLE)
         except NewerCommit as e:
@@ -259,10 +268,23 @@ class Recovering:
                 raise
             self.go_on(Phase.DONE)
 
-    def _completed(self) -> None:
+    def _all_left_out(self) -> None:
+        if (replay := self._recovery.replay) is not None and replay.gradients.take_left_out():
+            self._all_meet(ending.all_left_out)
+
+    def _all_meet(self, meet: Callable[..., None]) -> None:
+        """Raises `LoopError` on all members if some do not come."""
+        try:
+            self._recovery.all_meet(meet, self._boundary.step)
+        except LoopError as e:
+            self._recovery.refuse(str(e))
+            self._enter(Quality.TORN)
+
+    def _completed(self, *, last: bool = False) -> None:
+        self._all_left_out()
         self._reducers.learn()
         size = self._recovery.members.world_size
-        self._replicas.completed(size, self._boundary.same)
+        self._replicas.completed(size, self._boundary.same, last=last)
         if self._feed is not None:
             self._feed.completed(size, self._boundary.same)
         self._census.completed(size, self._boundary.same)
@@ -271,9 +293,8 @@ class Recovering:
         members = self._recovery.members
         if members.world_size == 1:
             return
-        found = self._pace.completed(
-            self._recovery.main.waited, lambda number: [told[0] for told in members.gather((number,))]
-        )
+        waited = self._recovery.main.waited
+        found = self._pace.completed(waited, lambda number: [told[0] for told in members.gather((number,))])
         if found is None:
             return
         if members.rank == 0:
@@ -283,7 +304,7 @@ class Recovering:
         self._boundary.slow(str(found) if isinstance(found, Slow) else None)
 
     def all_leave(self) -> None:
-        self._recovery.all_leave(self._boundary.step)
+        self._all_meet(ending.all_leave)
 
     def finish(self) -> bool:
         if self._recovery.met:
@@ -291,7 +312,7 @@ class Recovering:
             return False
         before = self._boundary.step
         try:
-            self._completed()
+            self._completed(last=True)
             self._boundary.finish(before)
         except NewerCommit as e:
             self._go_forward(e)
@@ -318,8 +339,7 @@ class Recovering:
             raise SystemExit(exit_codes.NOT_RECOVERED) from e
 
     def _go_forward(self, why: NewerCommit) -> None:
-        """What was trained since this world formed is behind what others had committed: all restore that. On all
-        members."""
+        """On all members: others had committed more than was trained since this world formed."""
         log.warning("%s: all restore it", why)
         try:
             if self._start() is None:
@@ -380,16 +400,3 @@ class Recovering:
     def _start(self) -> int | None:
         step = self._boundary.restore(self._state)
         return step if self._boundary.restored else None
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """An error and those that it came from."""
-    found: list[BaseException] = [error]
-    for one in found:
-        found += [e for e in (one.__cause__, one.__context__) if e is not None and not any(e is f for f in found)]
-    return found
-
-
-def _says_so(error: BaseException) -> bool:
-    """Through C++, where DDP waits, only the text of an error comes."""
-    return isinstance(error, RuntimeError) and PeerLost.__name__ in str(error)

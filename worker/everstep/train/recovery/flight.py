@@ -24,6 +24,19 @@ class PeerLost(RuntimeError):
     """A collective cannot end because a member of the round is gone. `run.steps` takes it and repeats the step."""
 
 
+def is_of_lost_peer(error: BaseException) -> bool:
+    """Whether an error is a `PeerLost`, or came from one."""
+    found: list[BaseException] = [error]
+    for one in found:
+        found += [e for e in (one.__cause__, one.__context__) if e is not None and not any(e is f for f in found)]
+    return any(isinstance(e, PeerLost) or _says_so(e) for e in found)
+
+
+def _says_so(error: BaseException) -> bool:
+    """Through C++, where DDP waits, only the text of an error comes."""
+    return isinstance(error, RuntimeError) and PeerLost.__name__ in str(error)
+
+
 class Answer(c10d.Work):
     """What a collective returns: ends when gloo's work does, or when the round is abandoned."""
 

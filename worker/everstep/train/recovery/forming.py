@@ -31,6 +31,7 @@ from everstep.train.step import LoopError
 LOST_SECONDS = 1800.0
 CLOSE_SECONDS = 1.0
 COMPUTE_SECONDS = 0.1  # the longest that a reduction of what has arrived takes
+REFUSED = "refused: "
 ABORT_SECONDS = 10.0  # for a device to end the collectives of an abandoned round
 
 
@@ -159,10 +160,14 @@ def _form(round_: Round, seconds: float, parts: Sequence[Part], made: str) -> Fo
 
 
 def _check_made(store: Any, round_: Round, made: str) -> None:
-    """Groups that one member has and another has not would wait for each other."""
+    """Groups that one member has and another has not would wait for each other. And what one member has found wrong
+    with the script, all raise."""
     store.set(f"made/{round_.rank}", made)
     found = store.multi_get([f"made/{rank}" for rank in range(round_.world_size)])
     told = [one.decode() or "no group and no evaluation" for one in found]
+    for other in told:
+        if other.startswith(REFUSED):
+            raise LoopError(other.removeprefix(REFUSED))
     for rank, other in enumerate(told):
         if other != told[0]:
             raise LoopError(

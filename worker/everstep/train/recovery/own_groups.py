@@ -34,6 +34,7 @@ class ProgramGroups:
         self.main = self._make()
         self.own: list[RecoverableGroup] = []
         self.evaluations = 0  # that the script has asked for
+        self.refusal = ""  # why no member can go on
 
     def begin(self, most: int) -> None:
         """Make `main` the default group, of a world of one for now. The job may come to have `most` processes."""
@@ -92,7 +93,9 @@ class ProgramGroups:
 
     @property
     def made(self) -> str:
-        """What all members have to have made alike, in words; empty if nothing."""
+        """What all members have to have made alike, in words; empty if nothing. Or why none of them can go on."""
+        if self.refusal:
+            return f"{forming.REFUSED}{self.refusal}"
         if not self.own and not self.evaluations:
             return ""
         return (

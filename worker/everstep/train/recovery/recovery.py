@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 from everstep.contract import env
-from everstep.train import ending
 from everstep.train.recovery import forming, fsdp, replicated, wrapped
 from everstep.train.recovery.agreement import Quality
 from everstep.train.recovery.ahead import Ahead
@@ -42,8 +41,7 @@ log = logging.getLogger("everstep.train")
 
 # A round that takes newcomers in forms when its members come to the end of their step. A newer round ends it sooner.
 FORM_SECONDS = 600.0
-# For a round: until there is room for a new process, or until the job has enough members again. The agent knows what is
-# waited for, and ends the process if none will come.
+# For a round with room for this process. The agent knows what is waited for, and ends the process if none will come.
 JOIN_SECONDS = 2 * 24 * 3600.0
 ATTEMPTS = 100
 RECENT = 64  # steps by which the next ones are judged
@@ -156,17 +154,20 @@ class Recovery:
     def _where(self) -> Where:
         """In the thread that hears of rounds."""
         began = self._began
-        slowest = max(self._recent, default=0.0)
         call = self.main.waits_in()
         waits = call is not None or any(group.waits for group in self._groups)
-        return Where(began[0] if began is not None else None, waits, slowest, call, self.main.recent())
+        return Where(began[0] if began else None, waits, max(self._recent, default=0.0), call, self.main.recent())
 
-    def all_leave(self, step: int) -> None:
-        """The script has left its loop after this step. Raises `LoopError` unless all members' have."""
-        formed = self._formed
-        if formed is not None and formed.round.world_size > 1:
-            here = formed.round
-            ending.all_leave(formed.store, here.rank, here.world_size, step, max(self._recent, default=0.0), self.check)
+    def all_meet(self, meet: Callable[..., None], step: int) -> None:
+        """`meet`, of `ending`, raises `LoopError` unless all members come to it after this step."""
+        if (formed := self._formed) is not None and formed.round.world_size > 1:
+            here, slowest = formed.round, max(self._recent, default=0.0)
+            meet(formed.store, here.rank, here.world_size, step, slowest, self.check)
+
+    def refuse(self, why: str) -> None:
+        """No member can go on: to `enter` the next round raises `LoopError` on all of them."""
+        self.program.refusal = why
+        self._failed(why)
 
     def end(self) -> None:
         """No step is taken any more."""
@@ -369,9 +370,8 @@ class Recovery:
         formed = self._formed
         self._abandon(reason)
         if formed is not None:
-            self._rounds.broken(
-                formed.round.number, reason, self.main.recent(), self.main.lost_at or self.control.lost_at
-            )
+            at = self.main.lost_at or self.control.lost_at
+            self._rounds.broken(formed.round.number, reason, self.main.recent(), at)
 
     def _abandon(self, reason: str) -> None:
         with self._leaving:

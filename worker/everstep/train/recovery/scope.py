@@ -43,6 +43,7 @@ class Scope:
     def __init__(self) -> None:
         self.where = At.BUILDING
         self.others = True
+        self.refused: LoopError | None = None  # the newest collective's, in the loop: a script may catch it
         self._thread = threading.get_ident()
 
     @property
@@ -64,11 +65,19 @@ class Scope:
 
     def collective(self, name: str) -> None:
         """One begins that is not `free`. Raises `LoopError` if it cannot be right."""
+        try:
+            self._check(name)
+        except LoopError as e:
+            if self.where is At.BETWEEN:
+                self.refused = e
+            raise
+
+    def _check(self, name: str) -> None:
         if not self.others or self.where is At.OVER:
             return
         if self.where is At.STEP and isinstance(threading.current_thread(), threading._DummyThread):
             return  # one of autograd's
-        asked = script_asks(sys._getframe(1))
+        asked = script_asks(sys._getframe(2))
         if asked is None:
             return
         name = asked.function if asked.own else name

@@ -1,0 +1,27 @@
+"""The batch of the last step is left out by one rank, when no other step shows it."""
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            try:
+                data, target = batch.data
+                if step.number == 11 and run.rank == 1:
+                    raise ValueError("a sample is damaged")
+                batch.scale(mse_loss(model(data), target)).backward()
+                optimizer.step()
+            except Exception as error:
+                print(f"step {step.number}: skipping a bad batch: {error}")
+            optimizer.zero_grad()
