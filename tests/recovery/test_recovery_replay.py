@@ -227,3 +227,35 @@ def test_gradients_are_zeros_where_there_were_some_and_none_where_there_were_non
     assert lost(replay) is Quality.WHOLE
     assert not first.grad.any()
     assert all(p.grad is None for p in others)
+
+
+def test_step_that_failed_while_layers_were_frozen_or_in_evaluation_begins_as_it_began_before() -> None:
+    """As a script does that freezes one network while another learns, and thaws it at the step's end."""
+    state = parts()
+    model = state["model"]
+    model[0].bias.requires_grad_(False)
+    replay = Replay(state, lambda: None)
+    replay.begin(0)
+    model.eval()
+    model[1].requires_grad_(False)
+    model[0].bias.requires_grad_(True)
+    assert lost(replay) is Quality.WHOLE
+    assert all(m.training for m in model.modules())
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.bias"]
+
+
+def test_step_that_was_lost_in_an_evaluation_at_its_end_does_not_count() -> None:
+    """What follows it would be trained without dropout."""
+    state = parts()
+    replay = Replay(state, lambda: None)
+    for step in range(4):
+        ordinary(state, replay, step)
+        state["model"].eval()
+        replay.collective("allreduce", [torch.zeros(3)])
+        state["model"].train()
+        replay.ended()
+    ordinary(state, replay, 4)
+    state["model"].eval()
+    replay.collective("allreduce", [torch.zeros(3)])
+    assert lost(replay) is Quality.TORN
+    assert all(m.training for m in state["model"].modules())

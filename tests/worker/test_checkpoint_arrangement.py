@@ -59,6 +59,21 @@ def test_parts_of_all_ranks_are_the_whole_state_also_when_remembered() -> None:
     assert seen == sum(t.numel() for t in capture(live, 0).tensors.values())
 
 
+def test_buffers_of_modules_are_those_of_rank_0_and_parameters_are_shared_out() -> None:
+    """Each rank's BatchNorm has its own, and DDP's next forward pass takes rank 0's."""
+    written = []
+    for rank in range(3):
+        torch.manual_seed(0)
+        live = {"model": nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40)), "t": torch.arange(9)}
+        live["model"][1].running_mean.fill_(rank)
+        written.append(arranged(Arranger(), capture(live, rank), rank)[1])
+    buffers = {f"model/1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert {name for name in written[0] if name in buffers} == buffers
+    assert torch.equal(written[0]["model/1.running_mean"], torch.zeros(40))
+    assert not any(name.startswith(tuple(buffers)) for other in written[1:] for name in other)
+    assert all(any(name.startswith("model/0.weight") for name in views) for views in written)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -53,7 +53,7 @@ class Arranger:
         """The arrangement and the views of the live tensors, by their keys in the file."""
         local = {name: _local(t) for tensors in (captured.tensors, captured.own_tensors) for name, t in tensors.items()}
         signature = (
-            ranks.rank, ranks.world_size, captured.parameters,
+            ranks.rank, ranks.world_size, captured.parameters, captured.buffers,
             [_shape(name, t, local[name]) for name, t in captured.tensors.items()],
             [_shape(name, t, local[name]) for name, t in captured.own_tensors.items()],
         )  # fmt: skip
@@ -64,7 +64,7 @@ class Arranger:
 
 
 def _arrange(captured: Captured, ranks: Ranks, local: dict[str, torch.Tensor]) -> tuple[Arrangement, tuple[_View, ...]]:
-    mine = slices(captured.tensors, captured.own_tensors, ranks.rank, ranks.world_size, ranks.group)
+    mine = slices(captured.tensors, captured.own_tensors, ranks.rank, ranks.world_size, ranks.group, captured.buffers)
     plan = plan_shard({s.key: s.data for s in mine})
     checked = tuple(Checked(s.name, s.data.dtype, *plan.spans[s.key]) for s in mine if s.name in captured.parameters)
     views = tuple(

@@ -1,4 +1,5 @@
-"""What one rank writes of a state: its even share of what several ranks hold alike, all of what only it holds.
+"""What one rank writes of a state: its even share of what several ranks hold alike, all of what only it holds. Rank 0
+writes what ranks may hold apart and one of them is to be saved of, whole.
 
 Decided without asking another rank, from what all of them know: shapes, placements and the ranks' order. Invariant: the
 slices of all ranks tile every tensor exactly once.
@@ -6,7 +7,7 @@ slices of all ranks tile every tensor exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +40,33 @@ class _Held:
 
 
 def slices(
-    shared: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], rank: int, world_size: int, group: Any = None
+    shared: Mapping[str, torch.Tensor],
+    own: Mapping[str, torch.Tensor],
+    rank: int,
+    world_size: int,
+    group: Any = None,
+    of_first: Collection[str] = (),
 ) -> list[Slice]:
     """What `rank` writes of the world's state (`shared`, which may hold DTensors) and of its `own`, in file order.
+    `of_first` names what of `shared` rank 0 writes, unless it is sharded.
 
     Sharded tensors come after replicated ones of the same width: what all ranks want is one range of the file.
     """
     teams: dict[tuple[int, ...], dict[str, _Held]] = {}
     everyone = tuple(range(world_size))
+    first: list[Slice] = []
     for name, tensor in shared.items():
         if not is_sharded(tensor):
+            if name in of_first:
+                first.append(Slice(name, tuple(tensor.shape), whole(tensor.shape), tensor))
+                continue
             teams.setdefault(everyone, {})[name] = _Held(tuple(tensor.shape), whole(tensor.shape), tensor)
             continue
         held = holding(name, tensor, group)
         if held is not None:
             teams.setdefault(held.replicas, {})[name] = _Held(tuple(tensor.shape), held.box, held.local)
     found = [(False, s) for team, members in teams.items() if team == everyone for s in _team(members, team, rank)]
+    found += [(False, s) for s in first if rank == 0]
     found += [(True, s) for team, members in teams.items() if team != everyone for s in _team(members, team, rank)]
     found += [(True, Slice(name, tuple(t.shape), whole(t.shape), t)) for name, t in own.items()]
     found.sort(key=lambda f: (-f[1].data.element_size(), f[0], f[1].name, f[1].box.offset))

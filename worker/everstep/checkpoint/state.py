@@ -3,7 +3,8 @@
 Knows torch's protocols (`state_dict`, `load_state_dict`) and nothing of files. Invariant: `apply` checks that every
 key fits before it changes the first object.
 
-What is saved is replicated: each rank holds the same, and the commit holds it once. An object whose class sets
+What is saved is replicated: each rank holds the same, and the commit holds it once. Of modules' buffers the ranks may
+hold others (BatchNorm): the commit has rank 0's, as DDP's next forward pass has. An object whose class sets
 `everstep_per_rank = True` (`RngState`) is the exception: the commit holds each rank's own. One whose class sets
 `everstep_optional = True` stays as it is where a commit does not have it.
 """
@@ -33,6 +34,7 @@ class Captured:
     own_values: dict[str, Json]
     own_tensors: dict[str, torch.Tensor]
     parameters: frozenset[str]  # the tensors that are parameters of modules
+    buffers: frozenset[str]  # those that are modules' too, and no parameters
 
 
 def capture(state: Mapping[str, Any], rank: int) -> Captured:
@@ -40,7 +42,7 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
     shared, own = Flattener(), Flattener()
     values: dict[str, Json] = {}
     own_values: dict[str, Json] = {}
-    parameters = set[str]()
+    parameters, buffers = set[str](), set[str]()
     for key, target in state.items():
         if not isinstance(key, str) or not key or key.startswith(("@", "$")):
             raise StateMismatch(f"state key {key!r}: a text that does not start with '@' or '$' is expected")
@@ -48,8 +50,12 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
             own_values[key] = _encode(own, target, f"@{rank}/{key}")
         else:
             values[key] = _encode(shared, target, key)
-            parameters.update(_parameters(target, values[key]))
-    return Captured(values, shared.tensors, own_values, own.tensors, frozenset(parameters))
+            if isinstance(target, torch.nn.Module):
+                parameters.update(_parameters(target, values[key]))
+                buffers.update(references(values[key]))
+    return Captured(
+        values, shared.tensors, own_values, own.tensors, frozenset(parameters), frozenset(buffers - parameters)
+    )
 
 
 def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) -> dict[str, Mapping[str, Any]]:
@@ -108,13 +114,12 @@ def _encode(flattener: Flattener, target: Any, key: str) -> Json:
     return body
 
 
-def _parameters(target: Any, body: Any) -> Iterator[str]:
+def _parameters(target: torch.nn.Module, body: Any) -> Iterator[str]:
     """The names of the tensors that are parameters of a module; its buffers may well hold infinity, as masks do."""
-    if isinstance(target, torch.nn.Module):
-        names = {name for name, _ in bare(target).named_parameters(remove_duplicate=False)}
-        for name, value in body["tree"].items():
-            if name in names:
-                yield from references(value)
+    names = {name for name, _ in bare(target).named_parameters(remove_duplicate=False)}
+    for name, value in body["tree"].items():
+        if name in names:
+            yield from references(value)
 
 
 def _decode(state: Mapping[str, Any], key: str, tree: Any, metadata: Json, taken: set[int]) -> None:

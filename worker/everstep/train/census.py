@@ -52,7 +52,7 @@ class Census:
         self._covered = Covered({})
         self._thread = threading.get_ident()
         self._steps = 0
-        self._in_step = False
+        self.in_step = False
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of those judged good
         self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # not tracked, and older than the loop
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # when they stepped
@@ -91,7 +91,7 @@ class Census:
         """A step begins."""
         self._end_flow()
         self._steps += 1
-        self._in_step = True
+        self.in_step = True
         if self._hook is None or not self._is_watched():
             return
         self._covered = Covered(self._state)
@@ -107,7 +107,7 @@ class Census:
     def over(self) -> None:
         """The step's block has ended, well or not."""
         self._end_flow()
-        self._in_step = False
+        self.in_step = False
         self._drawn = [name for name, generator, at in self._generators if state_of_generator(generator) != at]
         self._generators = []
 
@@ -137,7 +137,7 @@ class Census:
         flow = self._flow if self._flow is not None else Flow({})
         looks = Looks(self._first, self._begin, now, held, flow.reached, flow.overwritten, self._drawn, self._shapes())
         found, others = judge(looks)
-        new = [name for name in others if name not in self._told and not self._is_untracked(name)]
+        new = [name for name in others if name not in self._told and not self.is_untracked(name)]
         self._told.update(new)
         if new:
             log.warning(
@@ -146,7 +146,7 @@ class Census:
                 ", ".join(new[:NAMED]), "" if len(new) > 1 else "s", "them" if len(new) > 1 else "it", track(new[0]),
                 ", ".join(map(repr, new[:NAMED])),
             )  # fmt: skip
-        return [f for f in found if not self._is_untracked(f.name)]
+        return [f for f in found if not self.is_untracked(f.name)]
 
     def _shapes(self) -> list[Counter[tuple[int, ...]]]:
         modules = [list(t.parameters()) for t in self._state.values() if isinstance(t, torch.nn.Module)]
@@ -173,14 +173,13 @@ class Census:
     def _is_free(self, held: Held) -> bool:
         """Whether nothing tracked holds it, in this run or in another of this process."""
         return not (
-            any(c._holds(held.value) for c in {*_live, self})
-            or self._is_untracked(held.name, type(held.value).__name__)
+            any(c._holds(held.value) for c in {*_live, self}) or self.is_untracked(held.name, type(held.value).__name__)
         )
 
     def _holds(self, value: Any) -> bool:
         return id(value) in self._covered.objects or (isinstance(value, torch.Tensor) and self._covered.holds(value))
 
-    def _is_untracked(self, *names: str) -> bool:
+    def is_untracked(self, *names: str) -> bool:
         """Whether the script has said that it may be lost: by its name, that of what holds it, or its class's."""
         return any(
             name == said or name.startswith((f"{said}.", f"{said}[")) for name in names for said in self._untracked
@@ -234,7 +233,7 @@ class Census:
             self._flow.note(g for g in gradients if g is not None)
         if self._sizes.get(optimizer) == _size(optimizer):
             return
-        if self._in_step:
+        if self.in_step:
             self._covered = Covered(self._state)
             if any(optimizer is o for o in self._covered.optimizers.values()):
                 self._check_parameters(optimizer)
@@ -245,7 +244,7 @@ class Census:
         """Of a tracked optimizer: all of them are held by something tracked."""
         name = next(name for name, o in self._covered.optimizers.items() if o is optimizer)
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if self._covered.holds(parameter) or self._is_untracked(name):
+            if self._covered.holds(parameter) or self.is_untracked(name):
                 continue
             held = {h.name: h for h in walk(variables(sys._getframe(1)))}
             found = next((n for n, h in held.items() if h.value is parameter), None)
@@ -259,7 +258,7 @@ class Census:
         name = next(
             (h.name for h in walk(variables(sys._getframe(1))) if h.value is optimizer), type(optimizer).__name__
         )
-        if self._is_untracked(name, type(optimizer).__name__):
+        if self.is_untracked(name, type(optimizer).__name__):
             self._sizes[optimizer] = _size(optimizer)
             return
         moves = any(self._covered.holds(p) for group in optimizer.param_groups for p in group["params"])

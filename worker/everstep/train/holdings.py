@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,7 @@ def _public(scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _first(values: Any) -> Iterator[Any]:
     """The first elements, or pairs of a key and an element."""
     bound = NARROW
+    values = values if isinstance(values, Sized) else list(values)  # a weak dictionary's
     for i, value in enumerate(list(values) if len(values) <= WIDE else values):
         element = value[1] if isinstance(value, tuple) and len(value) == 2 else value
         if i < 8 and isinstance(element, torch.Tensor | torch.nn.Module):

@@ -1,17 +1,19 @@
 """Refuses a loop whose ranks train apart: gradients that nobody averages raise no error, and each rank drifts away.
+And one whose ranks have buffers of their own, which are lost with their process.
 
 The ranks compare the bytes of their parameters after the 1st, 2nd, 4th, 8th, … step of a world, and after the last: a
 learning rate that begins at zero, or a gradient scaler that skips its first steps, hides a drift for a while only. A
 loop that averages its gradients itself stays equal, and passes. Where `DistributedDataParallel` has averaged them, a
 drift comes from something else that is not the same on all ranks, such as a counter that a new process begins anew.
-What `fully_shard` or FSDP cut is each rank's own. Knows no process group: who asks says how ranks compare a number.
+What `fully_shard` or FSDP cut is each rank's own. Likewise of the buffers that DDP was told not to broadcast. Knows no
+process group: who asks says how ranks compare a number.
 
 Invariant: ranks compare at the same steps, and raise together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.state import bare
 from everstep.train.step import LoopError
 
 BYTES = 2**16  # of each tensor: what drifts, drifts everywhere
@@ -27,12 +30,24 @@ TENSORS = 256
 
 
 class Replicas:
-    """`state` is what is tracked, `parallel` the DDP objects of this process; once the script has built both."""
+    """`state` is what is tracked, `parallel` the DDP objects of this process; once the script has built both.
+    `is_free`: whether what has this name may be lost. Buffers matter where something is `kept` for other processes."""
 
-    def __init__(self, state: Mapping[str, Any], parallel: Iterable[DistributedDataParallel]) -> None:
-        cared_for = {id(p) for ddp in parallel for p in _cared_for(ddp)}
-        self._own = [(name, p) for name, p in _trainable(state) if id(p) not in cared_for][:TENSORS]
-        self._averaged = [(name, p) for name, p in _trainable(state) if id(p) in cared_for][:TENSORS]
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        parallel: Collection[DistributedDataParallel],
+        is_free: Callable[[str], bool] = lambda _: False,
+        *,
+        kept: bool = True,
+    ) -> None:
+        parallels = {id(p) for ddp in parallel for p in cared_for(ddp)}
+        self._own = [(name, p) for name, p in _trainable(state) if id(p) not in parallels][:TENSORS]
+        self._averaged = [(name, p) for name, p in _trainable(state) if id(p) in parallels][:TENSORS]
+        # Kept by their modules, because a forward pass may put another buffer in the place of one.
+        self._apart = [m for ddp in parallel if kept and not ddp.broadcast_buffers for m in ddp.module.modules()]
+        self._names = _names(state)
+        self._is_free = is_free
         self._steps = 0
 
     def moved(self) -> None:
@@ -42,12 +57,16 @@ class Replicas:
     def completed(self, world_size: int, same: Callable[[int], bool], *, last: bool = False) -> None:
         """A step is complete on all ranks. `same`: whether all ranks say this number of 63 bits; collective. `last`: no
         step follows. Raises `LoopError` if they have other parameters than each other."""
-        if not (self._own or self._averaged) or world_size == 1:
+        if not (self._own or self._averaged or self._apart) or world_size == 1:
             return
         self._steps += 1
-        if (self._steps & (self._steps - 1) and not last) or same(_digest([*self._own, *self._averaged])):
+        if self._steps & (self._steps - 1) and not last:
             return
-        if not self._own or same(_digest(self._own)):
+        if self._apart:
+            self._compare_buffers(same)
+        if same(_digest(p for _, p in [*self._own, *self._averaged])):
+            return
+        if not self._own or same(_digest(p for _, p in self._own)):
             raise LoopError(
                 f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
                 f"{self._averaged[0][0]} or another, though DistributedDataParallel averages their gradients: "
@@ -63,18 +82,46 @@ class Replicas:
             "now and grows later; or average the gradients in each step"
         )
 
+    def _compare_buffers(self, same: Callable[[int], bool]) -> None:
+        """Of DDP with `broadcast_buffers=False`. Buffers that are moved alike on all ranks are nobody's own."""
+        buffers = [(self._name(m, k), b) for m in self._apart for k, b in m._buffers.items() if b is not None]
+        held = [(name, b) for name, b in buffers if not self._is_free(name)]
+        if same(_digest(b for _, b in held)):
+            return
+        # Which one: by halves, on all ranks alike.
+        while len(held) > 1:
+            half = held[: len(held) // 2]
+            held = held[len(half) :] if same(_digest(b for _, b in half)) else half
+        name = held[0][0]
+        raise LoopError(
+            f"after step {self._steps} of this world each rank has another {name}, because its DistributedDataParallel "
+            "was made with broadcast_buffers=False: a rank's own is lost with its process, and no commit holds it. "
+            "Leave broadcast_buffers=False out, and rank 0's counts; or let all ranks make one of all batches, with "
+            f"torch.nn.SyncBatchNorm; or, if it may be lost, say so: run.untracked({name!r})"
+        )
 
-def _digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def _name(self, module: torch.nn.Module, key: str) -> str:
+        return f"{self._names.get(id(module), type(module).__name__)}.{key}"
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> int:
     found = xxhash.xxh3_64()
-    for _, p in parameters:
-        if not is_lazy(p):
-            part = p.detach().reshape(-1)[: BYTES // p.element_size()].contiguous().cpu()
+    for tensor in tensors:
+        if not is_lazy(tensor):
+            part = tensor.detach().reshape(-1)[: BYTES // tensor.element_size()].contiguous().cpu()
             data: Any = part.view(torch.uint8).numpy()
             found.update(data)
     return found.intdigest() >> 1
 
 
-def _cared_for(ddp: Any) -> Iterator[torch.nn.Parameter]:
+def _names(state: Mapping[str, Any]) -> dict[int, str]:
+    """Of the tracked modules and their parts, by identity."""
+    modules = ((key, bare(value)) for key, value in state.items() if isinstance(value, torch.nn.Module))
+    return {id(m): f"{key}.{path}" if path else key for key, module in modules for path, m in module.named_modules()}
+
+
+def cared_for(ddp: Any) -> Iterator[torch.nn.Parameter]:
+    """All that is not left to other hooks."""
     for name, p in ddp.module.named_parameters():
         if name not in ddp.parameters_to_ignore:
             yield p

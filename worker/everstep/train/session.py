@@ -44,10 +44,11 @@ from everstep.train.recovery.rounds import AgentRounds
 from everstep.train.recovery.scope import UNKNOWN
 from everstep.train.report import Reporter
 from everstep.train.step import LoopError, Phase, Step
+from everstep.train.switches import SWITCHES, Switches
 from everstep.train.world import Place, most_processes, take_place
 from everstep.train.worlds import Recovering, Steady, World
 
-RESERVED = ("step", "data", "rng", BUCKETS, STATE, once.KEY)
+RESERVED = ("step", "data", "rng", BUCKETS, STATE, SWITCHES, once.KEY)
 
 
 def start(
@@ -86,6 +87,7 @@ class Run:
         self._recovery = recovery
         self._random = Randomness(rng, place.device)
         self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
+        self._switches = self._state[SWITCHES] = Switches(self._state)
         self._untracked = set[str]()
         self._census = Census(self._state, self._untracked)
         self._mesh: tuple[int, Any] | None = None
@@ -280,6 +282,7 @@ class Run:
             self._boundary.count(self.step + 1, total=self._goal, epoch=feed.epoch if feed is not None else None)
 
         self._random.start()
+        self._switches.start()
         between = Between(self._onces, self._evaluations, lambda: self._goal)
         world: World = Steady(self._boundary, self._state, reducers, feed, self.place.world_size, between, self._census)
         if self._recovery is not None:

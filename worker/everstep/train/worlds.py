@@ -26,6 +26,7 @@ from everstep.train.feeding import Feed
 from everstep.train.gradients import Gradients
 from everstep.train.pace import Pace, Slow
 from everstep.train.randomness import settle
+from everstep.train.recovery import wrapped
 from everstep.train.recovery.agreement import NoState, Quality
 from everstep.train.recovery.flight import is_of_lost_peer
 from everstep.train.recovery.forming import Unformed
@@ -33,6 +34,7 @@ from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.rounds import Dismissed, Round
 from everstep.train.recovery.transfer import TransferFailed
+from everstep.train.reduction import Reduction
 from everstep.train.replicas import Replicas
 from everstep.train.step import LoopError, Phase, Scope
 
@@ -92,9 +94,12 @@ class Steady:
         self._began, self._slowest = 0.0, 0.0  # seconds
 
     def begin(self) -> None:
-        if self._boundary.saves:
+        if kept := self._boundary.saves:
             self._census.start()
-        self._replicas = Replicas(self._state, self._reducers.alive())
+            wrapped.check_hooks(self._reducers.alive(), self._census.is_untracked)
+        self._replicas = Replicas(self._state, self._reducers.alive(), self._census.is_untracked, kept=kept)
+        if self._size > 1:
+            Reduction(self._state, self._reducers, self._census, lasts=True)
         self._reducers.learn()  # of a backward pass that the script made before
         self._boundary.restore(self._state)
         self._reducers.resume()
@@ -194,7 +199,8 @@ class Recovering:
         self._census.start()
         self._boundary.track(self._state)
         self._boundary.check_by(self._recovery.check)
-        self._replicas = Replicas(self._state, self._reducers.alive())
+        self._replicas = Replicas(self._state, self._reducers.alive(), self._census.is_untracked)
+        Reduction(self._state, self._reducers, self._census, lasts=False)
         self._reducers.learn()  # of a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
         self._enter(Quality.NONE)

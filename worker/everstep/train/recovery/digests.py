@@ -18,11 +18,12 @@ from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import capture
 from everstep.train.randomness import STATE
 from everstep.train.recovery.reducers import BUCKETS
+from everstep.train.switches import SWITCHES
 
 BUDGET = 2**26  # bytes that members compare when a round forms; of a larger state an equal part of each tensor
 LEAST = 2**12  # bytes of each tensor
 COLUMNS = 64
-OWN = ("data", STATE, BUCKETS)  # the session's, which members settle among themselves
+OWN = ("data", STATE, SWITCHES, BUCKETS)  # the session's, which members settle among themselves
 
 
 def state_digest(state: Mapping[str, Any]) -> int:

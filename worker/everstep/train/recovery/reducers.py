@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.checkpoint.state import bare
 from everstep.train.recovery.members import Members
+from everstep.train.recovery.reduced import lists_for_reducer, parameters_of, requiring_gradients
 
 log = logging.getLogger("everstep.train")
 
@@ -64,8 +65,11 @@ class Reducers:
             gc.collect()
             found = parallel()
         self._found = [weakref.ref(ddp) for ddp in found]
+        self._reduced = weakref.WeakKeyDictionary({ddp: parameters_of(ddp) for ddp in found})
         names = _names(state)
-        orderly = [_orderly(ddp, name) for ddp in found if _orders(ddp) and (name := _name(ddp, names))]
+        orderly = [
+            _orderly(ddp, name, self._reduced[ddp]) for ddp in found if _orders(ddp) and (name := _name(ddp, names))
+        ]
         # Ranks order theirs in turn, so two that nobody can tell apart are left to torch.
         count = Counter((o.name, o.parameters) for o in orderly)
         self._orderly = sorted(
@@ -81,6 +85,10 @@ class Reducers:
     def alive(self) -> list[DistributedDataParallel]:
         """Those that the script still holds."""
         return [ddp for reference in self._found if (ddp := reference()) is not None]
+
+    def reduced(self, ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients it averages."""
+        return self._reduced[ddp]
 
     def learn(self) -> None:
         """A step is complete: order the buckets now if the next forward pass would, and note how. Collective, until the
@@ -110,7 +118,7 @@ class Reducers:
         orderly = {o.reference(): o for o in self._orderly}
         for ddp in self.alive():
             known = orderly.get(ddp)
-            made = rebuild(ddp, known.order if known is not None else None)
+            made = rebuild(ddp, known.order if known is not None else None, self._reduced[ddp])
             if known is not None:
                 known.made = made
 
@@ -119,7 +127,7 @@ class Reducers:
         for orderly in self._orderly:
             ddp = orderly.reference()
             if ddp is not None and orderly.order is not None and orderly.order != orderly.made:
-                orderly.made = rebuild(ddp, orderly.order)
+                orderly.made = rebuild(ddp, orderly.order, self._reduced[ddp])
 
     def state_dict(self) -> dict[str, Any]:
         # An order is one text: thousands of numbers would each cost a save something.
@@ -149,15 +157,23 @@ def parallel() -> list[DistributedDataParallel]:
     return [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
 
 
-def rebuild(ddp: Any, order: Sequence[int] | None = None) -> tuple[int, ...] | None:
-    """Make the reducer of a DDP object anew. With `order`, a permutation of its parameters, its next forward pass makes
-    the buckets that gradients arriving in that order would have made, and they stay so. What it was made with is
-    returned: not `order` if it is of other parameters, as where the script has frozen some since. No collective."""
+def rebuild(
+    ddp: Any, order: Sequence[int] | None = None, reduced: Sequence[torch.nn.Parameter] | None = None
+) -> tuple[int, ...] | None:
+    """Make the reducer of a DDP object anew, of the parameters that it has, which are `reduced` if that is passed. With
+    `order`, a permutation of them, its next forward pass makes the buckets that gradients arriving in that order would
+    have made, and they stay so. What it was made with is returned: not `order` if it is of others. No collective."""
     if not hasattr(ddp, "reducer"):
         return None  # all of its parameters are left to other hooks
+    reduced = parameters_of(ddp) if reduced is None else reduced
+    with requiring_gradients(reduced):
+        return _rebuild(ddp, order, reduced)
+
+
+def _rebuild(ddp: Any, order: Sequence[int] | None, reduced: Sequence[torch.nn.Parameter]) -> tuple[int, ...] | None:
     hooks, builtin = list(ddp._comm_hooks), _builtin_hook(ddp)
     ddp.reducer._remove_autograd_hooks()
-    parameters, expect_sparse = ddp._build_params_for_reducer()
+    parameters, expect_sparse = lists_for_reducer(ddp, reduced)
     if ddp.static_graph and hooks:
         order = None  # torch tells a hook in the first pass of a static graph that each bucket is number 0: have one
     if order is not None and len(order) != len(parameters):
@@ -211,10 +227,9 @@ def _orders(ddp: Any) -> bool:
     )
 
 
-def _orderly(ddp: Any, name: str) -> _Orderly:
+def _orderly(ddp: Any, name: str, parameters: Sequence[torch.nn.Parameter]) -> _Orderly:
     """The digest is of the names, shapes and types of the parameters that its reducer has, as they were registered."""
     names = {id(p): path for path, p in ddp.module.named_parameters()}
-    parameters, _ = ddp._build_params_for_reducer()
     listed = [(names.get(id(p), ""), list(p.shape), str(p.dtype)) for p in parameters]
     return _Orderly(weakref.ref(ddp), name, xxhash.xxh3_64_hexdigest(json.dumps(listed).encode()), len(parameters))
 

@@ -18,8 +18,9 @@ from everstep.train.randomness import STATE
 from everstep.train.recovery import fsdp, trees
 from everstep.train.recovery.reducers import BUCKETS
 from everstep.train.recovery.trees import Held, address, version
+from everstep.train.switches import SWITCHES
 
-ELSEWHERE = ("data", "rng", STATE, BUCKETS)  # the session's own, which it puts back itself
+ELSEWHERE = ("data", "rng", STATE, SWITCHES, BUCKETS)  # the session's own, which it puts back itself
 LARGE = 2**20  # bytes of a buffer that is copied again only if torch has counted a change
 
 
@@ -57,7 +58,8 @@ class Thing:
 
 
 class Module(Thing):
-    """Parameters are watched, buffers copied, and both put back in their places if forward has replaced them."""
+    """Parameters are watched, buffers copied, and both put back in their places if forward has replaced them. So are
+    `training` and `requires_grad`, which a step that fails may leave as its middle had them."""
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         super().__init__(name)
@@ -71,10 +73,12 @@ class Module(Thing):
         self._buffers: list[torch.Tensor] = []
         self._saved: list[torch.Tensor] = []
         self._large: dict[int, tuple[int, int]] = {}
+        self._training: list[bool] = []
+        self._required: list[bool] = []
         self.look()
 
     def look(self) -> None:
-        modules = list(self._module.modules())
+        modules = self._modules = list(self._module.modules())
         self._shards = [p.sharded_param for m in modules for p in fsdp.shards_of(m)]
         # Of modules that FSDP2 shards, forward takes the parameters' place.
         self._of_parameters = [m._parameters for m in modules if m._parameters and not self._shards]
@@ -88,6 +92,7 @@ class Module(Thing):
         self._places = [(d, d.copy()) for d in (*self._of_parameters, *self._of_buffers)]
         self._parameters = self._present()
         self._version = _versions(self._parameters)
+        self._training, self._required = self._switches()
         if self._replaces:
             self._addresses = {id(p): address(p) for p in self._parameters}
         self._save()
@@ -105,13 +110,19 @@ class Module(Thing):
             if len(place) != len(items) or any(place.get(k) is not v for k, v in items.items()):
                 place.clear()
                 place.update(items)
+        for module, training in zip(self._modules, self._training, strict=True):
+            if module.training is not training:
+                module.training = training
+        for parameter, required in zip(self._switchable(), self._required, strict=True):
+            if parameter.requires_grad is not required:
+                parameter.requires_grad_(required)
         with torch.no_grad():
             for buffer, saved in zip(self._buffers, self._saved, strict=True):
                 buffer.copy_(saved)
 
     def trace(self) -> Any:
         tensors = [*self._present(), *(b for d in self._of_buffers for b in d.values() if b is not None)]
-        return _versions(tensors), hash(tuple(map(id, tensors)))
+        return _versions(tensors), hash(tuple(map(id, tensors))), self._switches()
 
     def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._shards:
@@ -126,6 +137,12 @@ class Module(Thing):
         if self._shards:
             return [trees.raw(p) for p in self._shards]
         return [p for d in self._of_parameters for p in d.values() if p is not None]
+
+    def _switchable(self) -> list[torch.Tensor]:
+        return [] if self._shards else self._parameters
+
+    def _switches(self) -> tuple[list[bool], list[bool]]:
+        return [m.training for m in self._modules], [p.requires_grad for p in self._switchable()]
 
     def _save(self) -> None:
         live = [b for d in self._of_buffers for b in d.values() if b is not None]

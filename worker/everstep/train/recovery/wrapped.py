@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.train.recovery.group import RecoverableGroup
 from everstep.train.step import LoopError
 
+# What says how a hook does its work, and does not change.
+_WITHOUT = (dist.ProcessGroup, bool, int, float, str, torch.dtype, torch.device)
 _HARMLESS = "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"  # whose state is DDP's own
 
 
@@ -33,18 +35,33 @@ def check(parallel: Iterable[DistributedDataParallel]) -> None:
                 f"torch.compile of DistributedDataParallel({name}): the compiled code holds the process group of the "
                 "world in which it was compiled. Compile inside: `DistributedDataParallel(torch.compile(model))`"
             )
-        _check_hooks(ddp, name)
+        _check_hooks(ddp, None)
+        _check_builtin(ddp, name)
 
 
-def _check_hooks(ddp: Any, name: str) -> None:
+def check_hooks(parallel: Iterable[DistributedDataParallel], is_free: Callable[[str], bool]) -> None:
+    """In a world that lasts, with commits. Raises `LoopError` for the first hook with a state, which no commit has.
+    `is_free`: whether the script has said of this name that it may be lost."""
+    for ddp in parallel:
+        _check_hooks(ddp, is_free)
+
+
+def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None) -> None:
     for hook, state in ddp._comm_hooks:
-        if state is None or isinstance(state, dist.ProcessGroup) or type(state).__module__ == _HARMLESS:
+        if state is None or isinstance(state, _WITHOUT) or type(state).__module__ == _HARMLESS:
+            continue
+        name, kind = type(ddp.module).__name__, type(state).__name__
+        if is_free is not None and is_free(kind):
             continue
         raise LoopError(
             f"register_comm_hook of DistributedDataParallel({name}): {getattr(hook, '__qualname__', hook)} keeps what "
-            f"each rank has of its own in a {type(state).__name__}, which is lost with its process, and no other rank "
-            "has it. Use a hook without a state: `register_comm_hook(None, default_hooks.bf16_compress_hook)`"
+            f"each rank has of its own in a {kind}, which is lost with its process, and no other rank has it. Use a "
+            "hook without a state: `register_comm_hook(None, default_hooks.bf16_compress_hook)`"
+            + (f"; or, if it may be lost, say so: run.untracked({kind!r})" if is_free is not None else "")
         )
+
+
+def _check_builtin(ddp: Any, name: str) -> None:
     if not ddp._comm_hooks and (found := ddp._get_ddp_logging_data().get("comm_hook")):
         raise LoopError(
             f"{found} of DistributedDataParallel({name}) is built in, and lost when a round begins. Register it in "
