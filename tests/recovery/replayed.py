@@ -1,25 +1,35 @@
 """Training scripts of many shapes, and members of a job that run them in one process.
 
-Each rank computes the same, so a collective changes nothing: what a member ends with is what it would have alone. A
-peer is lost at a collective of one's choice. `Member` does between its steps what `everstep.train.worlds` does.
+Each rank computes the same, so a collective changes nothing: what a member ends with is what it would have alone. So
+each member reads the batches of all ranks of its world. A peer is lost at a collective of one's choice, or between two
+steps. `Member` does between its steps what `everstep.train.worlds` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from everstep.checkpoint.state import apply, capture
+from everstep.data import ElasticLoader
+from everstep.data.assignment import World
+from everstep.train.feeding import Feed, feed_of
 from everstep.train.recovery.agreement import Quality, Standing, agree
 from everstep.train.recovery.digests import content, state_digest
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.replay import Replay
 
 STEPS = 9
+BETWEEN = 0  # in place of a collective's number, from 1
 OPTIMIZERS = ("sgd", "adamw", "sam", "lbfgs", "gan", "ppo")
+LOADERS = ("plain", "distributed", "weighted", "elastic")
+RANKS, SHARE = 3, 2  # processes that the job is built for, samples of each in a step
+# The last batch of an epoch is smaller, and no rank's share of it is empty: a batch of weight 0 would stand for that.
+DATA = TensorDataset(torch.randn(22, 3, generator=torch.Generator().manual_seed(0)), torch.arange(22))
 PLACES = ("start", "before", "after", "tail", "between")  # of the optimizer's step; "tail": after a collective
 
 
@@ -50,6 +60,13 @@ class Shape:
     asks: bool = True  # whether a step is completed, before what follows the block
     accumulates: int = 1  # session steps an optimizer's step
     large: bool = False  # nothing is small enough to be copied
+    loader: str = ""  # of `LOADERS`; without one a step's numbers follow from its own
+    autocast: bool = False
+
+
+def possible(shape: Shape) -> Shape:
+    """Without what torch itself refuses: a scaler takes no closure, and unscales once an optimizer's step."""
+    return replace(shape, scaler=False) if shape.optimizer in ("lbfgs", "sam") else shape
 
 
 class Net(torch.nn.Module):
@@ -144,6 +161,9 @@ class Member:
             self.state["ema"] = Shadow(self.model, shape.ema == "clones")
         if shape.counter_at:
             self.state["counter"] = {"n": 0, "seen": [torch.zeros(2)]}
+        self.feeds = [_feed(shape.loader, seed, rank, RANKS) for rank in range(RANKS)] if shape.loader else []
+        if self.feeds:
+            self.state["data"] = self.feeds[0].saved
         self.replay = Replay(self.state, self.check)
 
     def _optimizers(self, parameters: list[torch.Tensor]) -> list[Any]:
@@ -176,25 +196,59 @@ class Member:
 
     def run(self, until: int) -> Quality | None:
         """Train until then; sooner, and what the state is worth, if a peer is lost."""
-        shape = self.shape
         while self.number < until:
             self.replay.begin(self.number)
             self.called.append(0)
-            before = self.failures + self.replay.refused
+            self._take()
+            before, caught = self.failures + self.replay.refused, True
             try:
                 self.step()
             except PeerLost:
                 assert self.lost
-            if self.failures + self.replay.refused > before:
+                caught = False
+            if self.failed(before, caught):
                 counts = self.replay.counts()
-                if counts or not shape.asks:
-                    self.place("between")
-                self.number += counts
+                self._over(counts)
                 return Quality.TAIL_LOST if counts else self.replay.back()
             self.replay.ended()
-            self.place("between")
-            self.number += 1
+            self._over(True)
+            if self.lose == (self.number - 1, BETWEEN):
+                self.lose, self.lost = None, True
+                return Quality.WHOLE
         return None
+
+    def failed(self, before: int, caught: bool) -> bool:
+        """Whether a collective of the step has failed, or an optimizer was refused its step; `before`: so many by then.
+        `caught`: the script has kept the error to itself, which changes nothing."""
+        return self.failures + self.replay.refused > before
+
+    def _over(self, counts: bool) -> None:
+        """The step's block is over: what the session does, and the script."""
+        for feed in self.feeds:
+            feed.acknowledge() if counts else feed.rewind()
+        if self.shape.asks:
+            self.replay.asked = True
+        if counts or not self.shape.asks:
+            self.place("between")
+        self.number += counts
+
+    def _take(self) -> None:
+        """The batch of the step, of all ranks together, as it is at any world size."""
+        if not self.feeds:
+            self.batch = torch.randn(6, 3, generator=torch.Generator().manual_seed(self.number))
+            return
+        parts = [next(feed).data for feed in self.feeds]
+        x, which = (torch.cat(column) for column in zip(*parts, strict=True))
+        self.batch = x[which.argsort()]
+
+    def reshard(self, size: int) -> None:
+        """The world has so many ranks now; the first feed has the position."""
+        for rank, feed in enumerate(self.feeds[:1]):
+            feed.reshard(rank, size)
+        made = [_feed(self.shape.loader, 0, rank, size) for rank in range(1, size)] if self.feeds else []
+        for feed in made:
+            feed.saved.load_state_dict(self.feeds[0].saved.state_dict())
+        self.feeds[1:] = made
 
     def place(self, where: str) -> None:
         """What the script does there."""
@@ -269,10 +323,9 @@ class Member:
 
     def _backward(self, turn: int) -> None:
         scaler = self.state.get("scaler")
-        for micro in range(self.shape.micro):
-            seed = 100 * self.number + 10 * turn + micro
-            x = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
-            loss = self.model(x, self.number).square().mean()
+        for x in self.batch.add(turn).chunk(self.shape.micro):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.shape.autocast):
+                loss = self.model(x, self.number).square().mean()
             if self.shape.overflows and self.number % self.shape.overflows == self.shape.overflows - 1:
                 loss = loss * float("inf")
             (scaler.scale(loss) if scaler is not None else loss).backward()
@@ -310,8 +363,28 @@ class Member:
         return found.values, {name: content(t) for name, t in found.tensors.items()}
 
 
-def settle(members: Sequence[Member], qualities: Sequence[Quality]) -> None:
-    """What a round does. Raises `NoState`."""
+def _feed(kind: str, seed: int, rank: int, size: int) -> Feed:
+    """The loader as scripts make it, cut for this rank. What a new process has seeded is no matter."""
+    generator = torch.Generator().manual_seed(seed)
+    sampler: Any = None
+    match kind:
+        case "elastic":
+            made = ElasticLoader(DATA, global_batch=RANKS * SHARE, seed=0, rank=rank, world_size=size)
+            feed = feed_of(made, RANKS, World(rank, size), frozenset({1, RANKS}))
+            assert feed is not None
+            return feed
+        case "distributed":
+            sampler = DistributedSampler(DATA, num_replicas=1, rank=0, seed=seed)
+        case "weighted":
+            sampler = WeightedRandomSampler(torch.arange(1.0, 23).tolist(), 22, generator=generator)
+    loader: Any = DataLoader(DATA, SHARE, shuffle=sampler is None, sampler=sampler, generator=generator)
+    feed = feed_of(loader, RANKS, World(rank, size), frozenset({1, RANKS}))
+    assert feed is not None
+    return feed
+
+
+def settle(members: Sequence[Member], qualities: Sequence[Quality], size: int) -> None:
+    """What a round of `size` ranks does. Raises `NoState`."""
     told = [
         Standing(m.number, q, state_digest(m.state) if q > Quality.NONE else 0)
         for m, q in zip(members, qualities, strict=True)
@@ -325,6 +398,8 @@ def settle(members: Sequence[Member], qualities: Sequence[Quality]) -> None:
         tensors = {name: t.clone() for name, t in held.items()}  # an optimizer keeps what it is given
         apply(members[rank].state, {"state": captured.values}, tensors, rank)
         members[rank].number = found.step
+    for member in members:
+        member.reshard(size)
     there = [any(column) for column in zip(*(m.replay.gradients.present for m in members), strict=True)]
     for member in members:
         member.lost = False
@@ -339,8 +414,8 @@ def undisturbed(shape: Shape) -> Member:
 
 
 def disturbed(shape: Shape, losses: Sequence[tuple[int, int, int]]) -> list[Member]:
-    """Two members lose a third at `losses`: (step, collective of the one, of the other); then a new one comes. Raises
-    `NoState`."""
+    """Two members lose a third at `losses`: (step, collective of the one, of the other), `BETWEEN` for behind the step;
+    then a new one comes. Raises `NoState`."""
     members = [Member(shape, 0), Member(shape, 0)]
     for i, (step, *collectives) in enumerate(losses):
         for member, collective in zip(members, collectives, strict=False):
@@ -354,7 +429,7 @@ def disturbed(shape: Shape, losses: Sequence[tuple[int, int, int]]) -> list[Memb
             assert all(m.number == STEPS for m in ahead)
             qualities = [Quality.WHOLE if q is None else q for q in qualities]
         new = Member(shape, 50 + i)
-        settle([*members, new], [*(q for q in qualities if q is not None), Quality.NONE])
+        settle([*members, new], [*(q for q in qualities if q is not None), Quality.NONE], RANKS - i % 2)
         members = [*members[-1:], new]
     for member in members:
         member.lose = None

@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import HealthCheck, Phase, event, example, find, given, settings
 from hypothesis import strategies as st
-from replayed import OPTIMIZERS, PLACES, Shape, disturbed, undisturbed
+from replayed import BETWEEN, LOADERS, OPTIMIZERS, PLACES, Shape, disturbed, possible, undisturbed
 
-from everstep.train.recovery import trees
-from everstep.train.recovery.agreement import NoState
+from everstep.train.feeding import Feed
+from everstep.train.recovery import things, trees
+from everstep.train.recovery.agreement import NoState, Quality
+from everstep.train.recovery.replay import Replay
 from everstep.train.step import LoopError
 
 REPLAYS = int(os.environ.get("EVERSTEP_REPLAYS", "60"))
@@ -47,9 +49,12 @@ shapes = st.builds(
     accumulates=st.sampled_from([1, 1, 1, 1, 2]),
     large=flags,
     asks=flags,
-)
+    loader=st.sampled_from(["", "", *LOADERS]),
+    autocast=st.sampled_from([False, False, True]),
+).map(possible)
 # A step, and the collective at which each of two members notices that a third is gone.
-losses = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=2)
+places = st.one_of(st.integers(1, 30), st.integers(1, 30), st.just(BETWEEN))
+losses = st.lists(st.tuples(st.integers(0, 8), places, places), min_size=1, max_size=2)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +74,7 @@ def play(shape: Shape, lost: list[tuple[int, int, int]]) -> str:
             still = undisturbed(shape)
         except LoopError as e:
             return f"refused: {str(e)[:40]}"
-        made = [(step, *(1 + (c - 1) % max(1, still.called[step]) for c in both)) for step, *both in sorted(lost)]
+        made = [(step, *(c and 1 + (c - 1) % max(1, still.called[step]) for c in both)) for step, *both in sorted(lost)]
         try:
             ends = disturbed(shape, made)
         except NoState:
@@ -90,6 +95,51 @@ def test_run_that_lost_peers_ends_as_an_undisturbed_one_or_says_that_it_cannot(
     shape: Shape, lost: list[tuple[int, int, int]]
 ) -> None:
     event(play(shape, lost))
+
+
+# What the machine is to find: a judge that is broken in one way.
+def _counts_a_torn_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replay, "_tear", lambda self: "")
+
+
+def _repeats_from_any_state(patch: pytest.MonkeyPatch) -> None:
+    back = Replay.back
+    patch.setattr(Replay, "back", lambda self: (back(self), Quality.WHOLE)[1])
+
+
+def _forgets(kind: type) -> Callable[[pytest.MonkeyPatch], None]:
+    def broken(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(kind, "put_back", lambda self: None)
+
+    return broken
+
+
+def _keeps_the_batch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Feed, "rewind", Feed.acknowledge)
+
+
+BROKEN = {
+    "counts a torn step": _counts_a_torn_step,
+    "repeats from any state": _repeats_from_any_state,
+    "forgets hyperparameters": _forgets(things.Hyperparameters),
+    "leaves schedules": _forgets(things.Schedule),
+    "leaves buffers": _forgets(things.Module),
+    "keeps the batch": _keeps_the_batch,
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_machine_finds_a_judge_that_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs(script: tuple[Shape, list[tuple[int, int, int]]]) -> bool:
+        try:
+            play(*script)
+        except AssertionError:
+            return True
+        return False
+
+    BROKEN[broken](monkeypatch)
+    looked = settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate], database=None)
+    find(st.tuples(shapes, losses), differs, settings=settings(looked, suppress_health_check=list(HealthCheck)))
 
 
 # At which collective of a step a peer is lost, of a script whose steps have six of gradients, and the tail's.

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.checkpoint import Checkpointer, RngState
-from everstep.train.randomness import GOLDEN, WORD, Randomness, Rng, derive, generators_to_put_back, mix, words
+from everstep.train.randomness import AHEAD, GOLDEN, WORD, Randomness, Rng, derive, generators_to_put_back, mix, words
 from everstep.train.step import LoopError
 
 CPU = torch.device("cpu")
@@ -136,6 +136,41 @@ def test_step_draws_the_same_whatever_was_drawn_before_it() -> None:
     random.gauss(0, 1)
     assert at(member, 7, 0) == first
     assert at(member, 8, 0) != first
+
+
+def test_numbers_of_a_step_do_not_depend_on_where_a_process_began() -> None:
+    one, other = world(3, 4)
+    drawn = [at(one, step, 1) for step in range(2 * AHEAD + 3)]
+    assert len(set(drawn)) == len(drawn)
+    for step in (AHEAD, 2 * AHEAD + 2, 5, AHEAD - 1, AHEAD + 1):
+        assert at(other, step, 1) == drawn[step]
+        assert at(other, step, 0) != drawn[step]
+
+
+@pytest.mark.parametrize("drawn", [1, 2, 623, 624, 625, 1248])
+def test_numpys_pair_of_normal_numbers_is_forgotten_however_much_was_drawn(drawn: int) -> None:
+    (member,) = world(3)
+    first = at(member, 0, 0), at(member, 1, 0)
+    member.begin(0, 0)
+    np.random.standard_normal()
+    np.random.bytes(4 * drawn)
+    assert at(member, 1, 0) == first[1]
+    np.random.standard_normal()
+    np.random.seed(5)
+    np.random.standard_normal()
+    assert at(member, 0, 0) == first[0]
+
+
+def test_generator_that_takes_the_place_of_numpys_in_the_loop_is_refused() -> None:
+    (member,) = world(3)
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    member.begin(0, 0)
+    try:
+        np.random.set_bit_generator(np.random.MT19937(1))  # type: ignore[attr-defined]
+        with pytest.raises(LoopError, match=r"np\.random\.set_bit_generator\(…\) in the loop"):
+            member.begin(AHEAD, 0)
+    finally:
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined]
 
 
 def test_ranks_that_were_seeded_alike_draw_alike_and_others_by_rank() -> None:

@@ -10,11 +10,12 @@ and step), because scripts rely on that: whether a layer is dropped must not dep
 because the script seeded by rank or not at all, draw by rank.
 
 Invariant: of two (step, rank) whose numbers are to differ a generator gets different seeds, unless the product of the
-steps and the ranks between them is 2^32 / 5 or more.
+steps and the ranks between them is 2^32 / 5 or more; numpy's global one in any case.
 """
 
 from __future__ import annotations
 
+import _random
 import hashlib
 import logging
 import random
@@ -28,6 +29,7 @@ import torch
 
 from everstep.checkpoint import RngState
 from everstep.train.step import LoopError
+from everstep.train.twister import Twister
 
 log = logging.getLogger("everstep.train")
 
@@ -36,11 +38,14 @@ log = logging.getLogger("everstep.train")
 Rng = bool | Literal["rank", "saved"]
 
 STATE: Final = "seeds"  # the name in a commit
+AHEAD: Final = 64  # steps
 WORD: Final = 2**32 - 1
 # Near 2^32 divided by the golden ratio, and such that no partial quotient of its continued fraction over 2^32 is above
 # 3: then the k-th multiple differs from 0, modulo 2^32, by more than 2^32 / 5k (Khinchin, Continued Fractions, ch. II).
 GOLDEN: Final = 0x9E3778C1
 
+_python: Any = random.seed.__self__  # type: ignore[attr-defined]  # a method of the global generator
+_seed: Any = _random.Random.seed
 Gather = Callable[[Sequence[int]], list[tuple[int, ...]]]
 
 
@@ -60,17 +65,24 @@ def words(seed: int, name: str) -> tuple[int, int]:
 
 def derive(key: tuple[int, int], step: int, rank: int) -> int:
     """The 64 bits that a generator is set by. The lower 32 differ by themselves: torch's generator of the CPU and
-    numpy's take no more."""
+    a `RandomState` take no more."""
     low = mix((step * GOLDEN + rank & WORD) ^ key[0])
     return mix(low ^ key[1]) << 32 | low
 
 
+def derive_ahead(key: tuple[int, int], step: int, rank: int, steps: int) -> list[int]:
+    """Of so many steps."""
+    return [derive(key, step + i, rank) for i in range(steps)]
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One generator: `seed` sets it, by 64 bits; `state` tells where it is."""
+    """One generator: `seed` sets it, by what `ahead` gives for each of the coming steps, which is 64 bits for most;
+    `state` tells where it is."""
 
-    seed: Callable[[int], object]
+    seed: Callable[[Any], object]
     state: Callable[[], object]
+    ahead: Callable[[tuple[int, int], int, int, int], Sequence[Any]] = derive_ahead
 
     def fingerprint(self) -> int:
         """63 bits of where it is."""
@@ -101,7 +113,7 @@ def global_sources(device: torch.device) -> dict[str, Source]:
     found = {
         "torch": Source(torch.default_generator.manual_seed, torch.default_generator.get_state),
         "numpy": _numpy(),
-        "python": Source(random.seed, random.getstate),
+        "python": Source(_seed_python, random.getstate),
     }
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -151,7 +163,11 @@ class Randomness:
         self._own: dict[str, int] = {}  # what this process's script has left in each
         self._seeds: dict[str, int] = {}  # the run's
         self._alike: dict[str, bool] = {}  # whether all ranks had the same; unknown in a world of one
-        self._ready: list[tuple[Callable[[int], object], tuple[int, int], bool]] = []
+        self._ready: list[tuple[Source, tuple[int, int], bool]] = []
+        # For `AHEAD` steps from the first on, of this rank: what sets each generator. Made together, because in a step
+        # it would be computed by a processor whose caches hold the model.
+        self._ahead: list[tuple[Callable[[Any], object], Sequence[Any]]] = []
+        self._first = self._rank = 0
         self._shared: torch.Generator | None = None
         self._untouched: bytes | None = None  # the shared generator, as it was made before the first step
         self._step: int | None = None
@@ -203,9 +219,13 @@ class Randomness:
 
     def begin(self, step: int, rank: int) -> None:
         """Set all generators for step number `step`, of the process that is rank `rank` now."""
+        at = step - self._first
+        if not self._ahead or rank != self._rank or not 0 <= at < AHEAD:
+            self._ahead = [(s.seed, s.ahead(key, step, 0 if alike else rank, AHEAD)) for s, key, alike in self._ready]
+            self._first, self._rank, at = step, rank, 0
         self._step = step
-        for seed, key, alike in self._ready:
-            seed(derive(key, step, 0 if alike else rank))
+        for seed, values in self._ahead:
+            seed(values[at])
 
     @property
     def shared(self) -> torch.Generator:
@@ -230,12 +250,14 @@ class Randomness:
         return int(self._alike[name]) if name in self._alike else -1
 
     def _make_ready(self) -> None:
+        self._ahead = []
         self._ready = [
-            (source.seed, words(self._seeds[name], name), not self._by_rank and self._alike.get(name, False))
+            (source, words(self._seeds[name], name), not self._by_rank and self._alike.get(name, False))
             for name, source in self._sources.items()
         ]
         if self._shared is not None:
-            self._ready.append((self._shared.manual_seed, words(self._seeds["shared"], "shared"), True))
+            source = Source(self._shared.manual_seed, self._shared.get_state)
+            self._ready.append((source, words(self._seeds["shared"], "shared"), True))
 
 
 def settle(state: Mapping[str, Any], gather: Gather) -> None:
@@ -252,8 +274,8 @@ def _numpy() -> Source:
         np.random.set_state({**type(bits)(value).state, "has_gauss": 0, "gauss": 0.0})
 
     if isinstance(bits, np.random.MT19937):
-        # A number of one word: more of them take four times as long, and `set_state` fifty times.
-        return Source(lambda value: np.random.seed(value & WORD), lambda: np.random.get_state(legacy=False))
+        twister = Twister(bits)
+        return Source(twister.set, lambda: np.random.get_state(legacy=False), twister.ahead)
     return Source(seed, lambda: np.random.get_state(legacy=False))  # the script has put another one in its place
 
 
@@ -262,6 +284,12 @@ def _bits(bits: Any) -> Source:
         bits.state = type(bits)(value).state
 
     return Source(seed, lambda: bits.state)
+
+
+def _seed_python(value: int) -> None:
+    """`random.seed(value)`, without what it does for values of other kinds."""
+    _seed(_python, value)
+    _python.gauss_next = None
 
 
 def _nothing(_: int) -> None:

@@ -48,6 +48,10 @@ class Scope(Protocol):
         """Whether a step in which a peer was lost counts."""
         ...
 
+    def asked(self) -> None:
+        """The script wants to know whether the step counts."""
+        ...
+
 
 class Step:
     """Step number `number`: so many are complete before it.
@@ -75,6 +79,7 @@ class Step:
     def completed(self) -> bool:
         """Whether the step counts. What follows the block runs also if a peer was lost in it and the step comes again;
         what belongs to a step's end must ask."""
+        self._scope.asked()
         return self.phase in (Phase.DONE, Phase.COUNTED)
 
     def __enter__(self) -> Any:

@@ -141,6 +141,8 @@ class Steady:
     def step_counts(self) -> bool:
         return False
 
+    def asked(self) -> None: ...
+
     def go_on(self, phase: Phase) -> None:
         raise AssertionError("this world is never lost")
 
@@ -248,6 +250,10 @@ class Recovering:
 
     def step_counts(self) -> bool:
         return self._recovery.counts()
+
+    def asked(self) -> None:
+        assert self._recovery.replay is not None
+        self._recovery.replay.asked = True
 
     def go_on(self, phase: Phase) -> None:
         quality = Quality.TAIL_LOST if phase is Phase.COUNTED else Quality.WHOLE

@@ -57,6 +57,8 @@ class Replay:
         self._unmoved: dict[str, Print] = {}
         self._places: dict[int, str] = {}  # addresses of what is not copied
         self._untraced: str | None = None
+        self._after_block: dict[str, Print] = {}  # a watched step's, at its end
+        self.asked = False  # the script has asked whether the step counts
         self._redo: tuple[str, ...] = ()
         self._order: list[str] = []  # optimizers that have made their step
         self._open: list[str] = []  # that are in it
@@ -74,9 +76,11 @@ class Replay:
     def moved(self) -> None:
         """The world is another one."""
         self._count = self.gradients.updates = 0
+        self._after_block = {}
 
     def begin(self, step: int) -> None:
-        """Step number `step` begins."""
+        """Step number `step` begins. Raises `LoopError` for what follows the block and could not be recovered from."""
+        self._check_gap()
         self._step, self._count = step, self._count + 1
         self._watched = not self._count & (self._count - 1)
         self._clear()
@@ -119,6 +123,8 @@ class Replay:
                 "after optimizer.step()"
             )
         self._habit.ended(tuple(self._order), tuple(self._tail), self._behind(), self._moves())
+        if self._watched:
+            self._after_block = self._prints(copied=False)
 
     def counts(self) -> bool:
         """The step's block has failed: whether the step counts (`TAIL_LOST`). What follows the block runs then as after
@@ -220,6 +226,21 @@ class Replay:
             was = self._unmoved.get(name)
             if was is not None and was[1:] == (place, changes) and was[0] != bits:
                 self._untraced = self._untraced or name
+
+    def _check_gap(self) -> None:
+        """Between two steps, after one that was watched. What follows the block runs for a lost step too, unless the
+        script asks."""
+        before, asked = self._after_block, self.asked
+        self._after_block, self.asked = {}, False
+        if not before or asked:
+            return
+        for name, now in self._prints(copied=False).items():
+            if name in before and before[name][1:] == now[1:] and before[name] != now:
+                raise LoopError(
+                    f"{name} was changed after step {self._step}'s block, and torch has not counted it (`.data`, "
+                    "numpy): what follows the block runs for a step that is lost, too, and would change it twice. "
+                    "Write it behind `if step.completed:`, or into the block after optimizer.step()"
+                )
 
     def _snapshot(self) -> dict[str, Any]:
         if not self._watched:
