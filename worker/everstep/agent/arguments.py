@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from everstep.agent.hang import FACTOR
+from everstep.agent.preload import preloaded
 from everstep.contract import env
 
 OUR_BACKENDS = ("everstep", "etcd-v3")
@@ -175,7 +176,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
         signals=tuple(s.strip() for s in a.signals_to_handle.split(",") if s.strip()),
         shutdown_seconds=_number("--shutdown-timeout", a.shutdown_timeout),
         virtual_local_rank=a.virtual_local_rank,
-        preload=tuple(m.strip() for m in environ.get(PRELOAD, MODULES).split(",") if m.strip()),
+        preload=_preload(a, environ),
         recovery_seconds=_number(env.RECOVERY_SECONDS, environ.get(env.RECOVERY_SECONDS, "300")),
         hang_seconds=_number(env.HANG_SECONDS, environ.get(env.HANG_SECONDS, "60")),
         grace_seconds=GRACE_SHARE * max(1.0, _number(env.GRACE_SECONDS, environ.get(env.GRACE_SECONDS, "30"))),
@@ -186,6 +187,13 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
     if found.ours:
         _refuse(a)
     return found
+
+
+def _preload(a: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What the environment says, and no more; else ours, and the slow ones of the script's imports."""
+    if (said := environ.get(PRELOAD)) is not None:
+        return tuple(m.strip() for m in said.split(",") if m.strip())
+    return (*MODULES.split(","), *(() if a.module or a.no_python else preloaded(a.training_script)))
 
 
 def _refuse(a: argparse.Namespace) -> None:

@@ -189,8 +189,12 @@ def prefer_for_oom() -> None:
 
 
 def _import(module: str) -> None:
+    """Or, as "module:name", what a library of slow parts imports when it is asked for the name."""
+    module, _, name = module.partition(":")
     try:
-        importlib.import_module(module)
+        found = importlib.import_module(module)
+        if name and not hasattr(found, name):
+            importlib.import_module(f"{module}.{name}")
     except Exception as e:  # the program says it again, if it needs the module
         sys.stderr.write(f"everstep-run: --preload {module}: {type(e).__name__}: {e}\n")
 

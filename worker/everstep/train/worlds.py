@@ -318,14 +318,14 @@ class Recovering:
     def all_leave(self) -> None:
         self._all_meet(ending.all_leave)
 
-    def finish(self) -> bool:
+    def finish(self, *, save: bool = True) -> bool:
         if self._recovery.met:
             self._enter(Quality.WHOLE)
             return False
         before = self._boundary.step
         try:
             self._completed(last=True)
-            self._boundary.finish(before)
+            self._boundary.finish(before, save=save)
         except NewerCommit as e:
             self._go_forward(e)
             return False

@@ -13,13 +13,14 @@ A step is committed when the next one begins: then its logging and evaluation ar
 the next step will find them. Stopping raises `Preempted` there instead of setting `control.should_training_stop`:
 after that Trainer would evaluate, load its best model and return to a script that takes the training for complete.
 
+Where an agent announces rounds, a lost peer ends no process: `unbroken` begins Trainer's loop again in the next world.
+
 Invariants: the parameters, the position and the generators of a commit are of one moment; a commit made with another
 global batch is refused, because the position is counted in steps.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -27,22 +28,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
+from everstep.checkpoint import Checkpointer, CheckpointError
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng
 from everstep.train.boundary import Boundary
 
 try:
     from transformers import TrainerCallback
-    from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import TrainOutput
 except ImportError as e:
     raise missing("huggingface", "transformers", "'transformers[torch]'") from e
 
+from everstep.train.adapters import accelerated
 from everstep.train.adapters.accelerate import known_order
+from everstep.train.adapters.trainer_state import KeptState
+from everstep.train.adapters.unbroken import AtEnd, Unbroken
 
 STATE_FILE = "trainer_state.json"  # Trainer's own name
-MAX_LOGS = 2000  # of the newest entries of Trainer's log history that a commit keeps
+
+accelerated.follow()
 
 
 class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package has no types
@@ -60,11 +64,13 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         every_seconds: float | None = None,
         **options: Any,
     ) -> None:
+        accelerated.recovery()  # before there is another world
         self._boundary = Boundary.find(checkpoint, every_steps, every_seconds, options)
         self._optimizer, self._scheduler, self._rng = Late(), Late(), LateRng()
         self._state: dict[str, Any] = {}
         self._trainer: Any = None
-        self._begun = False
+        self._begun = self._watching = False
+        self._unbroken: Unbroken | None = None
 
     def train(self, trainer: Any, **arguments: Any) -> Any:
         """Go on from the newest commit, or begin; what `trainer.train(**arguments)` returns. Collective.
@@ -76,7 +82,13 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         self._trainer = trainer
-        kept = _TrainerState(trainer)
+        kept = KeptState(trainer)
+        if (recovery := accelerated.recovery()) is not None:
+            self._unbroken = Unbroken(trainer, recovery, self._boundary, kept)
+            try:
+                return self._unbroken.run(arguments)
+            finally:
+                self._boundary.leave()
         self._state = {
             "model": trainer.model, "optimizer": self._optimizer, "scheduler": self._scheduler, "trainer": kept,
             "rng": self._rng,
@@ -90,7 +102,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
                 Path(folder, STATE_FILE).write_text(json.dumps(kept.loaded))
                 with _weights_kept(trainer):
                     return trainer.train(resume_from_checkpoint=folder, **arguments)
-        except _AtEnd:
+        except AtEnd:
             trainer.is_in_train = False
             return TrainOutput(self._boundary.step, 0.0, {})
         finally:
@@ -105,6 +117,13 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
                 "instead of trainer.train()"
             )
         known_order(kwargs["train_dataloader"])
+        if self._unbroken is not None:
+            if not self._watching:
+                self._boundary.watch()
+            self._watching = True
+            self._unbroken.redo()
+            return
+        self._state["trainer"].taken()
         self._state["model"] = kwargs["model"]
         self._optimizer.bind(kwargs["optimizer"])
         self._scheduler.bind(kwargs["lr_scheduler"])
@@ -113,10 +132,12 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
             # Trainer's loop would make one more step if the last one was in the middle of an epoch.
             self._rng.apply()
             self._boundary.finish(state.global_step)
-            raise _AtEnd
+            raise AtEnd
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._begun:
+        if self._unbroken is not None:
+            self._unbroken.step_begins(state.global_step)
+        elif not self._begun:
             # The first batch is here: making the iterator, and fetching, drew numbers that the run drew before.
             self._begun = True
             self._rng.apply()
@@ -127,53 +148,17 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         self._boundary.log(logs or {})
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps or control.should_training_stop:
+        best = self._unbroken is None or args.load_best_model_at_end
+        if best and (state.global_step >= state.max_steps or control.should_training_stop):
             self._boundary.save(state.global_step)  # before Trainer loads its best model
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         # The parameters are the best model's now: what is not committed yet is trained again by a run that goes on.
-        self._boundary.finish(state.global_step, save=not best)
-
-
-class _AtEnd(Exception):
-    """The commit is of the last step: there is nothing to train."""
-
-
-class _TrainerState:
-    """`TrainerState` as JSON values, and the global batch that its steps are counted in."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.loaded: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        fields = {
-            f.name: getattr(trainer.state, f.name)
-            for f in dataclasses.fields(trainer.state)
-            if f.name != "stateful_callbacks"
-        }
-        fields["log_history"] = trainer.state.log_history[-MAX_LOGS:]
-        fields["stateful_callbacks"] = {
-            type(c).__name__: c.state()
-            for c in [*trainer.callback_handler.callbacks, trainer.control]
-            if isinstance(c, ExportableState)
-        }
-        return {"state": fields, "global_batch": _global_batch(trainer.args)}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        size = _global_batch(self._trainer.args)
-        if saved["global_batch"] != size:
-            raise StateMismatch(
-                f"the commit was trained with {saved['global_batch']} samples a step, this run has {size}: choose "
-                "per_device_train_batch_size x gradient_accumulation_steps x processes so that it stays the same"
-            )
-        self.loaded = dict(saved["state"])
-
-
-def _global_batch(args: Any) -> int:
-    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+        if self._unbroken is not None:
+            self._unbroken.finish(save=not best)
+        else:
+            self._boundary.finish(state.global_step, save=not best)
 
 
 def _check(trainer: Any, arguments: Mapping[str, Any]) -> None:

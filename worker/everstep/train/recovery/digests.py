@@ -29,7 +29,7 @@ OWN = ("data", STATE, SWITCHES, BUCKETS)  # the session's, which members settle 
 def state_digest(state: Mapping[str, Any]) -> int:
     """63 bits of what is replicated, of the same number on members that agree: parameters, the state of optimizers,
     values. Not buffers: each rank's BatchNorm has its own until the next forward pass."""
-    captured = capture({key: t for key, t in state.items() if key not in OWN}, 0)
+    captured = capture({k: t for k, t in state.items() if k not in OWN and not settles_itself(t)}, 0)
     buffers = {
         name for key, t in state.items() if isinstance(t, torch.nn.Module)
         for name in captured.tensors if name.startswith(f"{key}/") and name not in captured.parameters
@@ -42,6 +42,12 @@ def state_digest(state: Mapping[str, Any]) -> int:
         # Cut before it is copied from a device.
         found.update(to_bytes(tensor.reshape(-1)[: most // tensor.element_size()]))
     return found.intdigest() >> 1
+
+
+def settles_itself(target: Any) -> bool:
+    """Whether members may hold a tracked object otherwise than each other, and agree on it by themselves: its class
+    sets `everstep_settles = True`."""
+    return bool(getattr(target, "everstep_settles", False))
 
 
 def content(tensor: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from everstep.train.randomness import STATE
-from everstep.train.recovery import fsdp, trees
+from everstep.train.recovery import digests, fsdp, trees
 from everstep.train.recovery.reducers import BUCKETS
 from everstep.train.recovery.trees import Held, address, version
 from everstep.train.switches import SWITCHES
@@ -93,7 +93,9 @@ class Module(Thing):
         self._parameters = self._present()
         self._version = _versions(self._parameters)
         self._training, self._required = self._switches()
-        if self._replaces:
+        # An evaluation between two steps may have moved all of them (`module.to`).
+        ends = self._parameters[:: max(1, len(self._parameters) - 1)]
+        if self._replaces or any(self._addresses.get(id(p)) != address(p) for p in ends):
             self._addresses = {id(p): address(p) for p in self._parameters}
         self._save()
 
@@ -330,7 +332,7 @@ def things(state: Mapping[str, Any]) -> list[Thing]:
         elif isinstance(target, torch.amp.GradScaler):
             if target.is_enabled():
                 found.append(Scaler(name, target))
-        elif getattr(target, "everstep_per_rank", False):
+        elif getattr(target, "everstep_per_rank", False) or digests.settles_itself(target):
             continue
         elif isinstance(target, dict | list | torch.Tensor):
             found.append(Tree(name, lambda target=target: target))  # type: ignore[misc]

@@ -1,0 +1,106 @@
+"""What of a script's imports the warm parent imports before it, because they take tens of seconds: Hugging Face's and
+Lightning's.
+
+The script is read, not run, with the modules beside it that it imports. Invariant: nothing is imported that the script
+does not import itself; and nothing at all if the script may set an environment variable, because libraries read many of
+them when they are imported. What cannot be read is left alone: the process itself tells of it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+# Imported in the names of what a script takes from them: `transformers` alone imports next to nothing.
+SLOW = ("transformers", "accelerate", "datasets", "peft", "trl", "evaluate", "lightning", "pytorch_lightning")
+OURS = "everstep"  # whose adapters bring them
+MOST_FILES = 32
+MOST_BYTES = 2**20  # of a file
+MOST_NAMES = 64
+
+# By which a script sets variables; whatever it calls them on.
+_SETTERS = ("putenv", "unsetenv", "load_dotenv")
+
+
+def preloaded(script: str) -> tuple[str, ...]:
+    """Modules, and names in them as "module:name", in the order of the script; none if it is better not to."""
+    found: list[str] = []
+    waiting, seen = [Path(script)], set[Path]()
+    while waiting:
+        path = waiting.pop(0)
+        if path in seen:
+            continue
+        seen.add(path)
+        tree = _read(path)
+        if len(seen) > MOST_FILES or tree is None or _is_opaque(tree) or _sets_variables(tree):
+            return ()
+        for module, name in _imports(tree):
+            top = module.partition(".")[0]
+            if top in SLOW and any(_beside(folder, top) for folder in (Path(script).parent, Path.cwd())):
+                return ()  # one of the user's own that is named so
+            if top in SLOW or module.startswith(f"{OURS}.train.adapters."):
+                found.append(f"{module}:{name}" if name else module)
+            else:
+                waiting += _beside(Path(script).parent, module)
+    return tuple(dict.fromkeys(found))[:MOST_NAMES]
+
+
+def _read(path: Path) -> ast.Module | None:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        return ast.parse(text) if len(text) <= MOST_BYTES else None
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _beside(folder: Path, module: str) -> list[Path]:
+    """The files of a module in this folder."""
+    found, here = [], folder
+    for part in module.split("."):
+        found += [path for path in (here / f"{part}.py", here / part / "__init__.py") if path.is_file()]
+        here /= part
+    return found
+
+
+def _is_opaque(tree: ast.Module) -> bool:
+    """Whether it imports what is not followed here: relative to a package."""
+    return any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Each module that is imported when the file is, with the name that is taken from it, or without one."""
+    for node in _at_import(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, "" if alias.name == "*" else alias.name) for alias in node.names)
+
+
+def _at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those in functions, which may never be called."""
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _at_import(node)
+
+
+def _sets_variables(tree: ast.Module) -> bool:
+    """Whether it may: in a function too, which an import may call."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _SETTERS:
+                return True
+            case ast.Call(func=ast.Attribute(value=value, attr="setdefault" | "update" | "pop" | "clear")):
+                if _is_environ(value):
+                    return True
+            case ast.Subscript(value=value, ctx=ast.Store() | ast.Del()) if _is_environ(value):
+                return True
+    return False
+
+
+def _is_environ(value: ast.AST) -> bool:
+    return (isinstance(value, ast.Attribute) and value.attr == "environ") or (
+        isinstance(value, ast.Name) and value.id == "environ"
+    )

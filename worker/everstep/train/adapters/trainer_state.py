@@ -1,0 +1,147 @@
+"""`TrainerState` as JSON values, with the states of callbacks, the global batch that its steps are counted in, and how
+much of the work behind the newest step is done.
+
+Behind a step Trainer logs, evaluates and saves, and once more at the end of an epoch. `_behind` holds what the state
+was before the first, before the second, and when both were done: of a peer that is lost among them nobody knows what
+it had heard, so all go back to where the slowest was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.trainer_callback import ExportableState
+
+from everstep.checkpoint import StateMismatch
+
+MAX_LOGS = 2000  # of the newest entries of Trainer's log history that a commit keeps
+BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")  # schedules that an evaluation moves
+DONE = 2  # pieces of work behind a step
+
+
+class KeptState:
+    """Of one `trainer`, in the run's state."""
+
+    everstep_settles = True  # times differ, and members may be in different pieces of the work
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._behind: list[dict[str, Any]] = []
+        self.seed: int | None = None  # by which the loader shuffles, where each step sets the generators
+        self.loaded: dict[str, Any] = {}
+        self._pending = False  # the trainer has not taken what was loaded
+
+    @property
+    def done(self) -> int:
+        """Pieces of the work behind the newest step that are done; `DONE` where there is none."""
+        return len(self._behind) - 1 if self._behind else DONE
+
+    def step_ended(self) -> None:
+        """A step is complete, and the work behind it begins."""
+        self._behind = [self._now()]
+
+    def did(self) -> None:
+        """A piece of the work is done."""
+        if self._behind and self.done < DONE:
+            self._behind.append(self._now())
+
+    def complete(self) -> None:
+        """All of it that is to be done is, because the next step begins."""
+        self._behind = self._behind or [self._now()]
+        while self.done < DONE:
+            self._behind.append(self._now())
+
+    def back_to(self, done: int) -> None:
+        """The rest of the work behind the step is to be done again."""
+        self._behind = self._behind[: done + 1]
+
+    def put_back(self) -> None:
+        """Bring the callbacks, and what they asked Trainer for, to where they were."""
+        self._pending = False
+        if not self._behind:
+            return
+        for callback, held in zip(self._stateful(), self._behind[-1]["callbacks"], strict=True):
+            flags = held["args"] if callback is self._trainer.control else {}
+            for name, value in {**flags, **held["attributes"]}.items():
+                setattr(callback, name, value)
+        if (held := self._behind[-1].get("schedule")) is not None:
+            self._trainer.lr_scheduler.load_state_dict(held["state"])
+            for group, rate in zip(self._trainer.optimizer.param_groups, held["rates"], strict=True):
+                group["lr"] = rate
+
+    def taken(self) -> None:
+        """Trainer has what was loaded, in a world that stays: there no work behind a step is done again."""
+        self._pending, self._behind = False, []
+
+    def fields(self) -> dict[str, Any]:
+        """What Trainer goes on from, as it writes it itself."""
+        if not self._behind:
+            return dict(self.loaded)
+        newest = self._behind[-1]
+        logs, callbacks = self._logs()[: newest["logs"]], self._by_name(newest["callbacks"])
+        return {**newest["state"], "log_history": logs, "stateful_callbacks": callbacks}
+
+    def at_epoch_end(self) -> bool:
+        return float(self._trainer.state.epoch or 0).is_integer()
+
+    def global_batch_now(self) -> int:
+        """Samples of a step in the present world."""
+        args = self._trainer.args
+        return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        fields = self._plain()
+        fields["log_history"] = self._logs()[-MAX_LOGS:]
+        fields["stateful_callbacks"] = self._by_name([c.state() for c in self._stateful()])
+        found: dict[str, Any] = {"state": fields, "global_batch": self.global_batch_now()}
+        if self._behind:
+            cut = len(self._logs()) - len(fields["log_history"])
+            found["behind"] = [{**b, "logs": max(0, b["logs"] - cut)} for b in self._behind]
+        if self.seed is not None:
+            found["seed"] = self.seed
+        return found
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        size = self.global_batch_now()
+        if saved["global_batch"] != size:
+            raise StateMismatch(
+                f"the commit was trained with {saved['global_batch']} samples a step, this run has {size}: choose "
+                "per_device_train_batch_size x gradient_accumulation_steps x processes so that it stays the same"
+            )
+        self.loaded = dict(saved["state"])
+        self._pending = True
+        self._behind = [dict(b) for b in saved.get("behind", ())]
+        if self.seed is not None:
+            self.seed = saved.get("seed", self.seed)
+
+    def _logs(self) -> list[Any]:
+        found: list[Any] = self.loaded["log_history"] if self._pending else self._trainer.state.log_history
+        return found
+
+    def _now(self) -> dict[str, Any]:
+        callbacks = [c.state() for c in self._stateful()]
+        now = {"state": self._plain(), "callbacks": callbacks, "logs": len(self._trainer.state.log_history)}
+        schedule = self._trainer.lr_scheduler
+        if type(schedule).__name__ in BY_METRIC:
+            rates = [group["lr"] for group in self._trainer.optimizer.param_groups]
+            now["schedule"] = {"state": schedule.state_dict(), "rates": rates}
+        return now
+
+    def _plain(self) -> dict[str, Any]:
+        state, left_out = self._trainer.state, ("stateful_callbacks", "log_history")
+        if self._pending:
+            return {name: value for name, value in self.loaded.items() if name not in left_out}
+        return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in left_out}
+
+    def _by_name(self, states: list[Any]) -> dict[str, Any]:
+        """As Trainer writes them: several of one class are a list."""
+        found: dict[str, list[Any]] = {}
+        for callback, state in zip(self._stateful(), states, strict=True):
+            found.setdefault(type(callback).__name__, []).append(state)
+        return {name: several if len(several) > 1 else several[0] for name, several in found.items()}
+
+    def _stateful(self) -> list[Any]:
+        trainer = self._trainer
+        return [c for c in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(c, ExportableState)]

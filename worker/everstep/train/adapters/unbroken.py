@@ -1,0 +1,316 @@
+"""Trainer's loop in a world that changes: entered anew for each round, with the objects that it has.
+
+    build   a world of one: Trainer makes its optimizer and wraps the model, and is interrupted
+    enter   the members of the round come to one state
+    pass    trainer.train(), which goes on at the step of that state; until its end, or until a peer is lost
+
+Trainer's loop cannot be held up in its middle, but begun at any step. So a lost peer ends the pass, and the next one
+begins at the step that the members agree on: model, optimizer and schedule stay where they are, in memory.
+
+A step is from `on_step_begin` to where Trainer logs, evaluates and saves; this work belongs to no step. If a peer is
+lost in it all members do it again, from what `TrainerState` and the callbacks with a state were when it began.
+
+Invariant: a step is repeated from a whole state or not at all (`replay`); a step that has failed behind its optimizer
+does not count here, because on_step_end has not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from everstep.checkpoint import StateMismatch
+from everstep.train.adapters import accelerated
+from everstep.train.between import Between
+from everstep.train.boundary import Boundary
+from everstep.train.census import Census
+from everstep.train.cuts import Cuts
+from everstep.train.evaluation import Evaluations
+from everstep.train.once import Onces
+from everstep.train.randomness import STATE, Randomness
+from everstep.train.recovery.members import Members
+from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.reducers import BUCKETS, Reducers
+from everstep.train.recovery.scope import At
+from everstep.train.step import Phase
+from everstep.train.worlds import Recovering
+
+
+class Again(Exception):
+    """The world has changed: begin the next pass."""
+
+
+class AtEnd(Exception):
+    """There is no step left."""
+
+
+class _Built(Exception):
+    """Trainer has made its objects."""
+
+
+class _Uncounted(Census):
+    """Trainer holds what training moves, and it is tracked; what a framework holds besides is no business of ours."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def start(self) -> None: ...
+    def begins(self) -> None: ...
+    def over(self) -> None: ...
+    def moved(self) -> None: ...
+    def completed(self, world_size: int, same: Callable[[int], bool]) -> None: ...
+
+
+class _Agreement(Between):
+    """What members agree on when they are at one state: which of the work behind the step is done by all."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__(Onces(), Evaluations(), lambda: 0)
+        self._work = work
+
+    def agree(self, step: int, members: Members) -> None:
+        self._work.back_to(min(done for (done,) in members.gather((self._work.done,))))
+
+
+class _World(Recovering):
+    def _moved(self) -> None:
+        members = self._recovery.members
+        accelerated.move(members.rank, members.world_size)
+        super()._moved()
+
+
+class Unbroken:
+    """One training of `trainer`. `kept`: its `TrainerState` in the run's state, which also says what is done behind the
+    step."""
+
+    def __init__(self, trainer: Any, recovery: Recovery, boundary: Boundary, kept: Any) -> None:
+        self._trainer = trainer
+        self._recovery = recovery
+        self._boundary = boundary
+        self._kept = kept
+        self._random = Randomness(True, trainer.args.device)
+        self._world: _World
+        self._round = -1  # of this pass
+        self._in_step = False
+        self._ready = False  # the world works, and the pass is at a step
+        self._max_steps = 0  # that the schedule was made for
+        self._own_schedule = False
+        self._seed = 0
+        self._batch = 0
+
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        trainer, given = self._trainer, dict(arguments)
+        eval_on_start, model_init = trainer.args.eval_on_start, trainer.model_init
+        prepare, work = trainer._prepare_for_training, trainer._maybe_log_save_evaluate
+        try:
+            self._build(prepare, given)
+            trainer.model_init = None  # there is a model
+            trainer._prepare_for_training = self._preparing(prepare)
+            trainer._maybe_log_save_evaluate = self._working(work)
+            self._begin()
+            while True:
+                self._round = self._number
+                trainer.args.eval_on_start = eval_on_start and self._boundary.step == 0
+                try:
+                    return self._pass(given)
+                except Again:
+                    continue
+                except BaseException as e:
+                    if not self._lost(e):
+                        raise
+                    traceback.clear_frames(e.__traceback__)
+        finally:
+            trainer.args.eval_on_start, trainer.model_init = eval_on_start, model_init
+            for name in ("_prepare_for_training", "_maybe_log_save_evaluate"):
+                trainer.__dict__.pop(name, None)
+
+    # The trainer's events, in order.
+
+    def step_begins(self, step: int) -> None:
+        """The work behind the step before is done, and the batches of this one are here."""
+        self._kept.complete()
+        if self._ready:
+            self._world.between()
+            self._same_world()
+        self._ready = True
+        self._world.step_begins()
+        self._random.begin(step, self._recovery.members.rank)
+        self._in_step = True
+
+    def finish(self, save: bool) -> None:
+        if not self._world.finish(save=save):
+            raise Again
+        self._random.begin(self._boundary.step, self._recovery.members.rank)  # what follows draws alike
+
+    def redo(self) -> None:
+        """At the beginning of a pass: do what is left of the work behind the step. Raises `AtEnd`."""
+        trainer = self._trainer
+        self._recovery.program.scope.enter(At.STEP)
+        self._kept.put_back()
+        trainer.current_flos = 0.0  # an int until the first step, and what ranks add up is to be of one type
+        state, control = trainer.state, trainer.control
+        if self._boundary.step and self._kept.done == 0:
+            self._do_work()
+        ends = control.should_training_stop or 0 < state.max_steps <= state.global_step
+        if self._boundary.step and self._kept.done == 1 and (ends or self._kept.at_epoch_end()):
+            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, trainer.control)
+            self._do_work()
+        if ends or trainer.control.should_training_stop:
+            raise AtEnd
+
+    def _do_work(self) -> None:
+        trainer = self._trainer
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, None, trainer.model_wrapped, None, trainer.state.epoch, None, None
+        )
+
+    # The passes.
+
+    def _build(self, prepare: Callable[..., Any], given: dict[str, Any]) -> None:
+        trainer = self._trainer
+        self._seed = torch.initial_seed()
+
+        def built(max_steps: int, *rest: Any) -> NoReturn:
+            prepare(max_steps, *rest)
+            self._max_steps, self._own_schedule = max_steps, trainer._created_lr_scheduler
+            raise _Built
+
+        trainer._prepare_for_training = built
+        with accelerated.building(), contextlib.suppress(_Built):
+            trainer.train(**given)
+        self._tidy()
+
+    def _begin(self) -> None:
+        trainer = self._trainer
+        state: dict[str, Any] = {
+            "model": trainer.model,
+            "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            "scheduler": trainer.lr_scheduler,
+            "trainer": self._kept,
+            STATE: self._random,
+        }
+        if trainer.accelerator.scaler is not None:
+            state["scaler"] = trainer.accelerator.scaler
+        state[BUCKETS] = reducers = Reducers(state)
+        self._kept.seed = self._seed
+        self._random.start()
+        self._boundary.join()
+        self._world = _World(
+            self._recovery, self._boundary, state, reducers, None, Cuts(None), _Agreement(self._kept), _Uncounted()
+        )
+        self._world.begin()
+
+    def _pass(self, given: dict[str, Any]) -> Any:
+        trainer = self._trainer
+        size = self._kept.global_batch_now()
+        self._batch = self._batch or size
+        if size != self._batch:
+            raise StateMismatch(
+                f"the run was trained with {self._batch} samples a step, and in the present world it has {size}: let "
+                "the job have one size (--nnodes=N), so that a lost process is replaced before the others go on"
+            )
+        self._ready = self._in_step = False
+        accelerated.forget_loaders()
+        self._recovery.program.scope.enter(At.STEP)
+        trainer.__dict__.pop("_eval_dataloaders", None)
+        torch.manual_seed(self._kept.seed)  # by which Accelerate shuffles
+        try:
+            if self._boundary.step == 0:
+                return trainer.train(**given)
+            with tempfile.TemporaryDirectory(prefix="everstep-trainer-") as folder:
+                Path(folder, "trainer_state.json").write_text(json.dumps(self._kept.fields()))
+                trainer._load_from_checkpoint = lambda *_, **__: None  # the weights are there
+                try:
+                    return trainer.train(resume_from_checkpoint=folder, **given)
+                finally:
+                    del trainer._load_from_checkpoint
+        except AtEnd:
+            return trainer._finalize_training(None, 0, time.time())
+        finally:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """What `train` puts up at its beginning and takes down at its end."""
+        trainer = self._trainer
+        if trainer.neftune_noise_alpha is not None and getattr(trainer, "neftune_hook_handle", None) is not None:
+            trainer.neftune_hook_handle.remove()
+
+    def _lost(self, error: BaseException) -> bool:
+        """Whether a peer was lost, and the world is another one now."""
+        if not self._in_step:
+            if not self._world.lost(error):
+                return False
+            self._world.go_on(Phase.DONE)
+            return True
+        self._in_step = False
+        self._world.step_over()
+        if not self._world.step_lost(error):
+            return False
+        self._world.go_on(Phase.LOST)
+        return True
+
+    def _same_world(self) -> None:
+        self._recovery.program.scope.enter(At.STEP)
+        if self._number != self._round:
+            raise Again
+
+    @property
+    def _number(self) -> int:
+        round_ = self._recovery.round
+        return -1 if round_ is None else round_.number
+
+    def _preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(max_steps: int, *rest: Any) -> Any:
+            trainer = self._trainer
+            trainer._created_lr_scheduler = False
+            if self._own_schedule and max_steps != self._max_steps:
+                self._make_schedule(max_steps)
+            return prepare(max_steps, *rest)
+
+        return prepared
+
+    def _make_schedule(self, max_steps: int) -> None:
+        """For so many steps, in the same object, which is tracked. Before the first round the number of steps is not
+        known."""
+        trainer, schedule = self._trainer, self._trainer.lr_scheduler
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        held = schedule.state_dict()
+        rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        trainer.lr_scheduler = None
+        made = trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
+        trainer._created_lr_scheduler = False
+        if self._boundary.step:
+            made.load_state_dict(held)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group.update(rate)
+        schedule.__dict__.clear()
+        schedule.__dict__.update(made.__dict__)
+        trainer.lr_scheduler, self._max_steps = schedule, max_steps
+
+    def _working(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def working(*arguments: Any, **named: Any) -> Any:
+            if self._in_step:
+                self._step_ends()
+            found = work(*arguments, **named)
+            self._kept.did()
+            return found
+
+        return working
+
+    def _step_ends(self) -> None:
+        self._world.step_over()
+        if not self._world.step_ended():
+            self._recovery.check()  # raises
+        self._in_step = False
+        self._recovery.program.scope.enter(At.STEP)
+        state = self._trainer.state
+        self._boundary.count(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
+        self._kept.step_ended()
