@@ -2,7 +2,7 @@
 
 Each rank computes the same, so a collective changes nothing: what a member ends with is what it would have alone. So
 each member reads the batches of all ranks of its world. A peer is lost at a collective of one's choice, or between two
-steps. `Member` does between its steps what `everstep.train.worlds` does.
+steps. `Member` does between its steps what `everstep.train.changing` does.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from everstep.data.sampler import ElasticSampler
     from everstep.storage.errors import StoreUnusable
     from everstep.train.report import report
-    from everstep.train.session import Run, start
+    from everstep.train.session import Run, current, start
     from everstep.train.step import LoopError
     from everstep.train.stopping import Preempted
 
@@ -33,6 +33,7 @@ __all__ = [
     "RngState",
     "Run",
     "StoreUnusable",
+    "current",
     "report",
     "start",
 ]
@@ -47,6 +48,7 @@ _HOME = {
     "RngState": "checkpoint.rng",
     "Run": "train.session",
     "StoreUnusable": "storage.errors",
+    "current": "train.session",
     "report": "train.report",
     "start": "train.session",
 }

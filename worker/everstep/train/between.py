@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from everstep.checkpoint.ranks import Ranks
 from everstep.train.boundary import Boundary
 from everstep.train.evaluation import Before, Evaluations, figures, unchanged
+from everstep.train.nesting import Nesting
 from everstep.train.once import Onces
 from everstep.train.randomness import STATE, Randomness
 from everstep.train.recovery.members import Members
@@ -18,7 +19,8 @@ from everstep.train.recovery.members import Members
 class Between:
     """Of one run; `goal` tells of how many steps."""
 
-    def __init__(self, onces: Onces, evaluations: Evaluations, goal: Callable[[], int]) -> None:
+    def __init__(self, onces: Onces, evaluations: Evaluations, goal: Callable[[], int], nesting: Nesting) -> None:
+        self.nesting = nesting
         self._onces, self._evaluations, self._goal = onces, evaluations, goal
         self._before: Before | None = None  # the newest evaluations, while they may have to be called again
         self.torn: str | None = None  # what the newest have moved, and nobody can put back
@@ -41,12 +43,24 @@ class Between:
             self._before = None
         if not (due := evaluations.due(step, self._goal())):
             return
+        self.call(due, boundary, state, check)
+        evaluations.over(step)
+
+    def call(
+        self,
+        functions: Iterable[Callable[[], Any]],
+        boundary: Boundary,
+        state: Mapping[str, Any],
+        check: Callable[[], None],
+    ) -> None:
+        """Evaluate after `boundary.step` steps. If a peer is lost in it, what it has moved is put back. Collective."""
+        step = boundary.step
         before = Before(state, step)
         self.torn = None
         try:
-            for call in due:
+            for function in functions:
                 with unchanged(state, lambda: _seed(state, step)):
-                    found = call()
+                    found = function()
                 before.check()
                 boundary.log(figures(found))
             check()
@@ -54,7 +68,6 @@ class Between:
             self.torn = before.put_back()
             raise
         self._before = before
-        evaluations.over(step)
 
     def meet(self, step: int, members: Members) -> None:
         """A round has formed, and its members are not at one state yet. Where a member has ended the evaluations that
@@ -72,6 +85,7 @@ class Between:
         if len(self._evaluations):
             told = members.gather((self._evaluations.standing(step),))
             self._evaluations.agree(step, [one for (one,) in told])
+        self.nesting.agree(members)
 
 
 def _seed(state: Mapping[str, Any], step: int) -> None:

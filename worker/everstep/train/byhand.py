@@ -56,6 +56,10 @@ class ByHand:
     def end(self) -> None:
         _BaseDataLoaderIter.__next__ = _advance  # type: ignore[method-assign]
 
+    def steps_begin(self) -> None:
+        """Of an epoch: what the script has read before them, to look at a batch say, it was not trained on."""
+        self._now.clear()
+
     def step_over(self, number: int) -> None:
         """Step number `number` is complete. Raises LoopError."""
         if not self._now and not self._last:

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from everstep.checkpoint import RngState
+from everstep.data import DataError
+from everstep.data.assignment import World
+from everstep.data.takeover import TakenOver
 from everstep.train.recovery import digests
 from everstep.train.recovery.things import Module, Optimizer, Thing, things
 from everstep.train.step import LoopError
@@ -81,6 +85,29 @@ class Evaluations:
 def figures(found: Any) -> dict[str, Any]:
     """What of a function's result goes to `run.log`."""
     return dict(found) if isinstance(found, Mapping) else {}
+
+
+def over(fn: Callable[[Any], Any], loader: Any, ranks: int, cut: Callable[[], World]) -> Callable[[], None]:
+    """A call of `fn` with each batch of this rank's share of a DataLoader, cut for the world that is there then: each
+    sample once. `ranks`: the most that there may be."""
+
+    def call() -> None:
+        world = cut()
+        try:
+            taken = TakenOver(loader, ranks=ranks, world=world, sizes=frozenset({1, ranks, world.size}))
+        except DataError as e:
+            raise LoopError(f"evaluate(fn, loader): {e}. Or iterate it in fn: `run.evaluate(fn)`") from e
+        taken.agree(0)  # whatever the ranks were seeded with, they share one order
+        try:
+            for batch in taken:
+                fn(batch)
+        finally:
+            taken.close()
+
+    if not isinstance(loader, DataLoader):
+        raise LoopError(f"evaluate(fn, loader): a torch.utils.data.DataLoader is expected, and not a "
+                        f"{type(loader).__qualname__}. Iterate it in fn: `run.evaluate(fn)`")  # fmt: skip
+    return call
 
 
 @contextmanager

@@ -21,7 +21,10 @@ from everstep.train.step import LoopError
 class Feed:
     """`loaders` by name; "" alone is a single one. What `pack` makes of their batches is what a step gives."""
 
-    def __init__(self, loaders: Mapping[str, ElasticLoader], pack: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self, loaders: Mapping[str, ElasticLoader], pack: Callable[[list[Any]], Any], asked: Any = None
+    ) -> None:
+        self._asked = asked
         self._loaders = dict(loaders)
         self._pack = pack
         self._streams = [_Endless(loader) for loader in self._loaders.values()]
@@ -47,6 +50,11 @@ class Feed:
     def epoch(self) -> int:
         """That of the first loader; the others have their own."""
         return self._first.epoch
+
+    @property
+    def epoch_begins(self) -> bool:
+        """Whether no step of that epoch is complete."""
+        return self._first.cursor.index == 0
 
     def __len__(self) -> int:
         """Steps of an epoch of the first loader."""
@@ -84,6 +92,10 @@ class Feed:
     def reads(self, dataset: Any) -> bool:
         """Whether one of the loaders' own DataLoaders reads from this."""
         return any(loader.reads(dataset) for loader in self._loaders.values())
+
+    def is_of(self, asked: Any) -> bool:
+        """Whether this is what was passed to `steps`."""
+        return asked is self._asked
 
     def agree(self, first: Callable[[int], int] | None, same: Callable[[int], bool]) -> None:
         """Before the first step: compare what the ranks have. `first`: what rank 0 says, to take its seeds; None where
@@ -141,13 +153,13 @@ def feed_of(asked: Any, ranks: int, world: World, sizes: frozenset[int]) -> Feed
     elif isinstance(asked, list | tuple):
         names, several, pack = [str(i) for i in range(len(asked))], list(asked), tuple
     else:
-        return Feed({"": _loader_of(asked, "", ranks, world, sizes)}, _alone)
+        return Feed({"": _loader_of(asked, "", ranks, world, sizes)}, _alone, asked)
     if not several:
         raise LoopError("steps(): no loader in what was passed; leave it out for a run without data")
     if len({id(one) for one in several}) < len(several):
         raise LoopError("steps(): the same loader twice; each has one position. Make one for each place")
     found = [_loader_of(one, f" {name}", ranks, world, sizes) for name, one in zip(names, several, strict=True)]
-    return Feed(dict(zip(names, found, strict=True)), pack)
+    return Feed(dict(zip(names, found, strict=True)), pack, asked)
 
 
 def _loader_of(asked: Any, name: str, ranks: int, world: World, sizes: frozenset[int]) -> ElasticLoader:

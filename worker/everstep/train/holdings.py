@@ -87,6 +87,13 @@ def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[Held]:
             waiting.extend((child, depth + 1) for child in _children(held))
 
 
+def _items(value: Mapping[Any, Any]) -> list[Any]:
+    try:
+        return list(_first(value.items()))
+    except Exception:  # of a configuration, say, whose values are computed when they are asked for
+        return []
+
+
 def _children(held: Held) -> Iterator[Held]:
     name, value = held.name, held.value
     match value:
@@ -95,7 +102,7 @@ def _children(held: Held) -> Iterator[Held]:
         case torch.nn.Module():
             yield from _of_module(name, value)
         case Mapping():
-            if _worth(items := list(_first(value.items()))):
+            if _worth(items := _items(value)):
                 yield from (Held(f"{name}[{key!r}]", v, name) for key, v in items)
         case list() | tuple() | set() | frozenset() | deque():
             if _worth(elements := list(enumerate(_first(value)))):

@@ -18,35 +18,34 @@ the same step; a step that raised is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import Checkpointer, RngState
+from everstep.checkpoint import Checkpointer
 from everstep.data import ElasticLoader
-from everstep.data.assignment import World as Cut
-from everstep.train import ending, once
-from everstep.train.between import Between
+from everstep.train import ending, evaluation, once
 from everstep.train.boundary import Boundary
-from everstep.train.byhand import ByHand
-from everstep.train.census import Census
-from everstep.train.cuts import Cuts
-from everstep.train.evaluation import Evaluations, figures
-from everstep.train.feeding import Feed, feed_of
+from everstep.train.loops import Loops
 from everstep.train.meshes import make_mesh
-from everstep.train.randomness import STATE, Randomness, Rng, source_of
+from everstep.train.randomness import STATE, Rng, source_of
 from everstep.train.recovery.recovery import Recovery
-from everstep.train.recovery.reducers import BUCKETS, Reducers
+from everstep.train.recovery.reducers import BUCKETS
 from everstep.train.recovery.rounds import AgentRounds
 from everstep.train.recovery.scope import UNKNOWN
 from everstep.train.report import Reporter
-from everstep.train.step import LoopError, Phase, Step
-from everstep.train.switches import SWITCHES, Switches
-from everstep.train.world import Place, most_processes, take_place
-from everstep.train.worlds import Recovering, Steady, World
+from everstep.train.step import LoopError
+from everstep.train.switches import SWITCHES
+from everstep.train.world import most_processes, take_place
+
+log = logging.getLogger("everstep.train")
+
+_started: list[Run] = []  # the last
 
 RESERVED = ("step", "data", "rng", BUCKETS, STATE, SWITCHES, once.KEY)
 
@@ -75,31 +74,19 @@ def start(
         recovery.start(most_processes())
     place = take_place()
     boundary = Boundary.find(checkpoint, every_steps, every_seconds, options, reporter)
-    return Run(place, boundary, recovery, rng=rng)
+    _started[:] = [Run(place, boundary, recovery, rng=rng)]
+    return _started[0]
 
 
-class Run:
+def current() -> Run:
+    """The run that this process has started last, for a part of a script that was not given it."""
+    if not _started:
+        raise LoopError("everstep.current(): no run was started; write `run = everstep.start(…)` first")
+    return _started[0]
+
+
+class Run(Loops):
     """One run of a training script in this process; see the module. Made by `start`."""
-
-    def __init__(self, place: Place, boundary: Boundary, recovery: Recovery | None, *, rng: Rng) -> None:
-        self.place = place
-        self._boundary = boundary
-        self._recovery = recovery
-        self._random = Randomness(rng, place.device)
-        self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
-        self._switches = self._state[SWITCHES] = Switches(self._state)
-        self._untracked = set[str]()
-        self._census = Census(self._state, self._untracked)
-        self._mesh: tuple[int, Any] | None = None
-        self._loop = False
-        self._cuts = Cuts(place.most if recovery is not None else None)
-        self._by_hand = ByHand(worlds_change=recovery is not None)
-        self._goal = 0  # steps
-        self._world: World | None = None  # while it is not complete
-        self._taken: Step | None = None  # the newest
-        self._ended_by: BaseException | None = None  # what the loop raised
-        self._onces, self._evaluations = once.Onces(), Evaluations()
-        boundary.join()
 
     @property
     def rank(self) -> int:
@@ -118,17 +105,8 @@ class Run:
         return dist.get_world_size() if self._loop else self.place.most
 
     @property
-    def _rank(self) -> int:
-        return dist.get_rank() if self._recovery is not None else self.place.rank
-
-    @property
     def device(self) -> torch.device:
         return self.place.device
-
-    @property
-    def step(self) -> int:
-        """Completed optimizer steps."""
-        return self._boundary.step
 
     def track(self, **objects: Any) -> None:
         """Name what makes up the training state: modules, optimizers, schedulers, scalers, tensors, anything with
@@ -183,14 +161,22 @@ class Run:
             raise LoopError("once() after steps() began: call it before the loop")
         return self._onces.add(fn, each)
 
-    def evaluate(self, fn: Callable[[], Any], *, every: int) -> None:
-        """Call `fn` on all ranks after each `every`-th step and after the last, with collectives if it likes. If a peer
-        is lost in it, all call it again in the new world. Modes, buffers and random generators are put back after it;
-        a mapping that it returns is logged. Before `steps`."""
-        if self._loop:
-            raise LoopError("evaluate() after steps() began: a process that comes later would not call it. Call it "
-                            "before the loop: `run.evaluate(fn, every=500)`")  # fmt: skip
-        self._evaluations.add(fn, every)
+    def evaluate(self, fn: Callable[..., Any], loader: Any = None, *, every: int | None = None) -> None:
+        """Call `fn` on all ranks, with collectives if it likes; if a peer is lost in it, all call it again in the new
+        world. Modes, buffers and random generators are put back after it; a mapping that it returns is logged.
+
+        `every`: after each `every`-th step and after the last; to be called before `steps`. Without it: now, in the
+        loop of `epochs` and outside of an epoch's steps. `loader`: a DataLoader, each of whose batches, of this rank's
+        share of it, `fn` is called with; what it returns then is nothing.
+        """
+        call = fn if loader is None else evaluation.over(fn, loader, self.place.most, self._cut)
+        if every is None:
+            self._evaluate_now(call)
+        elif self._loop:
+            raise LoopError("evaluate(every=…) after steps() began: a process that comes later would not call it. Call "
+                            "it before the loop: `run.evaluate(fn, every=500)`")  # fmt: skip
+        else:
+            self._evaluations.add(call, every)
 
     def train(
         self,
@@ -202,107 +188,28 @@ class Run:
     ) -> None:
         """`steps`, with `fn` as what a step does: it is called with the step's batch (with `micro_batch=` an iterator
         over batches, without a loader None), and again if a peer was lost in it. A mapping that it returns is logged.
+        In the loop of `epochs` it takes the rest of the epoch, and no more than `fn` is said.
         """
         for step in self.steps(loader, until=until, epochs=epochs):
             with step as batch:
-                self.log(**figures(fn(batch)))
+                self.log(**evaluation.figures(fn(batch)))
+
+    def scale(self, loss: Any) -> Any:
+        """`batch.scale(loss)` of the batch in hand, for a function that was not given the batch. In a step."""
+        if self._taken is None:
+            raise LoopError("run.scale(loss) outside of a step: there is no batch whose weight the loss could have")
+        return self._taken.scale(loss)
 
     def log(self, **metrics: Any) -> None:
         """Numbers or 0-d tensors of this step, for the progress report. Never waits for a device."""
         self._boundary.log(metrics)
 
-    def steps(self, loader: Any = None, *, until: int | None = None, epochs: int | None = None) -> Iterator[Step]:
-        """Restore, then yield the steps that are left until `until` steps, or `epochs` epochs of `loader`, are done.
-
-        `loader`: what `run.loader` made; or a `torch.utils.data.DataLoader`, which is taken over; or several of them in
-        a tuple or a mapping. See docs/reference/data.md.
-
-        Saves as the checkpointer's policy says and after the last step. On SIGTERM every rank finishes the same step,
-        the state is committed, and `Preempted` is raised (exit code 86).
-        """
-        _check_goal(loader, until, epochs)
-        if self._loop:
-            raise LoopError("steps() was called before in this run; one loop over all steps is what can be resumed")
-        feed, world, count = self._join_world(loader)
-        self._goal = until if until is not None else (epochs or 0) * len(feed or ())  # as cut in the run that goes on
-        whole = feed is None or feed.whole
-        self._boundary.watch()
-        self._by_hand.begin(feed, self._state)
-        try:
-            while True:
-                while self.step < self._goal:
-                    if not world.ready():
-                        continue
-                    world.step_begins()
-                    self._random.begin(self.step, self._rank)
-                    step = Step(self.step, feed, whole, count, world)
-                    self._taken = step
-                    yield step
-                    self._boundary.check_handler(step.number)
-                    if step.phase in (Phase.LOST, Phase.COUNTED):
-                        world.go_on(step.phase)
-                    elif step.phase is not Phase.DONE:
-                        raise LoopError(
-                            f"step {step.number} was taken and not completed: write `with step as batch:` around its "
-                            "work"
-                        )
-                    else:
-                        self._by_hand.step_over(step.number)
-                        if self.step < self._goal:
-                            world.between()
-                if world.ready() and world.finish():
-                    self._world = None
-                    self._random.begin(self.step, self._rank)  # what follows draws alike, however the run came here
-                    return
-        except (Exception, SystemExit) as e:  # the latter to stop, with a code that a launcher knows
-            self._ended_by = e
-            raise
-        finally:
-            self._by_hand.end()
-            self._cuts.end()
-            self._census.close()
-            self._boundary.leave()
-
-    def _join_world(self, loader: Any) -> tuple[Feed | None, World, Callable[[], None]]:
-        """The data, the world that has the state now, and what completes a step."""
-        # What a script may have told a sampler in good faith.
-        sizes = frozenset({1, self.place.most} if self._recovery is not None else {self.place.world_size})
-        feed = feed_of(loader, self.place.most, self._cut(), sizes)
-        self._loop = True
-        if feed is not None:
-            self._state["data"] = feed.saved
-        if len(self._onces):
-            self._state[once.KEY] = self._onces.results
-        self._state[BUCKETS] = reducers = Reducers(self._state)
-
-        def count() -> None:
-            """A step is complete."""
-            if feed is not None:
-                feed.acknowledge()
-            self._boundary.count(self.step + 1, total=self._goal, epoch=feed.epoch if feed is not None else None)
-
-        self._random.start()
-        self._switches.start()
-        between = Between(self._onces, self._evaluations, lambda: self._goal)
-        world: World = Steady(self._boundary, self._state, reducers, feed, self.place.world_size, between, self._census)
-        if self._recovery is not None:
-            self._recovery.program.evaluations = len(self._evaluations)
-            world = Recovering(
-                self._recovery,
-                self._boundary,
-                self._state,
-                reducers,
-                feed,
-                self._cuts,
-                between,
-                self._census,
-            )
-        world.begin()
-        self._world = world
-        return feed, world, count
-
     def close(self) -> None:
-        """Finish the save in flight and leave the process group, if this run made it."""
+        """What the end of the `with` block does, for a script without one: finish the save in flight and leave the
+        process group, if this run made it."""
+        self.__exit__(*sys.exc_info())
+
+    def _close(self) -> None:
         self._boundary.close()
         if self.place.made and dist.is_initialized():
             dist.destroy_process_group()
@@ -317,28 +224,4 @@ class Run:
             return
         if self._world is not None:
             self._end_early(self._world)
-        self.close()
-
-    def _end_early(self, world: World) -> None:
-        """The script has left its loop. Raises `LoopError` unless all ranks have, after the same step."""
-        refused = self._recovery.program.scope.refused if self._recovery is not None else None
-        ending.check_error(self._ended_by or refused, self.step, self._goal)
-        ending.check_step(self._taken)
-        if self._taken is not None and self._taken.phase in (Phase.LOST, Phase.COUNTED):
-            world.go_on(self._taken.phase)
-        if self.step < self._goal:
-            world.all_leave()
-        if not world.finish():
-            raise LoopError("a peer was lost while the run was saved, which was left before its last step")
-        self._world = None
-
-    def _cut(self) -> Cut:
-        """What this process has to read of the data, in the present world."""
-        return Cut(self._rank, dist.get_world_size() if self._recovery is not None else self.place.world_size)
-
-
-def _check_goal(loader: Any, until: int | None, epochs: int | None) -> None:
-    if (until is None) == (epochs is None):
-        raise LoopError("steps(): say either until=STEPS or epochs=N")
-    if until is None and loader is None:
-        raise LoopError("steps(epochs=…) needs a loader, whose length is an epoch; without one say until=STEPS")
+        self._close()

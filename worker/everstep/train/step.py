@@ -82,6 +82,13 @@ class Step:
         self._scope.asked()
         return self.phase in (Phase.DONE, Phase.COUNTED)
 
+    def scale(self, loss: Any) -> Any:
+        """`scale` of the batch that was given last. Raises `LoopError` where that is not one batch."""
+        if self.phase is not Phase.ENTERED or not isinstance(self._last, Batch):
+            what = "outside of a step" if self.phase is not Phase.ENTERED else "of several loaders, or of none"
+            raise LoopError(f"run.scale(loss) {what}: there is not one batch in hand. Write `batch.scale(loss)`")
+        return self._last.scale(loss)
+
     def __enter__(self) -> Any:
         if self.phase is not Phase.NEW:
             raise LoopError(f"step {self.number} was entered twice; take the next one from run.steps()")

@@ -32,8 +32,10 @@ from everstep.train.adapters import accelerated
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
 from everstep.train.census import Census
+from everstep.train.changing import Recovering
 from everstep.train.cuts import Cuts
 from everstep.train.evaluation import Evaluations
+from everstep.train.nesting import Nesting
 from everstep.train.once import Onces
 from everstep.train.randomness import STATE, Randomness
 from everstep.train.recovery.members import Members
@@ -41,7 +43,6 @@ from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS, Reducers
 from everstep.train.recovery.scope import At
 from everstep.train.step import Phase
-from everstep.train.worlds import Recovering
 
 
 class Again(Exception):
@@ -73,7 +74,7 @@ class _Agreement(Between):
     """What members agree on when they are at one state: which of the work behind the step is done by all."""
 
     def __init__(self, work: Any) -> None:
-        super().__init__(Onces(), Evaluations(), lambda: 0)
+        super().__init__(Onces(), Evaluations(), lambda: 0, Nesting())
         self._work = work
 
     def agree(self, step: int, members: Members) -> None:

@@ -1,0 +1,280 @@
+"""The kind of world that may change: the failed step comes again, or counts, and the next has other members."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from everstep.checkpoint.errors import NewerCommit
+from everstep.contract import exit_codes
+from everstep.train import ending
+from everstep.train.between import Between
+from everstep.train.boundary import Boundary
+from everstep.train.census import Census
+from everstep.train.cuts import Cuts
+from everstep.train.feeding import Feed
+from everstep.train.pace import Pace, Slow
+from everstep.train.randomness import settle
+from everstep.train.recovery.agreement import NoState, Quality
+from everstep.train.recovery.flight import is_of_lost_peer
+from everstep.train.recovery.forming import Unformed
+from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.reducers import Reducers
+from everstep.train.recovery.rounds import Dismissed, Round
+from everstep.train.recovery.transfer import TransferFailed
+from everstep.train.reduction import Reduction
+from everstep.train.replicas import Replicas
+from everstep.train.step import LoopError, Phase
+
+log = logging.getLogger("everstep.train")
+
+
+class Recovering:
+    """The world of the newest round."""
+
+    def __init__(
+        self,
+        recovery: Recovery,
+        boundary: Boundary,
+        state: Mapping[str, Any],
+        reducers: Reducers,
+        feed: Feed | None,
+        cuts: Cuts,
+        between: Between,
+        census: Census,
+    ) -> None:
+        self._recovery = recovery
+        self._between = between
+        self._boundary = boundary
+        self._state = state
+        self._reducers = reducers
+        self._feed = feed
+        self._cuts = cuts
+        self._census = census
+        self._pace = Pace(time.monotonic)
+        self._last: Round | None = None  # the newest round that this process has trained in
+
+    def begin(self) -> None:
+        self._census.start()
+        self._boundary.track(self._state)
+        self._boundary.check_by(self._recovery.check)
+        self._replicas = Replicas(self._state, self._reducers.alive(), self._census.is_untracked)
+        Reduction(self._state, self._reducers, self._census, lasts=False)
+        self._reducers.learn()  # of a backward pass that the script made before
+        self._recovery.track(self._state, self._reducers)
+        self._enter(Quality.NONE)
+
+    def ready(self) -> bool:
+        def due(check: Callable[[], None]) -> None:
+            self._all_left_out()
+            self._between.run(self._boundary, self._state, lambda: self._recovery.members, check)
+
+        return self.attempt(due)
+
+    def attempt(self, work: Callable[[Callable[[], None]], None]) -> bool:
+        try:
+            with self._recovery.program.scope.evaluating():
+                work(self._recovery.check)
+        except Exception as e:
+            if not self.lost(e):
+                raise
+            if self._between.torn is not None:
+                log.warning("a peer was lost in an evaluation, which had moved %s", self._between.torn)
+            self._enter(Quality.WHOLE if self._between.torn is None else Quality.TORN)
+            return False
+        return True
+
+    def step_begins(self) -> None:
+        self._recovery.begin(self._boundary.step)
+        self._census.begins()
+
+    def step_over(self) -> None:
+        self._census.over()
+        self._recovery.over()
+
+    def step_ended(self) -> bool:
+        if self._recovery.ended():
+            return True
+        log.warning("step %d: its block ended well, but a collective in it has failed: the step is lost",
+                    self._boundary.step)  # fmt: skip
+        return False
+
+    def step_lost(self, error: BaseException) -> bool:
+        if self.lost(error):
+            return True
+        # What a script makes of the error that it caught: of a mistake of its own the next attempt tells.
+        if not isinstance(error, Exception | SystemExit) or self._recovery.lost is None or not self._recovery.failed:
+            return False
+        log.warning("step %d: a collective has failed, and then %r came: the step is lost", self._boundary.step, error)
+        return True
+
+    def lost(self, error: BaseException) -> bool:
+        return self._recovery.lost is not None and is_of_lost_peer(error)
+
+    def step_counts(self) -> bool:
+        return self._recovery.counts()
+
+    def asked(self) -> None:
+        assert self._recovery.replay is not None
+        self._recovery.replay.asked = True
+
+    def go_on(self, phase: Phase) -> None:
+        quality = Quality.TAIL_LOST if phase is Phase.COUNTED else Quality.WHOLE
+        if phase is Phase.LOST:
+            quality = self._recovery.back()
+            if self._feed is not None:
+                self._feed.rewind()
+        self._enter(quality)
+
+    def between(self) -> None:
+        if self._recovery.met:
+            self._enter(Quality.WHOLE)  # whose members wait for us, and agree on nothing else before
+            return
+        try:
+            self._completed()
+            self._compare()
+            updates = self._recovery.replay.gradients.updates if self._recovery.replay is not None else 0
+            if self._boundary.agree(move=self._recovery.boundary_wanted, updates=updates):
+                self._enter(Quality.WHOLE)
+        except NewerCommit as e:
+            self._go_forward(e)
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            self.go_on(Phase.DONE)
+
+    def _all_left_out(self) -> None:
+        if (replay := self._recovery.replay) is not None and replay.gradients.take_left_out():
+            self._all_meet(ending.all_left_out)
+
+    def _all_meet(self, meet: Callable[..., None]) -> None:
+        """Raises `LoopError` on all members if some do not come."""
+        try:
+            self._recovery.all_meet(meet, self._boundary.step)
+        except LoopError as e:
+            self._recovery.refuse(str(e))
+            self._enter(Quality.TORN)
+
+    def _completed(self, *, last: bool = False) -> None:
+        self._all_left_out()
+        self._reducers.learn()
+        size = self._recovery.members.world_size
+        self._replicas.completed(size, self._boundary.same, last=last)
+        if self._feed is not None:
+            self._feed.completed(size, self._boundary.same)
+        self._census.completed(size, self._boundary.same)
+
+    def _compare(self) -> None:
+        members = self._recovery.members
+        if members.world_size == 1:
+            return
+        waited = self._recovery.main.waited
+        found = self._pace.completed(waited, lambda number: [told[0] for told in members.gather((number,))])
+        if found is None:
+            return
+        if members.rank == 0:
+            log.warning("%s", found)
+        elif isinstance(found, Slow) and found.rank == members.rank:
+            log.warning("this is the slow one: %s", found)
+        self._boundary.slow(str(found) if isinstance(found, Slow) else None)
+
+    def all_leave(self) -> None:
+        self._all_meet(ending.all_leave)
+
+    def finish(self, *, save: bool = True) -> bool:
+        if self._recovery.met:
+            self._enter(Quality.WHOLE)
+            return False
+        before = self._boundary.step
+        try:
+            self._completed(last=True)
+            self._boundary.finish(before, save=save)
+        except NewerCommit as e:
+            self._go_forward(e)
+            return False
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            self.go_on(Phase.DONE)
+            return False
+        self._recovery.end()
+        return True
+
+    def _enter(self, quality: Quality) -> None:
+        worth: Quality | None = quality
+        try:
+            while worth is not None:
+                self._boundary.step = self._recovery.enter(self._boundary.step, worth, self._start, self._moved)
+                worth = self._catch_up()
+        except Dismissed:
+            self._recovery.part()
+            self._boundary.part()
+        except (NoState, TransferFailed, Unformed) as e:
+            log.error("%s; this process ends, and a new one takes its place", e)
+            raise SystemExit(exit_codes.NOT_RECOVERED) from e
+
+    def _go_forward(self, why: NewerCommit) -> None:
+        """On all members: others had committed more than was trained since this world formed."""
+        log.warning("%s: all restore it", why)
+        try:
+            if self._start() is None:
+                raise SystemExit(exit_codes.NOT_RECOVERED) from why
+            self._reducers.resume()
+            settle(self._state, self._recovery.members.gather)
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            self._enter(Quality.TORN)
+
+    def _catch_up(self) -> Quality | None:
+        """Members that come back after others have trained without them, and are gone, hold less than was committed
+        meanwhile: then all restore that. What the state is worth if a peer was lost meanwhile; None if none was."""
+        worth = Quality.WHOLE
+        held, round_ = self._boundary.step, self._recovery.round
+        assert round_ is not None
+        try:
+            newest = self._newest_commit(round_)
+            if newest > held:
+                log.warning("the members hold step %d, and step %d is committed: all restore it", held, newest)
+                worth = Quality.TORN
+                if self._start() is None:
+                    raise NoState(f"step {newest} is committed, and no commit could be restored")
+                self._reducers.resume()
+            settle(self._state, self._recovery.members.gather)
+            self._between.agree(self._boundary.step, self._recovery.members)
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            return worth
+        self._last = round_
+        return None
+
+    def _newest_commit(self, round_: Round) -> int:
+        """The step of the newest commit, if there was a round in which no member was; else -1. Collective. Only a look:
+        an older world may commit after it, which the first save of this one finds out (`NewerCommit`)."""
+        members, mine = self._recovery.members, self._last
+        known = -1 if mine is None else mine.number if mine.rendezvous == round_.rendezvous else 0
+        last = members.maximum(known)  # 0: in rounds of another count, which have no order with these
+        if last < 0 or 0 < round_.number - 1 <= last:
+            return -1
+        return members.maximum(self._boundary.newest_commit() if members.rank == 0 else -1)
+
+    def _moved(self) -> None:
+        """The round has formed; its members are not at one state yet."""
+        members, round_ = self._recovery.members, self._recovery.round
+        assert round_ is not None
+        self._boundary.move(members, round_.number, round_.rendezvous)
+        self._between.meet(self._boundary.step, members)
+        self._replicas.moved()
+        self._census.moved()
+        self._pace.moved(self._recovery.main.waited)
+        if self._feed is not None:
+            self._feed.reshard(members.rank, members.world_size)
+        self._cuts.reshard(members.rank, members.world_size)
+
+    def _start(self) -> int | None:
+        step = self._boundary.restore(self._state)
+        self._between.nesting.restored()
+        return step if self._boundary.restored else None

@@ -1,0 +1,297 @@
+"""The loops of a run: over all its steps, or over epochs with the steps of each in it.
+
+Invariants: every rank saves, stops and ends at the same step; a step that raised is not counted; a run has one loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from everstep.checkpoint import RngState
+from everstep.contract import exit_codes
+from everstep.data.assignment import World as Cut
+from everstep.train import ending, once
+from everstep.train.between import Between
+from everstep.train.boundary import Boundary
+from everstep.train.byhand import ByHand
+from everstep.train.census import Census
+from everstep.train.changing import Recovering
+from everstep.train.cuts import Cuts
+from everstep.train.evaluation import Evaluations
+from everstep.train.feeding import Feed, feed_of
+from everstep.train.nesting import Nesting
+from everstep.train.randomness import STATE, Randomness, Rng
+from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.reducers import BUCKETS, Reducers
+from everstep.train.step import LoopError, Phase, Step
+from everstep.train.switches import SWITCHES, Switches
+from everstep.train.world import Place
+from everstep.train.worlds import Steady, World
+
+log = logging.getLogger("everstep.train")
+
+
+class Loops:
+    """What `Run` is made of, but for what a script tells it before it begins."""
+
+    def __init__(self, place: Place, boundary: Boundary, recovery: Recovery | None, *, rng: Rng) -> None:
+        self.place = place
+        self._boundary = boundary
+        self._recovery = recovery
+        self._random = Randomness(rng, place.device)
+        self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
+        self._switches = self._state[SWITCHES] = Switches(self._state)
+        self._untracked = set[str]()
+        self._census = Census(self._state, self._untracked)
+        self._mesh: tuple[int, Any] | None = None
+        self._loop = False
+        self._cuts = Cuts(place.most if recovery is not None else None)
+        self._by_hand = ByHand(worlds_change=recovery is not None)
+        self._goal = 0  # steps
+        self._world: World | None = None  # while it is not complete
+        self._taken: Step | None = None  # the newest
+        self._ended_by: BaseException | None = None  # what the loop raised
+        self._onces, self._evaluations, self._nesting = once.Onces(), Evaluations(), Nesting()
+        self._between = Between(self._onces, self._evaluations, lambda: self._goal, self._nesting)
+        self._feed: Feed | None = None
+        self._last: Step | None = None  # of an epoch, whose outer loop is still to be left
+        boundary.join()
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if self._recovery is not None else self.place.rank
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer steps."""
+        return self._boundary.step
+
+    def steps(self, loader: Any = None, *, until: int | None = None, epochs: int | None = None) -> Iterator[Step]:
+        """Restore, then yield the steps that are left until `until` steps, or `epochs` epochs of `loader`, are done.
+
+        `loader`: what `run.loader` made; or a `torch.utils.data.DataLoader`, which is taken over; or several of them in
+        a tuple or a mapping. See docs/reference/data.md.
+
+        Saves as the checkpointer's policy says and after the last step. On SIGTERM every rank finishes the same step,
+        the state is committed, and `Preempted` is raised (exit code 86).
+        """
+        if self._nesting.nested:
+            yield from self._steps_of_epoch(loader, until, epochs)
+            return
+        _check_goal(loader, until, epochs)
+        with self._looping(loader, until, epochs) as (world, _):
+            while True:
+                while self.step < self._goal:
+                    if not world.ready():
+                        continue
+                    step = self._begin_step(world)
+                    yield step
+                    self._end_step(step)
+                    self._after(world, step, last=self.step >= self._goal)
+                if self._finish(world):
+                    return
+
+    def epochs(self, loader: Any, epochs: int) -> Iterator[int]:
+        """`steps` in two loops: the number of each epoch that is left, from 0. In the outer loop's body
+        `run.train(fn)`, or `for step in run.steps():`, takes the steps of the epoch.
+
+        What else stands in that body is run once by each process that is there then; what collectives it has belong
+        into `run.evaluate(fn)`. See docs/how-to-convert.md.
+        """
+        if loader is None or epochs < 0:
+            raise LoopError(f"epochs({loader!r}, {epochs}): the loader that is trained on, and the number of epochs")
+        with self._looping(loader, None, epochs, nested=True) as (world, nesting):
+            while True:
+                feed = self._feed
+                assert feed is not None
+                while feed.epoch < epochs or nesting.behind_steps:
+                    if not world.ready():
+                        continue
+                    yield nesting.epoch()
+                    nesting.leave(self.step)
+                    last, self._last = self._last, None
+                    if last is not None and last.phase is Phase.COUNTED:
+                        world.go_on(last.phase)
+                    elif feed.epoch < epochs:
+                        world.between()
+                if self._finish(world):
+                    return
+
+    def _steps_of_epoch(self, loader: Any, until: int | None, epochs: int | None) -> Iterator[Step]:
+        world, nesting, feed = self._world, self._nesting, self._feed
+        if world is None or feed is None or nesting.in_steps or until is not None or epochs is not None:
+            raise LoopError("steps() in the loop of run.epochs(loader, …): write `for step in run.steps():`, or "
+                            "`run.train(fn)`, which takes the rest of the epoch. Once an epoch")  # fmt: skip
+        if loader is not None and not feed.is_of(loader):
+            raise LoopError("steps(loader) in the loop of run.epochs(another): an epoch is one of the loader that was "
+                            "passed to run.epochs()")  # fmt: skip
+        nesting.steps_begin()
+        self._by_hand.steps_begin()
+        given = False
+        try:
+            while nesting.steps_left:
+                if not world.ready():
+                    self._stay()
+                    continue
+                self._last = step = self._begin_step(world)
+                yield step
+                self._end_step(step)
+                if nesting.steps_left or step.phase is Phase.LOST:
+                    self._last = None
+                    self._after(world, step, last=False)
+                    self._stay()
+                    given = step.phase is Phase.LOST
+        finally:
+            nesting.steps_end(given=given)
+
+    def _stay(self) -> None:
+        if self._nesting.moved:
+            log.error("the state that came is of another epoch than the loop; this process ends, and a new one takes "
+                      "its place")  # fmt: skip
+            raise SystemExit(exit_codes.NOT_RECOVERED)
+
+    @contextmanager
+    def _looping(
+        self, loader: Any, until: int | None, epochs: int | None, *, nested: bool = False
+    ) -> Iterator[tuple[World, Nesting]]:
+        """Join the world; leave it whatever happens."""
+        if self._loop:
+            raise LoopError("steps() was called before in this run; one loop over all steps is what can be resumed. "
+                            "For a loop over epochs with a loop over steps in it: `for epoch in run.epochs(loader, 10)"
+                            ":`, and in it `for step in run.steps():`")  # fmt: skip
+        feed, world = self._join_world(loader, nested)
+        self._goal = until if until is not None else (epochs or 0) * len(feed or ())  # as cut in the run that goes on
+        self._boundary.watch()
+        self._by_hand.begin(feed, self._state)
+        try:
+            yield world, self._nesting
+        except (Exception, SystemExit) as e:  # the latter to stop, with a code that a launcher knows
+            self._ended_by = e
+            raise
+        finally:
+            self._by_hand.end()
+            self._cuts.end()
+            self._census.close()
+            self._boundary.leave()
+
+    def _begin_step(self, world: World) -> Step:
+        world.step_begins()
+        self._random.begin(self.step, self._rank)
+        feed = self._feed
+        self._taken = Step(self.step, feed, feed is None or feed.whole, self._count, world)
+        return self._taken
+
+    def _end_step(self, step: Step) -> None:
+        """The script asks for the next one."""
+        self._boundary.check_handler(step.number)
+        if step.phase is Phase.DONE:
+            self._by_hand.step_over(step.number)
+        elif step.phase not in (Phase.LOST, Phase.COUNTED):
+            raise LoopError(
+                f"step {step.number} was taken and not completed: write `with step as batch:` around its work"
+            )
+
+    def _after(self, world: World, step: Step, *, last: bool) -> None:
+        """What is due between this step and the next."""
+        if step.phase in (Phase.LOST, Phase.COUNTED):
+            world.go_on(step.phase)
+        elif not last:
+            world.between()
+
+    def _finish(self, world: World) -> bool:
+        if not (world.ready() and world.finish()):
+            return False
+        self._world = None
+        self._random.begin(self.step, self._rank)  # what follows draws alike, however the run came here
+        return True
+
+    def _count(self) -> None:
+        """A step is complete."""
+        feed = self._feed
+        if feed is not None:
+            feed.acknowledge()
+        self._boundary.count(self.step + 1, total=self._goal, epoch=feed.epoch if feed is not None else None)
+
+    def _join_world(self, loader: Any, nested: bool) -> tuple[Feed | None, World]:
+        """The data, and the world that has the state now."""
+        # What a script may have told a sampler in good faith.
+        sizes = frozenset({1, self.place.most} if self._recovery is not None else {self.place.world_size})
+        feed = feed_of(loader, self.place.most, self._cut(), sizes)
+        self._loop, self._feed = True, feed
+        if feed is not None:
+            self._state["data"] = feed.saved
+            if nested:
+                self._nesting.begin(feed, self._state)
+        if len(self._onces):
+            self._state[once.KEY] = self._onces.results
+        self._state[BUCKETS] = reducers = Reducers(self._state)
+
+        self._random.start()
+        self._switches.start()
+        between = self._between
+        world: World = Steady(self._boundary, self._state, reducers, feed, self.place.world_size, between, self._census)
+        if self._recovery is not None:
+            self._recovery.program.evaluations = len(self._evaluations)
+            world = Recovering(
+                self._recovery,
+                self._boundary,
+                self._state,
+                reducers,
+                feed,
+                self._cuts,
+                between,
+                self._census,
+            )
+        world.begin()
+        self._world = world
+        return feed, world
+
+    def _evaluate_now(self, call: Callable[[], Any]) -> None:
+        world, nesting = self._world, self._nesting
+        if world is None or not nesting.nested or nesting.in_steps:
+            raise LoopError(
+                "evaluate(fn) is called in the loop over epochs, `for epoch in run.epochs(loader, 10):`, before or "
+                "behind the steps of the epoch, where a process that comes later can join it. Elsewhere say before the "
+                "loop `run.evaluate(fn, every=500)`"
+            )
+
+        def attempt(check: Callable[[], None]) -> None:
+            self._between.call([call], self._boundary, self._state, check)
+
+        if nesting.evaluates():
+            last, self._last = self._last, None
+            if last is not None and last.phase is Phase.COUNTED:
+                world.go_on(last.phase)
+                self._stay()
+            while not world.attempt(attempt):
+                self._stay()
+            nesting.evaluated()
+
+    def _end_early(self, world: World) -> None:
+        """The script has left its loop. Raises `LoopError` unless all ranks have, after the same step."""
+        refused = self._recovery.program.scope.refused if self._recovery is not None else None
+        ending.check_error(self._ended_by or refused, self.step, self._goal)
+        ending.check_step(self._taken)
+        if self._taken is not None and self._taken.phase in (Phase.LOST, Phase.COUNTED):
+            world.go_on(self._taken.phase)
+        if self.step < self._goal:
+            world.all_leave()
+        if not world.finish():
+            raise LoopError("a peer was lost while the run was saved, which was left before its last step")
+        self._world = None
+
+    def _cut(self) -> Cut:
+        """What this process has to read of the data, in the present world."""
+        return Cut(self._rank, dist.get_world_size() if self._recovery is not None else self.place.world_size)
+
+
+def _check_goal(loader: Any, until: int | None, epochs: int | None) -> None:
+    if (until is None) == (epochs is None):
+        raise LoopError("steps(): say either until=STEPS or epochs=N")
+    if until is None and loader is None:
+        raise LoopError("steps(epochs=…) needs a loader, whose length is an epoch; without one say until=STEPS")
