@@ -15,6 +15,9 @@ from everstep.train.once import Onces
 from everstep.train.randomness import STATE, Randomness
 from everstep.train.recovery.members import Members
 
+# Added to the step for the random numbers of its evaluations: half of the numbers that the seeds tell apart.
+EVALUATION = 2**31
+
 
 class Between:
     """Of one run; `goal` tells of how many steps."""
@@ -89,7 +92,7 @@ class Between:
 
 
 def _seed(state: Mapping[str, Any], step: int) -> None:
-    """Let an evaluation draw what it would draw in a process that came later. No step has a negative number."""
+    """Let an evaluation draw what it would draw in a process that came later."""
     found = state.get(STATE)
     if isinstance(found, Randomness) and found.each_step:
-        found.begin(-1 - step, dist.get_rank() if dist.is_initialized() else 0)
+        found.begin(EVALUATION + step, dist.get_rank() if dist.is_initialized() else 0)
