@@ -18,7 +18,7 @@ class Averaged:
     """What is told of a `DistributedDataParallel` object here."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.module, self.parameters_to_ignore = module, list[str]()
+        self.module, self.parameters_to_ignore, self.broadcast_buffers = module, list[str](), True
 
 
 def test_averaged_parameters_that_differ_are_refused_after_the_last_step_at_the_latest() -> None:
