@@ -207,9 +207,8 @@ class Member:
                 assert self.lost
                 caught = False
             if self.failed(before, caught):
-                counts = self.replay.counts()
-                self._over(counts)
-                return Quality.TAIL_LOST if counts else self.replay.back()
+                self._over(False)
+                return self.replay.back()
             self.replay.ended()
             self._over(True)
             if self.lose == (self.number - 1, BETWEEN):

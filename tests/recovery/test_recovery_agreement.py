@@ -21,12 +21,12 @@ def test_new_process_gets_the_state_of_those_that_have_one_even_at_step_0() -> N
 
 
 def test_member_that_completed_one_step_more_gives_it_to_the_others() -> None:
-    told = [Standing(7, Quality.WHOLE, 1), Standing(8, Quality.TAIL_LOST, 2), Standing(7, Quality.WHOLE, 1)]
+    told = [Standing(7, Quality.WHOLE, 1), Standing(8, Quality.WHOLE, 2), Standing(7, Quality.WHOLE, 1)]
     assert agree(told) == Agreement(8, 1, (0, 2))
 
 
-def test_whole_step_wins_over_the_same_step_without_its_tail() -> None:
-    told = [Standing(8, Quality.TAIL_LOST, 2), Standing(8, Quality.WHOLE, 2)]
+def test_member_whose_state_is_torn_gives_it_to_nobody() -> None:
+    told = [Standing(9, Quality.TORN, 2), Standing(8, Quality.WHOLE, 2)]
     assert agree(told) == Agreement(8, 1, (0,))
 
 

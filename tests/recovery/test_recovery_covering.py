@@ -58,11 +58,6 @@ def test_new_job_starts_from_the_shards_that_the_scripts_made() -> None:
     assert cover([new(0), new(0)], 2) is None
 
 
-def test_member_that_lost_the_lines_after_its_optimizer_takes_a_whole_counterparts_state() -> None:
-    late = held(5, 0, quality=Quality.TAIL_LOST)
-    assert cover([held(5, 0), held(5, 1), late, held(5, 1)], 2) == Cover(5, 1, ((2, 0),))
-
-
 def test_other_parameters_after_the_same_step_are_named_and_corrected() -> None:
     members = [held(5, 0), held(5, 1), held(5, 0, digest=8), held(5, 1)]
     assert cover(members, 2) == Cover(5, 1, ((2, 0),), (2,))
@@ -77,14 +72,13 @@ def test_voter_makes_its_step_only_if_another_made_it_in_that_round() -> None:
     voter = Held(5, 3, Quality.VOTED, 0, 0)
     assert undecided([voter, held(6, 1, made=3)])
     assert was_made(voter, [voter, held(6, 1, made=3)])
-    assert was_made(voter, [voter, held(6, 1, made=3, quality=Quality.TAIL_LOST)])
     assert not was_made(voter, [voter, held(5, 1, made=2)])
     assert not was_made(voter, [voter, held(6, 1, made=4)]), "they repeated it without this member"
     assert not was_made(voter, [voter, Held(5, 3, Quality.VOTED, 1, 0)])
     assert not was_made(voter, [voter, held(6, 1, made=3, quality=Quality.TORN)])
 
 
-settled = st.sampled_from([Quality.TORN, Quality.NONE, Quality.TAIL_LOST, Quality.WHOLE])
+settled = st.sampled_from([Quality.TORN, Quality.NONE, Quality.WHOLE])
 
 
 @st.composite
@@ -102,9 +96,7 @@ def test_random_members_end_with_the_shard_of_their_rank_of_the_newest_whole_ver
     world: tuple[list[Held], int],
 ) -> None:
     members, shards = world
-    usable = [m for m in members if m.quality in (Quality.TAIL_LOST, Quality.WHOLE)] or (
-        members if fresh(members) else []
-    )
+    usable = [m for m in members if m.quality is Quality.WHOLE] or (members if fresh(members) else [])
     whole = [
         version
         for version in {(m.step, m.made) for m in usable}

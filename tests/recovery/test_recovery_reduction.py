@@ -185,8 +185,9 @@ def compared(*free: str, broadcast: bool = False, moved: str = "3.running_mean")
     """Two ranks after a step in which one has moved a buffer."""
 
     def each(rank: int, same: Callable[[int], bool]) -> None:
-        layers = [torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)]
         with lock:
+            torch.manual_seed(0)  # as DDP would make them equal
+            layers = [torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)]
             module = torch.nn.Sequential(*layers)
             ddp = DistributedDataParallel(module, broadcast_buffers=broadcast)
         replicas = Replicas({"model": ddp}, [ddp], lambda name: name in free)

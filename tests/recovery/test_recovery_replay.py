@@ -1,4 +1,4 @@
-"""What a failed step leaves behind: nothing, or a completed step, or a torn state that says so."""
+"""What a failed step leaves behind: nothing, or a torn state that says so."""
 
 import copy
 import random
@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from everstep.checkpoint.state import capture
+from everstep.train.recovery import undo
 from everstep.train.recovery.agreement import Quality
+from everstep.train.recovery.digests import content
 from everstep.train.recovery.replay import Replay
 
 
@@ -53,7 +56,7 @@ def ordinary(state: dict[str, Any], replay: Replay, step: int) -> None:
 
 def lost(replay: Replay) -> Quality:
     """The step in hand fails."""
-    return Quality.TAIL_LOST if replay.counts() else replay.back()
+    return replay.back()
 
 
 def test_step_that_failed_before_its_optimizer_leaves_no_trace_and_repeats_to_the_same_bits() -> None:
@@ -73,62 +76,156 @@ def test_step_that_failed_before_its_optimizer_leaves_no_trace_and_repeats_to_th
     assert torch.equal(forward(state), first)
 
 
-def test_step_that_had_made_all_that_a_step_makes_counts_and_its_schedule_moves_once() -> None:
-    for scheduled in (False, True):
-        state = parts()
-        replay = Replay(state, lambda: None)
-        for step in range(3):
-            ordinary(state, replay, step)
-            state["scheduler0"].step()
-            replay.ended()
-        ordinary(state, replay, 3)
-        if scheduled:
-            state["scheduler0"].step()
-        moved = [p.detach().clone() for p in state["model"].parameters()]
-        assert lost(replay) is Quality.TAIL_LOST
-        assert all(torch.equal(p, m) for p, m in zip(state["model"].parameters(), moved, strict=True))
-        assert state["scheduler0"].last_epoch == 4
-        assert state["optimizer0"].param_groups[0]["lr"] == pytest.approx(1e-5)
+def everything(state: dict[str, Any]) -> Any:
+    """All that a step moves, of its values."""
+    captured = capture(state, 0)
+    return {name: content(t) for name, t in captured.tensors.items()}, captured.values
 
 
-def test_step_of_a_process_that_has_seen_none_to_its_end_is_torn_once_its_optimizer_has_begun() -> None:
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lbfgs", "lookahead"])
+def test_step_with_a_collective_behind_its_optimizer_is_taken_back_to_the_bit(optimizer: str) -> None:
+    """From its second time on, when the script is known for it; new state of the optimizer goes, too."""
+    state = parts()
+    parameters = state["model"].parameters()
+    match optimizer:
+        case "adam":
+            state["optimizer0"] = torch.optim.AdamW(parameters, lr=0.1, amsgrad=True)
+        case "lbfgs":
+            state["optimizer0"] = torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
+        case "lookahead":
+            state["optimizer0"] = Lookahead(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    del state["scheduler0"], state["scaler"]
+
+    def work(step: int) -> None:
+        replay.begin(step)
+
+        def closure() -> torch.Tensor:
+            state["model"].zero_grad()
+            loss: torch.Tensor = state["model"](torch.randn(8, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        state["optimizer0"].step(closure)
+        state["seen"]["n"].append(step)
+        replay.collective("allreduce", [torch.zeros(2)])
+
+    replay = Replay(state, lambda: None)
+    work(0)
+    replay.ended()
+    for step in range(1, 5):
+        before = everything(state)
+        work(step)
+        assert everything(state) != before
+        assert lost(replay) is Quality.WHOLE
+        assert everything(state) == before
+        work(step)
+        replay.ended()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every second step is half of one, from weights that it keeps beside `state`."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        super().__init__([p for g in base.param_groups for p in g["params"]], {})
+        self.slow = [p.detach().clone() for g in base.param_groups for p in g["params"]]
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step(closure)
+        self.count += 1
+        if self.count % 2:
+            return
+        with torch.no_grad():
+            for slow, p in zip(self.slow, (p for g in self.base.param_groups for p in g["params"]), strict=True):
+                slow.add_(p - slow, alpha=0.5)
+                p.copy_(slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "base": self.base.state_dict(), "slow": self.slow, "count": self.count}
+
+
+def test_step_of_a_process_that_has_not_seen_the_collective_behind_its_optimizer_is_torn() -> None:
     state = parts()
     replay = Replay(state, lambda: None)
     ordinary(state, replay, 0)
     assert lost(replay) is Quality.TORN
-    assert "no step of this process was seen to its end" in replay.torn
+    assert "no step of this process had shown before" in replay.torn
 
 
-def test_chained_schedule_moves_though_a_peer_was_lost_before_it_did() -> None:
+def test_state_that_has_no_room_for_a_copy_is_torn_and_the_log_names_the_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(undo, "free_memory", lambda device: 64)
     state = parts()
-    state["scheduler0"] = torch.optim.lr_scheduler.ChainedScheduler([state["scheduler0"]])
     replay = Replay(state, lambda: None)
     for step in range(3):
         ordinary(state, replay, step)
-        state["scheduler0"].step()
         replay.ended()
     ordinary(state, replay, 3)
-    assert lost(replay) is Quality.TAIL_LOST
-    assert state["optimizer0"].param_groups[0]["lr"] == pytest.approx(1e-5)
+    assert lost(replay) is Quality.TORN
+    assert "has no room on cpu" in replay.torn
+    assert [r.levelname for r in caplog.records if "behind the block `with step:`" in r.message] == ["WARNING"]
 
 
-def test_schedule_of_epochs_does_not_move_with_a_step_whose_tail_was_lost() -> None:
-    state = parts()
-    state["plateau"] = torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer0"])
+def test_tensor_that_a_step_lets_share_anothers_memory_has_its_own_again() -> None:
+    a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))
+    state: dict[str, Any] = {"a": torch.nn.ParameterList([a]), "b": torch.nn.ParameterList([b])}
+    state["optimizer"] = torch.optim.SGD([a, b], lr=0.1)
     replay = Replay(state, lambda: None)
-    for epoch in range(3):
-        for step in range(3):
-            ordinary(state, replay, 4 * epoch + step)
+    for step in range(2):
+        replay.begin(step)
+        a.grad = b.grad = None
+        (a * b).sum().backward()
+        state["optimizer"].step()
+        replay.collective("allreduce", [torch.zeros(2)])
+        if step == 0:
             replay.ended()
-        ordinary(state, replay, 4 * epoch + 3)
-        # Until it has moved it is not known that it does so after the block.
-        if epoch == 0:
-            replay.ended()
-        else:
-            assert lost(replay) is Quality.TAIL_LOST
-        assert state["scheduler0"].last_epoch == epoch
-        state["scheduler0"].step()
-        state["plateau"].step(1.0)
+    replay.begin(2)
+    place = a.data_ptr(), b.data_ptr()
+    was = [a.detach().clone(), b.detach().clone()]
+    state["optimizer"].step()
+    b.data = a.data
+    assert lost(replay) is Quality.WHOLE
+    assert (a.data_ptr(), b.data_ptr()) == place
+    assert torch.equal(a, was[0])
+    assert torch.equal(b, was[1])
+
+
+def test_momentum_that_was_replaced_before_the_optimizer_stepped_is_seen() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replay = Replay({"model": model, "optimizer": optimizer}, lambda: None)
+    for step in range(7):
+        replay.begin(step)
+        if step == 6:
+            for values in optimizer.state.values():
+                values["momentum_buffer"] = values["momentum_buffer"] * 0.5
+            assert lost(replay) is Quality.TORN
+            return
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        replay.ended()
+
+
+def test_extra_state_is_put_back() -> None:
+    class Counts(torch.nn.Linear):
+        calls = 0
+
+        def get_extra_state(self) -> Any:
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.calls = state["calls"]
+
+    model = Counts(2, 1)
+    replay = Replay({"model": model}, lambda: None)
+    model.calls = 3
+    replay.begin(0)
+    model.calls = 4
+    assert lost(replay) is Quality.WHOLE
+    assert model.calls == 3
 
 
 def test_step_that_one_of_two_optimizers_made_is_torn() -> None:
@@ -244,18 +341,14 @@ def test_step_that_failed_while_layers_were_frozen_or_in_evaluation_begins_as_it
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.bias"]
 
 
-def test_step_that_was_lost_in_an_evaluation_at_its_end_does_not_count() -> None:
-    """What follows it would be trained without dropout."""
+def test_step_that_was_lost_in_an_evaluation_at_its_end_begins_in_training_mode_again() -> None:
     state = parts()
     replay = Replay(state, lambda: None)
     for step in range(4):
         ordinary(state, replay, step)
-        state["model"].eval()
-        replay.collective("allreduce", [torch.zeros(3)])
-        state["model"].train()
         replay.ended()
     ordinary(state, replay, 4)
     state["model"].eval()
     replay.collective("allreduce", [torch.zeros(3)])
-    assert lost(replay) is Quality.TORN
+    assert lost(replay) is Quality.WHOLE
     assert all(m.training for m in state["model"].modules())

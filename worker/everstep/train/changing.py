@@ -1,4 +1,4 @@
-"""The kind of world that may change: the failed step comes again, or counts, and the next has other members."""
+"""The kind of world that may change: the failed step comes again, and the next has other members."""
 
 from __future__ import annotations
 
@@ -113,15 +113,12 @@ class Recovering:
     def lost(self, error: BaseException) -> bool:
         return self._recovery.lost is not None and is_of_lost_peer(error)
 
-    def step_counts(self) -> bool:
-        return self._recovery.counts()
-
     def asked(self) -> None:
         assert self._recovery.replay is not None
         self._recovery.replay.asked = True
 
     def go_on(self, phase: Phase) -> None:
-        quality = Quality.TAIL_LOST if phase is Phase.COUNTED else Quality.WHOLE
+        quality = Quality.WHOLE
         if phase is Phase.LOST:
             quality = self._recovery.back()
             if self._feed is not None:

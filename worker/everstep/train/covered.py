@@ -14,6 +14,7 @@ import torch
 from everstep.checkpoint.sharding import is_sharded
 from everstep.train.holdings import walk
 from everstep.train.step import LoopError
+from everstep.train.switches import SWITCHES
 
 _OWN = torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler
 
@@ -85,6 +86,8 @@ class Covered:
                 self._add_tensor(held.value)
 
     def _add_other(self, key: str, target: Any) -> None:
+        if key == SWITCHES:
+            return  # it refers to all modules, and saves other things of them
         if type(target).__module__.startswith("everstep."):
             for name, part in vars(target).items():  # a loader's data set, its generators: the loader answers for them
                 self._reach(name, part)

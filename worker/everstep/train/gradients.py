@@ -100,16 +100,10 @@ class Gradients:
         found, self._left_out = self._left_out, False
         return found
 
-    def put_back(self, *, stepped: bool = False) -> None:
-        """The step failed. `stepped`: it counts, and what has a gradient by now keeps one if any did before."""
+    def put_back(self) -> None:
+        """The step failed."""
         self._unwatch()
-        keeps = stepped and any(self.there)
-        wanted = [p.grad is not None for p in self._all] if keeps else self.there
-        self.set([there and not (stepped and not keeps) for there in wanted])
-
-    def set(self, there: list[bool]) -> None:
-        """Let these parameters have gradients of zeros, and the others none."""
-        for p, has in zip(self._all, there, strict=True):
+        for p, has in zip(self._all, self.there, strict=True):
             p.grad = torch.zeros_like(p) if has else None
 
     def add(self, there: list[bool]) -> None:

@@ -59,7 +59,6 @@ class Loops:
         self._onces, self._evaluations, self._nesting = once.Onces(), Evaluations(), Nesting()
         self._between = Between(self._onces, self._evaluations, lambda: self._goal, self._nesting)
         self._feed: Feed | None = None
-        self._last: Step | None = None  # of an epoch, whose outer loop is still to be left
         boundary.join()
 
     @property
@@ -114,10 +113,7 @@ class Loops:
                         continue
                     yield nesting.epoch()
                     nesting.leave(self.step)
-                    last, self._last = self._last, None
-                    if last is not None and last.phase is Phase.COUNTED:
-                        world.go_on(last.phase)
-                    elif feed.epoch < epochs:
+                    if feed.epoch < epochs:
                         world.between()
                 if self._finish(world):
                     return
@@ -138,11 +134,10 @@ class Loops:
                 if not world.ready():
                     self._stay()
                     continue
-                self._last = step = self._begin_step(world)
+                step = self._begin_step(world)
                 yield step
                 self._end_step(step)
                 if nesting.steps_left or step.phase is Phase.LOST:
-                    self._last = None
                     self._after(world, step, last=False)
                     self._stay()
                     given = step.phase is Phase.LOST
@@ -191,14 +186,14 @@ class Loops:
         self._boundary.check_handler(step.number)
         if step.phase is Phase.DONE:
             self._by_hand.step_over(step.number)
-        elif step.phase not in (Phase.LOST, Phase.COUNTED):
+        elif step.phase is not Phase.LOST:
             raise LoopError(
                 f"step {step.number} was taken and not completed: write `with step as batch:` around its work"
             )
 
     def _after(self, world: World, step: Step, *, last: bool) -> None:
         """What is due between this step and the next."""
-        if step.phase in (Phase.LOST, Phase.COUNTED):
+        if step.phase is Phase.LOST:
             world.go_on(step.phase)
         elif not last:
             world.between()
@@ -264,10 +259,6 @@ class Loops:
             self._between.call([call], self._boundary, self._state, check)
 
         if nesting.evaluates():
-            last, self._last = self._last, None
-            if last is not None and last.phase is Phase.COUNTED:
-                world.go_on(last.phase)
-                self._stay()
             while not world.attempt(attempt):
                 self._stay()
             nesting.evaluated()
@@ -277,7 +268,7 @@ class Loops:
         refused = self._recovery.program.scope.refused if self._recovery is not None else None
         ending.check_error(self._ended_by or refused, self.step, self._goal)
         ending.check_step(self._taken)
-        if self._taken is not None and self._taken.phase in (Phase.LOST, Phase.COUNTED):
+        if self._taken is not None and self._taken.phase is Phase.LOST:
             world.go_on(self._taken.phase)
         if self.step < self._goal:
             world.all_leave()

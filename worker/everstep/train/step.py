@@ -25,7 +25,6 @@ class Phase(Enum):
     DONE = auto()
     FAILED = auto()
     LOST = auto()  # a peer was lost in it: it comes again
-    COUNTED = auto()  # a peer was lost in it, when all had moved that it moves
 
 
 class Scope(Protocol):
@@ -42,10 +41,6 @@ class Scope(Protocol):
 
     def step_lost(self, error: BaseException) -> bool:
         """Whether the error means that a peer was lost, and the loop goes on."""
-        ...
-
-    def step_counts(self) -> bool:
-        """Whether a step in which a peer was lost counts."""
         ...
 
     def asked(self) -> None:
@@ -80,7 +75,7 @@ class Step:
         """Whether the step counts. What follows the block runs also if a peer was lost in it and the step comes again;
         what belongs to a step's end must ask."""
         self._scope.asked()
-        return self.phase in (Phase.DONE, Phase.COUNTED)
+        return self.phase is Phase.DONE
 
     def scale(self, loss: Any) -> Any:
         """`scale` of the batch that was given last. Raises `LoopError` where that is not one batch."""
@@ -108,9 +103,6 @@ class Step:
             return False
         if error is not None or not self._scope.step_ended():
             self.phase = Phase.LOST
-            if self._scope.step_counts():
-                self.phase = Phase.COUNTED
-                self._completed()
             traceback.clear_frames(trace)  # what the step has computed is of no use, and large
             return True
         if self._batches is not None and (self._last is None or not _is_last(self._last)):

@@ -46,7 +46,7 @@ class World(Scope, Protocol):
     def step_begins(self) -> None: ...
 
     def go_on(self, phase: Phase) -> None:
-        """A peer was lost, in a step (LOST, COUNTED) or between two (DONE)."""
+        """A peer was lost, in a step (LOST) or between two (DONE)."""
         ...
 
     def between(self) -> None:
@@ -131,9 +131,6 @@ class Steady:
         return True
 
     def step_lost(self, error: BaseException) -> bool:
-        return False
-
-    def step_counts(self) -> bool:
         return False
 
     def asked(self) -> None: ...

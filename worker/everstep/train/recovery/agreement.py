@@ -15,9 +15,8 @@ class Quality(IntEnum):
 
     TORN = -1  # something has moved that cannot be put back, and perhaps not all: of no use
     NONE = 0  # a new process: what its script made
-    TAIL_LOST = 1  # all that the step moves has moved, though its last lines did not run
-    WHOLE = 2
-    VOTED = 3  # sharded state alone: it said that the step can be made, and does not know whether others have made it
+    WHOLE = 1
+    VOTED = 2  # sharded state alone: it said that the step can be made, and does not know whether others have made it
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,4 +98,4 @@ def _in_turn(ranks: list[int]) -> Iterator[int]:
 
 
 def _trained(member: Held) -> bool:
-    return member.quality in (Quality.TAIL_LOST, Quality.WHOLE)
+    return member.quality is Quality.WHOLE

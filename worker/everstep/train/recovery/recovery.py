@@ -5,7 +5,7 @@
 Two threads meet here. The one that hears of rounds abandons the present one: that ends the training thread's waits. The
 training thread then leaves its step and calls `enter`, which forms the new round and brings its members to one state.
 
-Invariants: the state that is trained on is the newest that any member holds whole; a step is repeated or counted only
+Invariants: the state that is trained on is the newest that any member holds whole; a step is repeated only
 from a state that is known (`replay`); two members of a round have the same state when its first step begins.
 """
 
@@ -113,7 +113,7 @@ class Recovery:
         self._state = state
         self._reducers = reducers
         wrapped.check(reducers.alive())
-        self.replay = Replay(state, self.check if self._sharded is None else self._vote)
+        self.replay = Replay(state, self.check if self._sharded is None else self._vote, undoes=self._sharded is None)
         for group in self._programs:
             group.on_begin = self.replay.collective
         self._rounds.on_round(self._heard)
@@ -180,15 +180,11 @@ class Recovery:
         with contextlib.suppress(forming.Unformed):
             self._leave("this process leaves")
 
-    def counts(self) -> bool:
-        """The step in hand failed because of `lost`: whether it counts all the same."""
+    def back(self) -> Quality:
+        """The step in hand failed: what this member's state is worth now."""
+        assert self.replay is not None
         if self._sharded is not None:
             self._sharded.back()
-        return self.replay is not None and self.replay.counts()
-
-    def back(self) -> Quality:
-        """The step in hand failed and does not count: what this member's state is worth now."""
-        assert self.replay is not None
         if (quality := self.replay.back()) is Quality.TORN:
             log.warning("a peer was lost%s in the middle of a step: %s", self.main.lost_at, self.replay.torn)
         return quality

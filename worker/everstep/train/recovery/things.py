@@ -8,11 +8,13 @@ Invariant: after `begin`, unless `moved` names something, `put_back` brings the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.train.randomness import STATE
 from everstep.train.recovery import digests, fsdp, trees
@@ -27,8 +29,6 @@ LARGE = 2**20  # bytes of a buffer that is copied again only if torch has counte
 class Thing:
     """One tracked object, or a part of one. `name` is the script's."""
 
-    quiet = False  # it may well never move
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -38,6 +38,10 @@ class Thing:
     def begin(self) -> None:
         """A step begins."""
 
+    def large(self) -> list[Held]:
+        """After `begin`: its tensors that are not copied. Who gives them copies has them put back."""
+        return []
+
     def moved(self) -> str | None:
         """The name of something that has changed since `begin` and has no copy."""
         return None
@@ -45,15 +49,8 @@ class Thing:
     def put_back(self) -> None:
         """Bring what was copied to where it was at `begin`."""
 
-    def trace(self) -> Any:
-        """What differs if anything of it has changed, as far as torch counts changes."""
-
     def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Its tensors that are not copied, by name."""
-        yield from ()
-
-    def copied(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that are."""
         yield from ()
 
 
@@ -64,7 +61,6 @@ class Module(Thing):
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         super().__init__(name)
         self._module = module
-        self.quiet = next(module.parameters(), None) is None
         self._replaces = False  # its parameters get other storages from step to step
         self._addresses: dict[int, int] = {}  # of parameters, when it was last looked at
         self._parameters: list[torch.Tensor] = []
@@ -75,6 +71,8 @@ class Module(Thing):
         self._large: dict[int, tuple[int, int]] = {}
         self._training: list[bool] = []
         self._required: list[bool] = []
+        self._held: list[Held] = []
+        self._extra: list[tuple[torch.nn.Module, Any]] = []
         self.look()
 
     def look(self) -> None:
@@ -83,6 +81,8 @@ class Module(Thing):
         # Of modules that FSDP2 shards, forward takes the parameters' place.
         self._of_parameters = [m._parameters for m in modules if m._parameters and not self._shards]
         self._of_buffers: list[dict[str, Any]] = [m._buffers for m in modules if m._buffers]
+        plain = torch.nn.Module.get_extra_state
+        self._with_extra = [m for m in modules if type(m).get_extra_state is not plain]
         found = {id(p): address(p) for p in self._present()}
         if any(found.get(key, now) != now for key, now in self._addresses.items()):
             self._replaces = True
@@ -97,9 +97,17 @@ class Module(Thing):
         ends = self._parameters[:: max(1, len(self._parameters) - 1)]
         if self._replaces or any(self._addresses.get(id(p)) != address(p) for p in ends):
             self._addresses = {id(p): address(p) for p in self._parameters}
+        self._held = []
+        self._extra = [(m, copy.deepcopy(m.get_extra_state())) for m in self._with_extra]
         self._save()
 
+    def large(self) -> list[Held]:
+        self._held = [Held(p, version(p), address(p)) for p in self._parameters if not is_lazy(p)]
+        return self._held
+
     def moved(self) -> str | None:
+        if self._held and all(h.copy is not None for h in self._held):
+            return None
         known = self._addresses
         if _versions(self._parameters) == self._version and all(
             known.get(id(p)) == address(p) for p in self._parameters
@@ -121,19 +129,16 @@ class Module(Thing):
         with torch.no_grad():
             for buffer, saved in zip(self._buffers, self._saved, strict=True):
                 buffer.copy_(saved)
-
-    def trace(self) -> Any:
-        tensors = [*self._present(), *(b for d in self._of_buffers for b in d.values() if b is not None)]
-        return _versions(tensors), hash(tuple(map(id, tensors))), self._switches()
+        for held in self._held:
+            held.back()
+        for module, extra in self._extra:
+            module.set_extra_state(copy.deepcopy(extra))
 
     def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._shards:
             yield from ((f"{self.name}, shard {i}", p) for i, p in enumerate(self._shards))
         else:
             yield from ((f"{self.name}.{name}", p) for name, p in self._module.named_parameters())
-
-    def copied(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((f"{self.name}.{name}", b) for name, b in self._module.named_buffers())
 
     def _present(self) -> list[torch.Tensor]:
         if self._shards:
@@ -175,29 +180,64 @@ class Optimizer(Thing):
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(name)
         self._optimizer = optimizer
-        self._loaded = 0
+        self._loaded = self._looked = 0
         self.hooks = [optimizer.register_load_state_dict_post_hook(self._load)]
+        self._replaces = False  # its tensors are other ones from step to step
+        self._known: dict[tuple[Any, Any], torch.Tensor] = {}
+        # Dictionaries that it holds, keys of theirs (None: all), and what was there.
+        self._kept: list[tuple[dict[Any, Any], set[str] | None, dict[Any, Any]]] = []
+        self._held: list[Held] = []
+        self._opaque = ""  # what of it cannot be copied
         self.look()
 
     def _load(self, _: Any) -> None:
         self._loaded += 1
 
     def look(self) -> None:
-        self._tensors = self._present()
+        known, self._known = self._known, self._present()
+        if self._looked == self._loaded:  # else it was given others
+            self._replaces |= any(self._known.get(key, tensor) is not tensor for key, tensor in known.items())
+        self._looked = self._loaded
+        self._tensors = [trees.raw(v) for v in self._known.values()]
 
-    def _present(self) -> list[torch.Tensor]:
-        states = [s for s in list(self._optimizer.state.values()) if isinstance(s, dict)]
-        return [trees.raw(v) for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+    def _present(self) -> dict[tuple[Any, Any], torch.Tensor]:
+        states = [(id(p), s) for p, s in list(self._optimizer.state.items()) if isinstance(s, dict)]
+        return {(p, key): v for p, s in states for key, v in s.items() if isinstance(v, torch.Tensor)}
 
     def begin(self) -> None:
+        if self._replaces:
+            self._known = self._present()
+            self._tensors = [trees.raw(v) for v in self._known.values()]
         self._before = self._mark()
+        self._kept, self._held = [], []
+
+    def large(self) -> list[Held]:
+        self._kept, self._held, self._opaque = [], [], ""
+        for live, keys in _places(self._optimizer, first=True):
+            found = {key: value for key, value in live.items() if keys is None or key in keys}
+            if opaque := next((key for key, value in found.items() if keys and not trees.is_known(value)), ""):
+                self._opaque = f"{self.name}.{opaque}"
+                continue
+            kept, held = trees.hold(found, copies=False)
+            self._kept.append((live, keys, kept))
+            self._held += held
+        return self._held
 
     def moved(self) -> str | None:
-        return None if self._mark() == self._before else f"the state of {self.name}"
+        if self._kept and all(h.copy is not None for h in self._held):
+            return self._opaque or None
+        known = self._present()
+        same = all(known.get(key) is tensor for key, tensor in self._known.items()) and self._mark() == self._before
+        return None if same else f"the state of {self.name}"
 
-    def trace(self) -> Any:
-        present = self._present()
-        return self._loaded, _versions(present), len(present)
+    def put_back(self) -> None:
+        if any(h.copy is None for h in self._held):
+            return
+        for live, keys, kept in self._kept:
+            for key in [key for key in live if keys is None and key not in kept]:
+                del live[key]
+            for key, value in kept.items():
+                live[key] = trees.restore(live.get(key), value)
 
     def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
         for i, state in enumerate(list(self._optimizer.state.values())):
@@ -224,6 +264,9 @@ class Tree(Thing):
     def begin(self) -> None:
         self._kept, self._held = trees.hold(self._get())
 
+    def large(self) -> list[Held]:
+        return [h for h in self._held if h.copy is None]
+
     def moved(self) -> str | None:
         return self.name if any(h.moved for h in self._held) else None
 
@@ -236,12 +279,6 @@ class Tree(Thing):
         else:
             trees.restore(live, self._kept)
 
-    def trace(self) -> Any:
-        try:
-            return trees.trace(self._get())
-        except Exception:  # the script's own, asked in the middle of a step
-            return object()  # which equals nothing
-
     def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
         if any(h.copy is None for h in self._held):
             yield from trees.tensors(self._get(), self.name)
@@ -249,8 +286,6 @@ class Tree(Thing):
 
 class Hyperparameters(Tree):
     """An optimizer's `param_groups` but for the parameters' values."""
-
-    quiet = True
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -278,25 +313,6 @@ class Schedule(Tree):
 
     def __init__(self, name: str, schedule: Any) -> None:
         super().__init__(name, schedule.state_dict, schedule.load_state_dict)
-        self._schedule = schedule
-        # A plateau's schedule moves by a figure that is not here.
-        self.by_hand = isinstance(schedule, LRScheduler) and not isinstance(schedule, ReduceLROnPlateau)
-        self.optimizer = getattr(schedule, "optimizer", None)
-
-    def begin(self) -> None:
-        super().begin()
-        self._before = self.count()
-
-    def count(self) -> int:
-        """How often it has moved."""
-        return _moves(self._schedule)
-
-    def moves(self) -> int:
-        """In this step."""
-        return self.count() - self._before
-
-    def step(self) -> None:
-        self._schedule.step()
 
 
 class Scaler(Tree):
@@ -341,10 +357,22 @@ def things(state: Mapping[str, Any]) -> list[Thing]:
     return found
 
 
-def _moves(schedule: Any) -> int:
-    parts = getattr(schedule, "_schedulers", ())  # of a chain, which has no count of its own
-    own = getattr(schedule, "last_epoch", None)
-    return int(own) if own is not None else max(map(_moves, parts), default=0)
+_OF_ALL = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))  # attributes that each optimizer has
+
+
+def _places(optimizer: Any, *, first: bool) -> Iterator[tuple[dict[Any, Any], set[str] | None]]:
+    """The dictionaries that hold what its steps move, and the keys (None: all). A class that is not torch's may keep
+    more than `state`, and may work by another optimizer."""
+    yield optimizer.state, None
+    own = set() if first else {"param_groups"}
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        for key, value in vars(optimizer).items():
+            if isinstance(value, torch.optim.Optimizer) and first and value is not optimizer:
+                yield from _places(value, first=False)
+            elif key not in _OF_ALL and not callable(value):
+                own.add(key)
+    if own:
+        yield vars(optimizer), own
 
 
 def _versions(tensors: list[torch.Tensor]) -> int:

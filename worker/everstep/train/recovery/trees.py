@@ -7,14 +7,15 @@ A tensor that was only held, not copied, is of use for as long as nothing has ch
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 SMALL = 2**16  # bytes of an object's tensors together that are copied in each step
-FEW = 16  # numbers of a tensor that are compared themselves
 _PLAIN = (int, float, str, bytes, bool, type(None))
 
 
@@ -26,6 +27,7 @@ class Held:
     version: int
     address: int
     copy: torch.Tensor | None = None
+    origin: torch.Tensor | None = None  # the same memory, where the tensor may come to have another
 
     @property
     def moved(self) -> bool:
@@ -35,6 +37,8 @@ class Held:
         """The tensor, with the values that it had. Not for one that has moved."""
         if self.copy is not None:
             with torch.no_grad():
+                if self.origin is not None and address(self.tensor) != self.address:
+                    self.tensor.data = self.origin  # what it has now may be another tensor's as well
                 self.tensor.copy_(self.copy)
         return self.tensor
 
@@ -56,11 +60,11 @@ def address(tensor: Any) -> int:
         return 0
 
 
-def hold(tree: Any) -> tuple[Any, list[Held]]:
-    """The tree with each tensor as `Held`, and those by themselves."""
+def hold(tree: Any, *, copies: bool = True) -> tuple[Any, list[Held]]:
+    """The tree with each tensor as `Held`, and those by themselves; with copies if they are small."""
     held: list[Held] = []
     kept = _hold(tree, held)
-    if sum(h.tensor.numel() * h.tensor.element_size() for h in held) <= SMALL:
+    if copies and sum(h.tensor.numel() * h.tensor.element_size() for h in held) <= SMALL:
         for h in held:
             h.copy = h.tensor.detach().clone()
     return kept, held
@@ -79,6 +83,15 @@ def _hold(tree: Any, held: list[Held]) -> Any:
     if type(tree) is tuple:
         return tuple(_hold(value, held) for value in tree)
     return copy.deepcopy(tree)
+
+
+def is_known(tree: Any) -> bool:
+    """Whether it holds tensors, arrays and plain values alone."""
+    if isinstance(tree, dict):
+        return all(isinstance(key, (*_PLAIN, torch.Tensor)) and is_known(value) for key, value in tree.items())
+    if isinstance(tree, list | tuple | set | frozenset | deque):
+        return all(map(is_known, tree))
+    return isinstance(tree, (*_PLAIN, torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device))
 
 
 def plain(kept: Any) -> Any:
@@ -127,18 +140,6 @@ def same(kept: Any, live: Any) -> bool:
         return bool(kept == live)
     except (RuntimeError, ValueError):  # arrays of numpy's say it for each number
         return False
-
-
-def trace(tree: Any) -> Any:
-    """What differs if anything in the tree was changed or replaced; of tensors, what torch has counted."""
-    if isinstance(tree, torch.Tensor):
-        few = tree.numel() <= FEW and tree.device.type == "cpu" and type(tree) is torch.Tensor
-        return tuple(tree.reshape(-1).tolist()) if few else (address(tree), version(tree))
-    if isinstance(tree, dict):
-        return tuple((str(key), trace(value)) for key, value in tree.items())
-    if isinstance(tree, list | tuple):
-        return tuple(map(trace, tree))
-    return tree if isinstance(tree, _PLAIN) else repr(tree)
 
 
 def tensors(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
