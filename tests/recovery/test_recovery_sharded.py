@@ -305,16 +305,18 @@ def test_replicas_begin_alike_though_each_process_drew_other_first_values(job: C
 
 
 @pytest.mark.parametrize(
-    ("foreign", "said"),
-    [("mesh", "is sharded over DeviceMesh"), ("fsdp1", "FullyShardedDataParallel")],
+    ("foreign", "error", "said"),
+    [("mesh", "LoopError", "DeviceMesh"), ("fsdp1", "NotRecoverable", "FullyShardedDataParallel")],
 )
-def test_state_that_is_sharded_otherwise_is_refused_before_the_first_step(play: Play, foreign: str, said: str) -> None:
+def test_state_that_is_sharded_otherwise_is_refused_before_the_first_step(
+    play: Play, foreign: str, error: str, said: str
+) -> None:
     # Taken for replicated it would be trained wrong without an error.
     agents = play(Wanted(foreign=foreign, micro_batches=False), script=main)
     p = agents.spawn()
     p.process.join(60)
     assert p.process.exitcode == 1
-    assert "NotRecoverable" in agents.log(p)
+    assert error in agents.log(p)
     assert said in agents.log(p)
     assert "run.mesh(shard=N)" in agents.log(p)
 
