@@ -139,11 +139,11 @@ def deafen(run: Any, wanted: Wanted, diary: Diary) -> None:
     vote = recovery._sharded.vote
     once = iter((True,))
 
-    def broken(step: int, round_: int) -> None:
+    def broken(step: int, round_: int, can_undo: bool) -> None:
         if step != wanted.deaf_at or run.rank not in wanted.deaf or not next(once, False):
-            return vote(step, round_)
+            return vote(step, round_, can_undo)
         before = recovery._sharded._made
-        vote(step, round_)
+        vote(step, round_, can_undo)
         recovery._sharded._made = before
         diary.write(kind="deaf", step=step)
         recovery._abandon("the connection was lost just now")

@@ -41,9 +41,9 @@ log = logging.getLogger("everstep.train")
 
 # A round that takes newcomers in forms when its members come to the end of their step. A newer round ends it sooner.
 FORM_SECONDS = 600.0
-# For a round with room for this process. The agent knows what is waited for, and ends the process if none will come.
-JOIN_SECONDS = 2 * 24 * 3600.0
+JOIN_SECONDS = 2 * 24 * 3600.0  # the agent knows what is waited for, and ends the process if none will come
 ATTEMPTS = 100
+_NONE_CAME = f"{ATTEMPTS} rounds in a row did not come about"
 RECENT = 64  # steps by which the next ones are judged
 
 
@@ -55,8 +55,7 @@ class Recovery:
         self._leaving = threading.Lock()
         self._formed: forming.Formed | None = None
         self._number = -1
-        self._heard_at = 0.0  # when its forming began
-        self._ahead = Ahead()
+        self._ahead, self._heard_at = Ahead(), 0.0  # when its forming began
         self._stuck: forming.Unformed | None = None  # something of a round before may still write into tensors
         self.program = ProgramGroups(self._failed)
         self.main = self.program.main
@@ -102,7 +101,7 @@ class Recovery:
         assert self._sharded is None
         mesh = RecoverableMesh(shards, provisional, device, self.control, self.program.for_mesh)
         self._sharded = Sharded(mesh, self.members)
-        return self._sharded.mesh.device_mesh
+        return mesh.device_mesh
 
     def track(self, state: Mapping[str, Any], reducers: Reducers) -> None:
         """What makes up the training state, and the script's DDP objects. Once, before the first `enter`. Raises
@@ -113,7 +112,8 @@ class Recovery:
         self._state = state
         self._reducers = reducers
         wrapped.check(reducers.alive())
-        self.replay = Replay(state, self.check if self._sharded is None else self._vote, undoes=self._sharded is None)
+        may, agreed = (self._vote, self._sharded.may_undo) if self._sharded is not None else (self.check, lambda: True)
+        self.replay = Replay(state, may, agreed)
         for group in self._programs:
             group.on_begin = self.replay.collective
         self._rounds.on_round(self._heard)
@@ -132,9 +132,10 @@ class Recovery:
         """The step's block has ended without an error: whether none of its collectives has failed. Raises `LoopError`
         for what could not be recovered from."""
         assert self.replay is not None
-        if not (failed := self.failed):
-            self.replay.ended()
-        return not failed
+        if self.failed:
+            return False
+        self.replay.ended()
+        return self._sharded is None or not self.replay.kept or self._all_make(self.replay.step)
 
     @property
     def failed(self) -> bool:
@@ -216,7 +217,7 @@ class Recovery:
             )  # fmt: skip
             self._rounds.joined(round_.number, found, formed, settled, done)
             return found
-        raise forming.Unformed(f"{ATTEMPTS} rounds in a row did not come about")
+        raise forming.Unformed(_NONE_CAME)
 
     def _meet(self, step: int) -> Round | None:
         """Form the newest round, so that its members can agree; None if that failed, or is of no use."""
@@ -304,17 +305,25 @@ class Recovery:
     def _vote(self) -> None:
         """Before an optimizer's step, with sharded state: it is made by all members or by none. Raises `PeerLost`."""
         assert self._sharded is not None
-        assert self._began is not None
-        step = self._began[0]
+        assert self.replay is not None
+        step = self.replay.step
         if self._sharded.may_make(step):
             return  # as it was for the step's first optimizer
         self.check()
+        if not (self.replay.kept or self._all_make(step)):
+            raise PeerLost("a peer was lost while the members voted for this step, and none of them has made it")
+
+    def _all_make(self, step: int) -> bool:
+        """Vote for it, and hear whether it is made."""
+        assert self._sharded is not None
+        assert self.replay is not None
         try:
-            self._sharded.vote(step, self._number)
+            self._sharded.vote(step, self._number, self.replay.can_keep())
+            return True
         except PeerLost as e:
-            if not self._decide(step):
-                raise
-            log.info("step %d was made by others before a peer was lost (%s): it is made here too", step + 1, e)
+            if made := self._decide(step):
+                log.info("step %d was made by others before a peer was lost (%s): it is made here too", step + 1, e)
+            return made
 
     def _decide(self, step: int) -> bool:
         """Whether other members of the next round have made the step that this one voted for."""
@@ -330,7 +339,7 @@ class Recovery:
                 continue
             self.met = True
             return made
-        raise forming.Unformed(f"{ATTEMPTS} rounds in a row did not come about")
+        raise forming.Unformed(_NONE_CAME)
 
     def _overtaken(self, number: int) -> bool:
         if self._rounds.dismissed:
@@ -349,7 +358,8 @@ class Recovery:
             if self._formed is None or self._formed.round.number >= round_.number:
                 return  # the training thread has heard of it sooner, and leaves, or has left, by itself
             if not whole or self.lost is not None:
-                self._give_up(f"round {round_.number} began")
+                for group in self._groups:
+                    group.abandon(f"round {round_.number} began")
             elif self._sharded is None:
                 self._ahead.start(
                     round_.number, partial(self._form, round_), partial(self._formed_ahead, round_.number)
@@ -371,13 +381,8 @@ class Recovery:
 
     def _abandon(self, reason: str) -> None:
         with self._leaving:
-            if self._formed is not None:
-                self._give_up(reason)
-
-    def _give_up(self, reason: str) -> None:
-        """Under the lock."""
-        for group in self._groups:
-            group.abandon(reason)
+            for group in self._groups if self._formed is not None else ():
+                group.abandon(reason)
 
     def _leave(self, reason: str) -> None:
         """In the training thread: nothing of the round before is felt afterwards."""

@@ -19,7 +19,7 @@ from everstep.train.randomness import generators_to_put_back
 from everstep.train.recovery import digests
 from everstep.train.recovery.agreement import Quality
 from everstep.train.recovery.things import Optimizer, things
-from everstep.train.recovery.trees import address, version
+from everstep.train.recovery.trees import Held, address, version
 from everstep.train.recovery.undo import Undo
 from everstep.train.step import LoopError
 
@@ -33,28 +33,30 @@ class Replay:
     """The tracked objects of a run. `begin` at a step's start; then `ended`, or if it failed `back`.
 
     `refuse` is called before each optimizer's step, and raises if the round is over by then. `collective` is to be
-    called when a collective of the program's begins. `undoes`: optimizers' steps may be taken back.
+    called when a collective of the program's begins. `agreed`: whether what is large may be copied.
     """
 
-    def __init__(self, state: Mapping[str, Any], refuse: Callable[[], None], *, undoes: bool = True) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], refuse: Callable[[], None], agreed: Callable[[], bool] = lambda: True
+    ) -> None:
         self._refuse = refuse
         self._things = things(state)
         self.gradients = Gradients(state)
-        self._undoes = undoes
+        self._agreed = agreed
         self._undo = Undo()
         self._random = generators_to_put_back(state)
         self._generators: list[dict[str, Any]] = []
         self._count = 0  # steps of this world
         self.refused = 0  # optimizers' steps, by `refuse`
         self.torn = ""  # why the state is
-        self._step = 0
+        self.step = 0  # the one in hand
         self._in_step = self._watched = False
         self._unmoved: dict[str, Print] = {}
         self._places: dict[int, str] = {}  # addresses of what is not copied
         self._untraced: str | None = None
         self._after_block: dict[str, Print] = {}  # a watched step's, at its end
         self.asked = False  # the script has asked whether the step counts
-        self._kept = False  # a copy of all was made when the step began
+        self.kept = False  # a copy of all was made when the step began
         self._entered = ""  # the first optimizer that has begun its step
         self._written: str | None = None  # by a collective, since the step began or an optimizer stepped
         self._hooks: list[Any] = []
@@ -67,19 +69,20 @@ class Replay:
         """The world is another one."""
         self._count = self.gradients.updates = 0
         self._after_block = {}
+        self._undo.decided = False
 
     def begin(self, step: int) -> None:
         """Step number `step` begins. Raises `LoopError` for what follows the block and could not be recovered from."""
         self._check_gap()
-        self._step, self._count = step, self._count + 1
+        self.step, self._count = step, self._count + 1
         self._watched = not self._count & (self._count - 1)
         self._entered, self._written = "", None
-        undoes = self._undo.wanted and self._undoes
+        undoes = self._undo.wanted and self._agreed()
         for thing in self._things:
             if self._watched or undoes or self._count <= EARLY:
                 thing.look()
             thing.begin()
-        self._kept = undoes and self._keep()
+        self.kept = undoes and self._keep()
         if self._watched:
             self._unmoved = self._prints()
             self._places = {place: name for name, (_, place, _) in self._unmoved.items() if place}
@@ -89,14 +92,19 @@ class Replay:
 
     def _keep(self) -> bool:
         """Copy all that a step may move; whether there is room for that."""
-        if not (self._watched or self._undo.on or not self._undo.decided):
+        if not self.can_keep():
             return False
-        large = [held for thing in self._things for held in thing.large()]
-        if self._watched or not self._undo.decided:
-            self._undo.decide(large)
-        if self._undo.on:
-            self._undo.keep(large)
-        return self._undo.on
+        self._undo.keep(self._large())
+        return True
+
+    def can_keep(self) -> bool:
+        """Whether a copy is of use, and there is room for it in this world."""
+        if self._undo.wanted and not self._undo.decided:
+            self._undo.decide(self._large())
+        return self._undo.wanted and self._undo.on
+
+    def _large(self) -> list[Held]:
+        return [held for thing in self._things for held in thing.large()]
 
     def collective(self, name: str, written: Any) -> None:
         """A collective of the program's begins, and writes into these tensors."""
@@ -106,17 +114,17 @@ class Replay:
         if self._written is None:  # which torch does not count
             self._written = next((found for t in tensors if (found := self._places.get(address(t)))), None)
         if not self._undo.wanted and (self._entered or (self._watched and self._moved() is not None)):
-            self._undo.late(self._step, name)
+            self._undo.late(self.step, name)
 
     def ended(self) -> None:
         """The step's block has ended well. Raises `LoopError` for what could not be recovered from."""
         self._in_step = False
         if self._watched and not self._entered:
             self._compare()
-        self.gradients.ended(self._step)
+        self.gradients.ended(self.step)
         if self._untraced is not None:
             raise LoopError(
-                f"{self._untraced} was changed in step {self._step} before the optimizer's step, and torch has not "
+                f"{self._untraced} was changed in step {self.step} before the optimizer's step, and torch has not "
                 "counted it (`.data`, numpy): if a peer is lost there, the step would be repeated from the changed "
                 "values. Write `with torch.no_grad(): tensor.add_(…)` in place of `tensor.data.add_(…)`, or change it "
                 "after optimizer.step()"
@@ -133,11 +141,12 @@ class Replay:
         for generator, drawn in zip(self._random, self._generators, strict=True):
             generator.load_state_dict(drawn)  # each rank's own, also of one that is given a state
         self.gradients.put_back()
-        if moved is None and (self._kept or not (self._entered or self._written)):
+        if moved is None and (self.kept or not (self._entered or self._written)):
             return Quality.WHOLE
         self.torn = f"{moved or self._written} has moved"
         if self._entered:
-            self.torn = f"{self._entered} had begun its step" + (f", and {self._undo.why_not}" if self._undoes else "")
+            why = self._undo.why_not or "not every member could copy its state when the step began"
+            self.torn = f"{self._entered} had begun its step, and {why}"
         return Quality.TORN
 
     def _moved(self) -> str | None:
@@ -185,7 +194,7 @@ class Replay:
         for name, now in self._prints().items():
             if name in before and before[name][1:] == now[1:] and before[name] != now:
                 raise LoopError(
-                    f"{name} was changed after step {self._step}'s block, and torch has not counted it (`.data`, "
+                    f"{name} was changed after step {self.step}'s block, and torch has not counted it (`.data`, "
                     "numpy): what follows the block runs for a step that is lost, too, and would change it twice. "
                     "Write it behind `if step.completed:`, or into the block after optimizer.step()"
                 )

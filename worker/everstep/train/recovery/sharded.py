@@ -2,7 +2,9 @@
 
 A step changes every shard, and a shard that was changed cannot be changed back. So all members vote before the first
 optimizer of a step: who has heard all votes makes the step, and who loses a peer while it waits for them asks the
-members of the next round whether any of them has made it, and then does as they did.
+members of the next round whether any of them has made it, and then does as they did. Where all members have a copy of
+their shard from when the step began (`undo`), they vote when the step's block has ended: collectives that follow the
+optimizer can fail, and until then each can go back.
 
 Invariants: a member that has voted neither makes nor repeats the step before it knows what the others do; the shards
 that are trained on are of one version (`covering`).
@@ -32,6 +34,7 @@ class Sharded:
         self._members = members
         self.holds = mesh.shard
         self._made = (0, NEW)  # the last step that was made, and in which round
+        self._undoes = False  # all members copy their shards, in this world
         self._voted: tuple[int, int] | None = None  # completed steps at the last vote, and its round
         self._spoiled = False  # memory holds parts of what was being restored
         self._state: Mapping[str, Any] = {}
@@ -42,15 +45,20 @@ class Sharded:
         self._state = state
         self._objects = fsdp.ShardedObjects(state)
 
+    def may_undo(self) -> bool:
+        """Whether this member may copy its shard when a step begins: all do, or none."""
+        return self._undoes
+
     def back(self) -> None:
         """The step in hand failed."""
         self._objects.reset()
 
-    def vote(self, step: int, round_: int) -> None:
+    def vote(self, step: int, round_: int, can_undo: bool) -> None:
         """Say that step number `step` can be made, and wait until all members of the round say so. Raises `PeerLost`:
-        then only `decided` knows whether it is made."""
+        then only `decided` knows whether it is made. `can_undo`: this member can copy its shard when a step begins; if
+        all can, they do, and vote when a step has ended."""
         self._voted = (step, round_)
-        self._members.maximum(0)
+        self._undoes = self._members.maximum(0 if can_undo else 1) == 0
         self._made = (step + 1, round_)
 
     def may_make(self, step: int) -> bool:
@@ -70,6 +78,7 @@ class Sharded:
     def settle(self, step: int, quality: Quality, round_: int, start: Callable[[], int | None]) -> tuple[int, str]:
         """Bring all members to one version; completed steps, and what was done, in words. Collective. Raises
         `PeerLost`, and `NoState` if there is neither a whole state in memory nor one in storage."""
+        self._undoes = False
         told = self._standing(step, quality)
         found = covering.cover(told, self.mesh.shards)
         if found is None:

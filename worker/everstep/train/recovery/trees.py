@@ -38,8 +38,8 @@ class Held:
         if self.copy is not None:
             with torch.no_grad():
                 if self.origin is not None and address(self.tensor) != self.address:
-                    self.tensor.data = self.origin  # what it has now may be another tensor's as well
-                self.tensor.copy_(self.copy)
+                    raw(self.tensor).data = self.origin  # what it has now may be another tensor's as well
+                raw(self.tensor).copy_(raw(self.copy))
         return self.tensor
 
 

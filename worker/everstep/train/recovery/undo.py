@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from everstep.train.recovery.scope import script_asks
-from everstep.train.recovery.trees import Held
+from everstep.train.recovery.trees import Held, raw
 
 log = logging.getLogger("everstep.train")
 
@@ -28,7 +28,9 @@ class Undo:
     """`wanted` once a collective was seen behind an optimizer's step; `on` where there is room."""
 
     def __init__(self) -> None:
-        self.wanted = self.on = self.decided = False
+        self.wanted = self.on = False
+        self.decided = False  # whether there is room, in this world
+        self._told: bool | None = None
         self.why_not = "no step of this process had shown before that collectives follow its optimizer's step"
         self._line = ""
         self._kept: list[torch.Tensor] = []
@@ -46,16 +48,17 @@ class Undo:
             need[tensor.device] = need.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
         have = {device: _size(self._kept, device) for device in need}
         full = next((d for d, size in need.items() if size > (free_memory(d) + have[d]) * SHARE), None)
-        if (full is None) is self.on and self.decided:
-            return
-        self.on, self.decided = full is None, True
+        told, self.decided = self._told is (full is None), True
+        self.on = self._told = full is None
         line = "To do without, run it before optimizer.step(), or behind the block `with step:`"
+        self.why_not = "" if full is None else f"a copy of {_words(need[full])} of tracked state has no room on {full}"
+        if told:
+            return
         if full is None:
             log.info("%s: %s of tracked state are copied when a step begins, from which it is repeated if a peer is "
                      "lost. %s", self._line, _words(sum(need.values())), line)  # fmt: skip
             return
         self._kept = []
-        self.why_not = f"a copy of {_words(need[full])} of tracked state has no room on {full}"
         log.warning("%s, and %s: if a peer is lost behind that step, all go back to the last commit. %s",
                     self._line, self.why_not, line)  # fmt: skip
 
@@ -73,7 +76,7 @@ class Undo:
                 torch._foreach_copy_(kept, tensors)
         copies = {id(tensor): copy for tensor, copy in zip(tensors, kept, strict=True)}
         for h in held:
-            h.copy, h.origin = copies[id(h.tensor)], h.tensor.detach()
+            h.copy, h.origin = copies[id(raw(h.tensor))], raw(h.tensor).detach()
 
 
 def free_memory(device: torch.device) -> int:
@@ -97,7 +100,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _distinct(held: Iterable[Held]) -> list[torch.Tensor]:
-    return list({id(h.tensor): h.tensor for h in held}.values())
+    return list({id(raw(h.tensor)): raw(h.tensor) for h in held}.values())
 
 
 def _alike(kept: torch.Tensor, tensor: torch.Tensor) -> bool:
