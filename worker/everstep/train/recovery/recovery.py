@@ -316,9 +316,8 @@ class Recovery:
     def _all_make(self, step: int) -> bool:
         """Vote for it, and hear whether it is made."""
         assert self._sharded is not None
-        assert self.replay is not None
         try:
-            self._sharded.vote(step, self._number, self.replay.can_keep())
+            self._sharded.vote(step, self._number, self.replay is not None and self.replay.can_keep())
             return True
         except PeerLost as e:
             if made := self._decide(step):
