@@ -65,8 +65,11 @@ class Shape:
 
 
 def possible(shape: Shape) -> Shape:
-    """Without what torch itself refuses: a scaler takes no closure, and unscales once an optimizer's step."""
-    return replace(shape, scaler=False) if shape.optimizer in ("lbfgs", "sam") else shape
+    """Without what torch itself refuses: a scaler takes no closure, and unscales once an optimizer's step. And without
+    what ADR 0016 says is not seen: `.data` in some steps only, none of which is watched."""
+    if shape.optimizer in ("lbfgs", "sam"):
+        shape = replace(shape, scaler=False)
+    return replace(shape, ema_every=1) if shape.ema == "data" else shape
 
 
 class Net(torch.nn.Module):

@@ -209,6 +209,15 @@ def test_momentum_that_was_replaced_before_the_optimizer_stepped_is_seen() -> No
         replay.ended()
 
 
+def test_change_that_torch_does_not_count_is_found_when_the_watched_step_is_lost() -> None:
+    average = torch.nn.Linear(200, 200)
+    replay = Replay({"average": average}, lambda: None)
+    replay.begin(0)
+    average.weight.data.mul_(0.9)
+    assert lost(replay) is Quality.TORN
+    assert "average.weight" in replay.torn
+
+
 def test_extra_state_is_put_back() -> None:
     class Counts(torch.nn.Linear):
         calls = 0

@@ -135,7 +135,9 @@ class Replay:
     def back(self) -> Quality:
         """The step does not count, and what follows its block has run: what the state is worth once it is put back."""
         self._in_step = False
-        moved = self._moved()
+        if self._watched and not self._entered:
+            self._compare()
+        moved = self._moved() or (None if self.kept else self._untraced)
         for thing in self._things:
             thing.put_back()
         for generator, drawn in zip(self._random, self._generators, strict=True):
