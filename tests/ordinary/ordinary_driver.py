@@ -182,6 +182,7 @@ def install(findings: Findings, killer: Killer) -> None:
     track, loop, close = session.Run.track, session.Run.steps, session.Run.close
     enter, leave, backward = steps.Step.__enter__, steps.Step.__exit__, torch.Tensor.backward
     once, evaluate = session.Run.once, session.Run.evaluate
+    destroy, groups = dist.destroy_process_group, list[Any]()
 
     def tracked(run: session.Run, **objects: Any) -> None:
         track(run, **objects)
@@ -217,23 +218,28 @@ def install(findings: Findings, killer: Killer) -> None:
 
         return once(run, called, **options)
 
-    def evaluating(run: session.Run, fn: Any, **options: Any) -> None:
-        def called() -> Any:
+    def evaluating(run: session.Run, fn: Any, *arguments: Any, **options: Any) -> None:
+        def called(*given: Any) -> Any:
             killer.at(run.step)
             killer.reach("evaluate")
-            found = fn()
+            found = fn(*given)
             killer.reach("evaluated")
             return found
 
-        evaluate(run, called, **options)
+        evaluate(run, called, *arguments, **options)
 
     def differentiated(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
         killer.backward(loss)
         backward(loss, *arguments, **options)
 
+    def left_group(*arguments: Any, **options: Any) -> None:
+        groups.append(dist.group.WORLD)  # as `everstep.train.world.leave_group` says; here for plain scripts, too
+        destroy(*arguments, **options)
+
     session.Run.track, session.Run.steps, session.Run.close = tracked, stepping, closed  # type: ignore[method-assign]
     session.Run.once, session.Run.evaluate = did_once, evaluating  # type: ignore[method-assign]
     steps.Step.__enter__, steps.Step.__exit__ = entered, left  # type: ignore[method-assign]
+    dist.destroy_process_group = left_group
     torch.Tensor.backward = differentiated  # type: ignore[method-assign]
     optimizers.register_optimizer_step_pre_hook(lambda *_: killer.reach("gradients"))
     optimizers.register_optimizer_step_post_hook(lambda *_: killer.reach("optimizer"))

@@ -196,12 +196,7 @@ ROWS = (
         or_same=True,
     ),
     Row("compiled_ddp", refused=r"torch\.compile.*DistributedDataParallel\(torch\.compile", or_same=True, long=True),
-    Row(
-        "powersgd",
-        refused="PowerSGD.*register_comm_hook",
-        torchrun_owner="scope",
-        today="a commit lacks the hook's state",
-    ),
+    Row("powersgd", refused="PowerSGD.*register_comm_hook"),
     Row(
         "growing_buffer",
     ),
@@ -477,12 +472,7 @@ ROWS = (
         owner="adversary",
         today="all survivors exit 1: a handle of the step before is waited for again",
     ),
-    Row(
-        "momentum_halved",
-        owner="adversary",
-        today="refused: a loop's variable that holds a tracked optimizer's state is taken for untracked",
-        torchrun_owner="adversary",
-    ),
+    Row("momentum_halved"),
     Row(
         "bucket_views",
         kills=("5:backward", "5:optimizer"),

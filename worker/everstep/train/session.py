@@ -41,7 +41,7 @@ from everstep.train.recovery.scope import UNKNOWN
 from everstep.train.report import Reporter
 from everstep.train.step import LoopError
 from everstep.train.switches import SWITCHES
-from everstep.train.world import most_processes, take_place
+from everstep.train.world import leave_group, most_processes, take_place
 
 log = logging.getLogger("everstep.train")
 
@@ -212,7 +212,7 @@ class Run(Loops):
     def _close(self) -> None:
         self._boundary.close()
         if self.place.made and dist.is_initialized():
-            dist.destroy_process_group()
+            leave_group()
 
     def __enter__(self) -> Run:
         return self

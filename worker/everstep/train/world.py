@@ -5,9 +5,11 @@ The same script runs alone and under a launcher: what torchrun and its kin put i
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,19 @@ class Place:
 def most_processes(environ: Mapping[str, str] = os.environ) -> int:
     """That the job may come to have, as the agent says."""
     return int(environ.get(env.MOST_PROCESSES, "1"))
+
+
+_left: list[Any] = []  # groups that were left
+
+
+def leave_group() -> None:
+    """Leave the default process group. Until the process ends something holds it: where a DDP object that outlives the
+    run was the last to do so, torch 2.13 freed gloo's group with Python's lock in hand, for which the group's own
+    threads may wait. Then the process hung at its end."""
+    if not _left:
+        atexit.register(_left.clear)
+    _left.append(dist.group.WORLD)
+    dist.destroy_process_group()
 
 
 def take_place(environ: Mapping[str, str] = os.environ) -> Place:
