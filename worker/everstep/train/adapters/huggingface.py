@@ -79,6 +79,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         batch or model. Ends the process with exit code 86, after a commit, when it was asked to stop.
         """
         _check(trainer, arguments)
+        arguments.pop("resume_from_checkpoint", None)  # scripts pass None, and a folder of ours takes its place
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         self._trainer = trainer

@@ -1,0 +1,69 @@
+"""Runs a script under `everstep-run` with three processes of one agent, and compares how two runs ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from adapter_run import environment
+
+SIZE = 3
+SECONDS = 240
+TORCH = "torch,torch.distributed,torch._dynamo,"
+AGENT, TORCHRUN = "everstep.agent.main", "torch.distributed.run"
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """`found`: what each rank has written at its end. `steps`: those that each process began, by pid."""
+
+    code: int
+    output: str
+    found: list[dict[str, Any]]
+    steps: dict[int, list[int]]
+
+    @property
+    def survivors(self) -> set[int]:
+        """Processes that began with step 0 and were there at the end."""
+        began = {pid for pid, steps in self.steps.items() if steps[0] == 0}
+        return began & {found["pid"] for found in self.found}
+
+
+def play(folder: Path, script: Path, *arguments: object, preload: str, restarts: int = 1, agent: str = AGENT) -> Played:
+    """`preload`: modules besides torch's. The script runs in `folder`, which is made, and writes into it."""
+    folder.mkdir()
+    argv = [f"--nproc-per-node={SIZE}", "--standalone", f"--max-restarts={restarts}", str(script)]
+    environ = {**environment(), "EVERSTEP_PRELOAD": TORCH + preload, "GLOO_SOCKET_IFNAME": "lo"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", agent, *argv, *map(str, arguments)], stdout=log, stderr=log, env=environ,
+            cwd=folder, start_new_session=True,
+        )  # fmt: skip
+    try:
+        code = process.wait(SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # its processes die with it
+            process.wait(10)
+    found = [torch.load(p, weights_only=False) for p in sorted(folder.glob("*.pt"))]
+    steps = {int(p.stem): [int(line.split()[0]) for line in p.open()] for p in folder.glob("*.steps")}
+    return Played(code, (folder / "log").read_text(), found, steps)
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    if items is None:
+        return {name: value}
+    return {k: v for key, one in items for k, v in flat(one, f"{name}.{key}").items()}
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    one, other = (flat({k: v for k, v in found.items() if k != "pid"}) for found in (a, b))
+    assert one.keys() == other.keys()
+    return [k for k, v in one.items() if not (torch.equal(v, other[k]) if torch.is_tensor(v) else v == other[k])]
