@@ -33,18 +33,25 @@ log = logging.getLogger("everstep.data")
 class TakenOver(ElasticLoader):
     """What trains in place of `loader`. `ranks`: the processes that the job is built for. `world`: this process's place
     in the present one. `sizes`: of worlds that a `DistributedSampler` may have been made for; by default the present
-    one's. Raises LoaderUnusable."""
+    one's. `micros`: batches of the loader that a process takes in a step. Raises LoaderUnusable."""
 
     _seed_was_passed = False  # a script that seeds nothing has another in each process
 
     def __init__(
-        self, loader: DataLoader[Any], *, ranks: int, world: World, sizes: frozenset[int] | None = None
+        self,
+        loader: DataLoader[Any],
+        *,
+        ranks: int,
+        world: World,
+        sizes: frozenset[int] | None = None,
+        micros: int = 1,
     ) -> None:
         sampler, self.batch_size, drop_last = _batches(loader)
         order = _order(loader, sampler, frozenset({world.size}) if sizes is None else sizes)
         super().__init__(
             loader.dataset,
-            global_batch=self.batch_size * ranks,
+            global_batch=self.batch_size * ranks * micros,
+            micro_batch=self.batch_size if micros > 1 else None,
             rank=world.rank,
             world_size=world.size,
             drop_last=drop_last,

@@ -12,16 +12,26 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import DistributedSampler
 
-from everstep.data import ElasticLoader
 from everstep.data.assignment import World
 from everstep.train.step import LoopError
 
 _make = DistributedSampler.__init__
 _iterate = DistributedSampler.__iter__
+
+
+class Cut(Protocol):
+    """What was made for a place in a world."""
+
+    @property
+    def world(self) -> World: ...
+
+    def reshard(self, rank: int, world_size: int) -> None:
+        """The world has changed."""
+        ...
 
 
 class Cuts:
@@ -31,15 +41,15 @@ class Cuts:
 
     def __init__(self, most: int | None) -> None:
         self._most = most
-        self._loaders = weakref.WeakSet[ElasticLoader]()
+        self._loaders = weakref.WeakSet[Cut]()
         self._samplers = weakref.WeakSet[DistributedSampler[Any]]()
         self._fixed = weakref.WeakKeyDictionary[DistributedSampler[Any], World | None]()  # made in which world
         self._world: World | None = None  # None: while the process builds its objects
         if most is not None:
             self._look()
 
-    def add(self, loader: ElasticLoader) -> None:
-        """A loader that `run.loader` made."""
+    def add(self, loader: Cut) -> None:
+        """A loader that `run.loader` made, say."""
         self._loaders.add(loader)
 
     def reshard(self, rank: int, world_size: int) -> None:

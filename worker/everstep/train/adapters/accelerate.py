@@ -2,16 +2,22 @@
 
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    def learn(batch):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss := criterion(model(batch[0]), batch[1]))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return {"loss": loss}
+
     with start(accelerator, "s3://bucket/run", every_steps=100,
                model=model, optimizer=optimizer, scheduler=scheduler, loader=loader) as run:
         for epoch in run.epochs(3):
-            for batch in run.batches():                  # the rest of the epoch
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss := criterion(model(batch[0]), batch[1]))
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                run.step(loss=loss)                      # after every batch
+            run.train(learn)                             # the rest of the epoch
+
+Where an agent announces rounds, a lost peer ends no process: `prepared` has that. Elsewhere the body may stay in a
+loop, `for batch in run.batches():`, with `run.step(loss=loss)` after every batch.
 
 Invariants: a position is a number of samples of an epoch whose order the seed and the epoch alone decide; a commit is
 made only where gradients were synchronised; a run that goes on draws the random numbers that it would have drawn.
@@ -21,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -31,14 +37,20 @@ from everstep.data import ElasticLoader
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import LateRng
 from everstep.train.boundary import Boundary
+from everstep.train.evaluation import figures
 
 try:
-    from accelerate.data_loader import SeedableRandomSampler
     from accelerate.utils import send_to_device
 except ImportError as e:
     raise missing("accelerate", "accelerate", "accelerate") from e
 
-from torch.utils.data import RandomSampler
+from accelerate.data_loader import SeedableRandomSampler
+
+from everstep.train.adapters import accelerated
+from everstep.train.adapters.order import known_order
+from everstep.train.adapters.prepared import Prepared
+
+accelerated.follow(loops=True)
 
 log = logging.getLogger("everstep.train")
 
@@ -149,6 +161,15 @@ class Run:
             self._in_hand = replace(batch, data=send_to_device(batch.data, self._accelerator.device))
             yield self._in_hand
 
+    def train(self, fn: Callable[[Any], Any]) -> None:
+        """Call `fn` with each of `batches`. A mapping that it returns is logged."""
+        for batch in self.batches():
+            self.step(**figures(fn(batch)))
+
+    def evaluate(self, fn: Callable[[], Any]) -> None:
+        """Call `fn` now. A mapping that it returns is logged."""
+        self._boundary.log(figures(fn()))
+
     def step(self, **metrics: Any) -> None:
         """The work on a batch is done. Counts a step if the optimizer has stepped, and may then save, or stop."""
         self._boundary.log(metrics)
@@ -182,7 +203,7 @@ def start(
     every_seconds: float | None = None,
     options: Mapping[str, Any] | None = None,
     **objects: Any,
-) -> Run:
+) -> Run | Prepared:
     """Restore the prepared `objects` and the position in `loader` from the newest commit, if there is one.
 
     `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; `options` go to one that
@@ -190,6 +211,8 @@ def start(
     optimizer, scheduler and whatever else is the training's state, by a name of your choice. Collective.
     """
     boundary = Boundary.find(checkpoint, every_steps, every_seconds, options or {})
+    if (recovery := accelerated.recovery()) is not None:
+        return Prepared(accelerator, boundary, recovery, loader, objects)
     return Run(accelerator, boundary, track(accelerator, loader=loader, **objects))
 
 
@@ -204,27 +227,12 @@ def track(accelerator: Any, *, loader: Any, **objects: Any) -> dict[str, Any]:
     for name, value in objects.items():
         if name in state:
             raise CheckpointError(f"track({name}=…): the name {name!r} is taken; use another")
-        state[name] = _unwrapped(accelerator, value)
+        state[name] = unwrapped(accelerator, value)
     return state
 
 
-def known_order(loader: Any) -> None:
-    """Raises `CheckpointError` unless the order of `loader`'s samples follows from a seed and the epoch."""
-    if not hasattr(loader, "total_batch_size"):
-        raise CheckpointError(
-            f"{type(loader).__name__}: a DataLoader that accelerator.prepare() returned, or an everstep.data."
-            "ElasticLoader, is expected"
-        )
-    sampler = loader.get_sampler()
-    if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
-        raise CheckpointError(
-            "the loader shuffles by a generator whose state at the begin of the epoch is lost, so a resumed epoch "
-            "would have another order: pass Accelerator(dataloader_config=DataLoaderConfiguration("
-            "use_seedable_sampler=True)), or use everstep.data.ElasticLoader"
-        )
-
-
-def _unwrapped(accelerator: Any, value: Any) -> Any:
+def unwrapped(accelerator: Any, value: Any) -> Any:
+    """What is in a prepared object, and goes into a commit."""
     if hasattr(value, "forward"):
         return accelerator.unwrap_model(value)
     for inner in ("optimizer", "scheduler"):

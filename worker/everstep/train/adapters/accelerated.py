@@ -5,23 +5,27 @@ the process. From `follow` on the group is Everstep's, of this process alone unt
 Accelerate of each round. Nothing changes under a launcher that announces no rounds, or if the script has made a process
 group by itself: then a lost peer ends the processes, and they go on from a commit.
 
-Invariant: nothing is prepared for training in a world of one that nobody would take into a round: that is refused.
+Invariant: no optimizer steps in a world of one that nobody has taken into a round: that is refused, where a Trainer is
+used before it prepares its model.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.rounds import AgentRounds
+from everstep.train.recovery.scope import At
 from everstep.train.step import LoopError
 from everstep.train.world import most_processes
 
@@ -32,14 +36,22 @@ class _Process:
     recovery: Recovery | None = None
     building = False
     following = False
+    loops = False  # the script has a loop of its own
 
 
-def follow() -> None:
-    """From now on. Once more does nothing."""
+# Loaders that were prepared for a script's own loop, with what they were made of.
+_loaders: weakref.WeakKeyDictionary[Any, tuple[Any, Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+def follow(*, loops: bool = False) -> None:
+    """From now on. Once more does nothing. `loops`: the script prepares its objects itself, for a loop of its own."""
+    _Process.loops |= loops
     if _Process.following:
         return
     _Process.following = True
     make, prepare = PartialState.__init__, Accelerator.prepare_model
+    wait, step = PartialState.wait_for_everyone, AcceleratedOptimizer.step
+    load = Accelerator.prepare_data_loader
 
     @functools.wraps(make)
     def made(state: Any, *arguments: Any, **named: Any) -> None:
@@ -51,16 +63,50 @@ def follow() -> None:
     def prepared(
         accelerator: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        if _Process.recovery is not None and not evaluation_mode and not _Process.building and most_processes() > 1:
+        if not evaluation_mode and not _Process.building and not _Process.loops and _alone():
             raise LoopError(
                 "Accelerate is to prepare a model for training, and this process is still alone: each rank would train "
                 "its own. Begin the training by callback.train(trainer), of an EverstepCallback, instead of "
-                "trainer.train(); in a script without a Trainer do not import everstep.train.adapters.huggingface"
+                "trainer.train(); in a script without a Trainer import everstep.train.adapters.accelerate, and not "
+                "everstep.train.adapters.huggingface"
             )
         return prepare(accelerator, model, device_placement, evaluation_mode)
 
+    @functools.wraps(load)
+    def loaded(accelerator: Any, data_loader: Any, *arguments: Any, **named: Any) -> Any:
+        made = load(accelerator, data_loader, *arguments, **named)
+        if _Process.loops and _alone() and made is not data_loader:
+            given = dict(zip(("device_placement", "slice_fn_for_dispatch"), arguments, strict=False))
+            _loaders[made] = accelerator, data_loader, {**given, **named}
+        return made
+
+    @functools.wraps(wait)
+    def waited(state: Any) -> None:
+        if not _alone():  # else each prepares its data by itself
+            wait(state)
+
+    @functools.wraps(step)
+    def stepped(optimizer: Any, closure: Any = None) -> Any:
+        if _alone():
+            raise LoopError(
+                "optimizer.step(): this process is still alone, and each rank would train its own model. Make the body "
+                "of the loop a function of the batch, and call it by run = everstep.train.adapters.accelerate.start("
+                "accelerator, …), `for epoch in run.epochs(N): run.train(function)`"
+            )
+        return step(optimizer, closure)
+
     PartialState.__init__ = made
+    PartialState.wait_for_everyone = waited
     Accelerator.prepare_model = prepared
+    Accelerator.prepare_data_loader = loaded
+    AcceleratedOptimizer.step = stepped
+
+
+def _alone() -> bool:
+    """Whether there are to be other processes, and this one was in no round yet."""
+    if _Process.recovery is None or most_processes() == 1:
+        return False
+    return _Process.recovery.program.scope.where is At.BUILDING
 
 
 def recovery() -> Recovery | None:
@@ -69,6 +115,11 @@ def recovery() -> Recovery | None:
         _Process.recovery = Recovery(rounds)
         _Process.recovery.start(most_processes())
     return _Process.recovery
+
+
+def prepared_loaders(accelerator: Any) -> list[tuple[Any, tuple[Any, Mapping[str, Any]]]]:
+    """Those that it prepared before the first round, each with its DataLoader and the other arguments."""
+    return [(made, (loader, named)) for made, (by, loader, named) in _loaders.items() if by is accelerator]
 
 
 @contextmanager
@@ -86,7 +137,7 @@ def move(rank: int, world_size: int) -> None:
     if world_size > 1 and PartialState._shared_state.get("distributed_type") is DistributedType.NO:
         raise LoopError(
             "Accelerate has found no device of its own for each process, and would train each rank alone: on machines "
-            "without an accelerator say TrainingArguments(use_cpu=True)"
+            "without an accelerator say TrainingArguments(use_cpu=True), or Accelerator(cpu=True)"
         )
     place = {
         "num_processes": world_size,

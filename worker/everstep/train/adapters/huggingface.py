@@ -40,7 +40,7 @@ except ImportError as e:
     raise missing("huggingface", "transformers", "'transformers[torch]'") from e
 
 from everstep.train.adapters import accelerated
-from everstep.train.adapters.accelerate import known_order
+from everstep.train.adapters.order import known_order
 from everstep.train.adapters.trainer_state import KeptState
 from everstep.train.adapters.unbroken import AtEnd, Unbroken
 

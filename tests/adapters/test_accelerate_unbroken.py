@@ -1,0 +1,70 @@
+"""A loop over what Accelerate prepared, under `everstep-run`: rank 1 of three is killed, the others keep their
+processes, and the run ends as the undisturbed one, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from adapter_run import HERE
+from unbroken_run import SIZE, TORCHRUN, Played, differing
+from unbroken_run import play as play_script
+
+pytestmark = pytest.mark.timeout(600)  # two runs, and the import of a framework, on a machine that does much else
+
+STEPS = 12  # 64 samples, 12 a step, the last step of each of 2 epochs with 4
+PRELOAD = "accelerate,accelerate.data_loader,everstep.train.adapters.accelerate"
+
+
+def play(folder: Path, kill: str = "", *, kind: str = "train", **how: object) -> Played:
+    return play_script(folder, HERE / "run_accelerate_rounds.py", folder, kind, kill, preload=PRELOAD, **how)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    played = play(tmp_path_factory.mktemp("accelerate") / "undisturbed")
+    assert played.code == 0, played.output[-4000:]
+    assert len(played.found) == SIZE
+    assert [found["evaluated"][:2] for found in played.found] == [[STEPS, 20]] * SIZE, "each sample once"
+    for found in played.found[1:]:
+        assert differing(found, played.found[0]) == []
+    return played
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "4:forward1",  # when the first half of the step's gradient is accumulated
+        "6:evaluating",
+        pytest.param("0:forward0", marks=pytest.mark.long),
+        pytest.param("11:forward1", marks=pytest.mark.long),  # of the step that has fewer samples
+        pytest.param("7:end1", marks=pytest.mark.long),  # optimizer and schedule have moved
+        pytest.param("12:evaluating", marks=pytest.mark.long),  # behind the last step
+    ],
+)
+def test_accelerate_loop_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the_same_bits(
+    kill: str, undisturbed: Played, tmp_path: Path
+) -> None:
+    played = play(tmp_path / "killed", kill)
+    assert played.code == 0, played.output[-4000:]
+    assert (tmp_path / "killed" / "killed").exists()
+    assert [found["step"] for found in played.found] == [STEPS] * SIZE
+    for found, reference in zip(played.found, undisturbed.found, strict=True):
+        assert differing(found, reference) == []
+    assert len(played.survivors) == SIZE - 1 + (kill == "0:forward0"), "the others kept theirs"
+    assert "the last commit" not in played.output
+
+
+def test_accelerate_loop_under_torchrun_takes_the_same_steps(undisturbed: Played, tmp_path: Path) -> None:
+    played = play(tmp_path / "torchrun", agent=TORCHRUN, restarts=0)
+    assert played.code == 0, played.output[-4000:]
+    assert [found["step"] for found in played.found] == [STEPS] * SIZE
+    assert played.found[0]["schedule"]["last_epoch"] == undisturbed.found[0]["schedule"]["last_epoch"]
+    assert [found["evaluated"][:2] for found in played.found] == [[STEPS, 20]] * SIZE
+
+
+def test_accelerate_loop_whose_body_is_no_function_is_refused_with_the_call_to_write(tmp_path: Path) -> None:
+    played = play(tmp_path / "batches", kind="batches", restarts=0)
+    assert played.code != 0
+    assert "write `run.train(learn)`" in played.output
+    assert not played.steps

@@ -1,0 +1,26 @@
+"""Whether the order of a prepared loader's samples can be found again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import RandomSampler
+
+from everstep.checkpoint import CheckpointError
+
+
+def known_order(loader: Any) -> None:
+    """Raises `CheckpointError` unless the order of `loader`'s samples follows from a seed and the epoch."""
+    if not hasattr(loader, "total_batch_size"):
+        raise CheckpointError(
+            f"{type(loader).__name__}: a DataLoader that accelerator.prepare() returned, or an everstep.data."
+            "ElasticLoader, is expected"
+        )
+    sampler = loader.get_sampler()
+    if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
+        raise CheckpointError(
+            "the loader shuffles by a generator whose state at the begin of the epoch is lost, so a resumed epoch "
+            "would have another order: pass Accelerator(dataloader_config=DataLoaderConfiguration("
+            "use_seedable_sampler=True)), or use everstep.data.ElasticLoader"
+        )

@@ -1,0 +1,222 @@
+"""A loop over objects that an `Accelerator` prepared, in a session whose worlds change.
+
+The session takes the loader that was prepared over, and calls the loop's body with a batch at a time, so it can call it
+again. A step is `gradient_accumulation_steps` batches. Other loaders that were prepared are cut anew for each world.
+
+Invariants: `accelerator.backward` weights each batch, so that the sum over all ranks and batches of a step is the mean
+over its samples; a prepared schedule moves as in a job of full size, because a step has the samples of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, NoReturn
+
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
+from accelerate.utils import send_to_device
+
+from everstep.data import Batch, DataError, ElasticLoader
+from everstep.data.assignment import World
+from everstep.data.takeover import TakenOver
+from everstep.train.adapters import accelerated
+from everstep.train.boundary import Boundary
+from everstep.train.evaluation import figures
+from everstep.train.recovery.recovery import Recovery
+from everstep.train.session import Run
+from everstep.train.step import LoopError
+from everstep.train.world import take_place
+
+
+class Session(Run):
+    """The session's own run, which tells `place` of each world, and of what it trains on."""
+
+    def __init__(self, boundary: Boundary, recovery: Recovery, place: Places) -> None:
+        super().__init__(take_place(), boundary, recovery, rng=True)
+        self._cuts.add(place)
+
+    @property
+    def epoch(self) -> int:
+        return self._feed.epoch if self._feed is not None else 0
+
+    def taken(self, loader: Any, micros: int) -> TakenOver:
+        try:
+            return TakenOver(loader, ranks=self.place.most, world=self._cut(), micros=micros)
+        except DataError as e:
+            raise LoopError(
+                f"start(loader=…): the prepared DataLoader cannot be taken over: {e}. Or pass an everstep.data."
+                "ElasticLoader, which is not to be prepared"
+            ) from e
+
+
+class Places:
+    """Tells Accelerate, and its loaders, of each world."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self.world = World(0, 1)
+
+    def reshard(self, rank: int, world_size: int) -> None:
+        self.world = World(rank, world_size)
+        accelerated.move(rank, world_size)
+        for made, (original, arguments) in accelerated.prepared_loaders(self._accelerator):
+            _cut_anew(self._accelerator, made, original, arguments)
+
+
+class Prepared:
+    """What `everstep.train.adapters.accelerate.start` gives where a lost peer does not end the others."""
+
+    def __init__(
+        self, accelerator: Any, boundary: Boundary, recovery: Recovery, loader: Any, objects: Mapping[str, Any]
+    ) -> None:
+        self._accelerator = accelerator
+        self._places = Places(accelerator)
+        self._session = Session(boundary, recovery, self._places)
+        self._micros = accelerator.gradient_accumulation_steps
+        self._scales = not isinstance(loader, ElasticLoader)
+        self._loader = self._session.taken(_base(loader), self._micros) if self._scales else loader
+        if not self._scales and self._micros > 1:
+            raise LoopError(
+                f"gradient_accumulation_steps={self._micros} with an ElasticLoader, which makes micro-batches itself: "
+                "leave it at 1, and pass ElasticLoader(micro_batch=…)"
+            )
+        self._session.track(**_inner(accelerator, objects))
+        self._batch: Batch[Any] | None = None  # in hand
+        self._backward, self._weighted = accelerator.backward, 0
+        accelerator.backward = self._weighting
+        for value in objects.values():
+            if isinstance(value, AcceleratedScheduler):
+                _full_size(value, self._session.place.most)
+
+    @property
+    def completed(self) -> int:
+        """Completed optimizer steps."""
+        return self._session.step
+
+    @property
+    def epoch(self) -> int:
+        return self._session.epoch
+
+    def epochs(self, until: int) -> Iterator[int]:
+        """The epochs that are left until `until` are done."""
+        return self._session.epochs(self._loader, until)
+
+    def train(self, fn: Callable[[Any], Any]) -> None:
+        """Call `fn` with each batch that is left of the present epoch, on the accelerator's device; again with those of
+        a step in which a peer was lost. A mapping that it returns is logged."""
+
+        def work(given: Any) -> Any:
+            found: Any = None
+            accelerated.forget_loaders()
+            for batch in (given,) if isinstance(given, Batch) else given:
+                found = self._attempt(fn, replace(batch, data=send_to_device(batch.data, self._accelerator.device)))
+            return found
+
+        self._session.train(work)
+
+    def evaluate(self, fn: Callable[[], Any]) -> None:
+        """Call `fn` on all ranks now, in the loop over epochs and outside of `train`; again if a peer is lost in it. A
+        mapping that it returns is logged."""
+        self._session.evaluate(fn)
+
+    def batches(self) -> NoReturn:
+        """Refused: what is raised in a loop's body nobody can catch for it."""
+        raise LoopError(
+            "run.batches() under everstep-run: a step in which a peer is lost could not be made again. Make the loop's "
+            "body a function of the batch, `def learn(batch): …`, and write `run.train(learn)`, without run.step()"
+        )
+
+    def step(self, **metrics: Any) -> NoReturn:
+        """Refused, as `batches` is."""
+        raise LoopError("run.step(…) under everstep-run: run.train(fn) counts the steps. Return what is to be logged "
+                        "from fn, as a mapping")  # fmt: skip
+
+    def __enter__(self) -> Prepared:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._accelerator.backward = self._backward
+        self._session.__exit__(kind, error, trace)
+
+    def _attempt(self, fn: Callable[[Any], Any], batch: Batch[Any]) -> Any:
+        accelerator = self._accelerator
+        # `accumulate` counts batches, and synchronises gradients at each multiple.
+        accelerator.step = before = self._micros - 1 if batch.last else 0
+        self._batch, self._weighted = batch, 0
+        try:
+            found = fn(batch.data if self._scales else batch)
+        finally:
+            self._batch = None
+        if self._scales and self._weighted == 0:
+            raise LoopError(
+                "run.train(fn): fn has not called accelerator.backward(loss), which weights the batch: write it in "
+                "the place of loss.backward()"
+            )
+        if self._micros > 1 and accelerator.step == before:
+            raise LoopError(
+                f"gradient_accumulation_steps={self._micros}, and fn has not entered accelerator.accumulate(model): "
+                "write `with accelerator.accumulate(model):` around its work"
+            )
+        return figures(found)
+
+    def _weighting(self, loss: Any, **named: Any) -> Any:
+        if self._batch is not None and self._scales:
+            self._weighted += 1
+            loss = self._batch.scale(loss) * self._micros  # by which Accelerate divides
+        return self._backward(loss, **named)
+
+
+def _base(loader: Any) -> Any:
+    """The DataLoader in a prepared one. Raises `LoopError`."""
+    if type(loader) is not DataLoaderShard:
+        raise LoopError(
+            f"start(loader=…): {type(loader).__qualname__}: a DataLoader that accelerator.prepare() returned is "
+            "expected, without dispatch_batches, or an everstep.data.ElasticLoader, which is not to be prepared"
+        )
+    return loader.base_dataloader
+
+
+def _inner(accelerator: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
+    from everstep.train.adapters.accelerate import unwrapped  # noqa: PLC0415  which imports this
+
+    if getattr(accelerator, "split_batches", False):
+        raise LoopError(
+            "split_batches=True: a batch of the loader is that of all processes. Leave it out, and say the batch of "
+            "one; or pass an everstep.data.ElasticLoader(global_batch=…)"
+        )
+    found = {name: unwrapped(accelerator, value) for name, value in objects.items()}
+    if accelerator.scaler is not None:
+        found["scaler"] = accelerator.scaler
+    return found
+
+
+def _full_size(schedule: Any, most: int) -> None:
+    """A step has the samples of `most` processes, so a schedule that moves once for each moves so often."""
+    step, shared = schedule.step, AcceleratorState._shared_state
+
+    def stepped(*arguments: Any, **named: Any) -> None:
+        held = shared["num_processes"]
+        shared["num_processes"] = most
+        try:
+            step(*arguments, **named)
+        finally:
+            shared["num_processes"] = held
+
+    schedule.step = stepped
+
+
+def _cut_anew(accelerator: Any, made: Any, original: Any, arguments: Mapping[str, Any]) -> None:
+    """As if it had been prepared in the present world."""
+    fresh = accelerator.prepare_data_loader(original, **arguments)
+    accelerator._dataloaders.remove(fresh)
+    old, new = made.get_sampler(), fresh.get_sampler()
+    if isinstance(old, SeedableRandomSampler) and isinstance(new, SeedableRandomSampler):
+        new.initial_seed = old.initial_seed
+    for name in ("base_dataloader", "rng_types", "synchronized_generator"):
+        if hasattr(fresh, name):
+            setattr(made, name, getattr(fresh, name))
