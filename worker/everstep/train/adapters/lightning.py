@@ -10,6 +10,8 @@ progress is restored by their own `state_dict`, as Lightning's checkpoints do it
 A step is committed when the next batch is there: then its validation is done. Loaders other than `Elastic` are brought
 to their place by reading and dropping the batches before it, from the generators as they were when the epoch began.
 
+Where an agent announces rounds, a lost peer ends no process: `fitting` begins Lightning's loop again in the next world.
+
 Invariants: the parameters, the progress and the generators of a commit are of one moment; batches that were given out
 and not trained on are given out again.
 """
@@ -24,11 +26,16 @@ from everstep.data import ElasticLoader
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng, RngAt
 from everstep.train.boundary import Boundary
+from everstep.train.step import LoopError
 
 try:
     from lightning.pytorch import Callback
 except ImportError as e:
     raise missing("lightning", "lightning", "lightning") from e
+
+from torch.utils.data import DistributedSampler
+
+from everstep.train.adapters import fitting
 
 
 class ElasticBatch(NamedTuple):
@@ -81,7 +88,8 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
 
     `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; `options` go to one that
     is made. The state is that of the module, the optimizers, schedulers, precision plug-in, data module, loops, other
-    callbacks (their `state_dict`) and random generators.
+    callbacks (their `state_dict`) and random generators. `in_process`: under everstep-run a lost peer does not end the
+    other processes.
     """
 
     def __init__(
@@ -90,8 +98,11 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         *,
         every_steps: int | None = None,
         every_seconds: float | None = None,
+        in_process: bool = True,
         **options: Any,
     ) -> None:
+        self._recovery = fitting.recovery() if in_process else None
+        self._fitting: fitting.Fitting | None = None
         self._boundary = Boundary.find(checkpoint, every_steps, every_seconds, options)
         self._rng, self._data = LateRng(), Late()
         self._epoch_rng: RngAt | None = None
@@ -101,6 +112,9 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._epoch_rng = RngAt()
         progress = _Progress(trainer)
+        if self._recovery is not None:
+            self._fit_in_rounds(self._recovery, trainer, pl_module, progress)
+            return
         step = self._boundary.begin(self._everything(trainer, pl_module, progress))
         if step == 0:
             self._fresh = True
@@ -118,7 +132,24 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             self._epoch_rng.keep()
             self._fresh = True
 
+    def _fit_in_rounds(self, recovery: Any, trainer: Any, pl_module: Any, progress: _Progress) -> None:
+        if trainer.ckpt_path is not None:
+            raise CheckpointError("fit(ckpt_path=…) under everstep-run: leave it out, the commit is what goes on")
+        if isinstance(trainer.fit_loop._data_source.instance, Elastic):
+            raise LoopError(
+                "trainer.fit(module, Elastic(…)) under everstep-run: pass an ordinary DataLoader, " + fitting.INSTEAD
+            )
+        kept = fitting.Progress(trainer, progress.state_dict)
+        self._fitting = fitting.Fitting(trainer, recovery, self._boundary, kept)
+        state = self._everything(trainer, pl_module, progress) | {"loops": kept}
+        for name in ("data", "rng", "rng_of_epoch"):
+            del state[name]
+        self._fitting.begin(state)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._fitting is not None:
+            _drop(trainer, self._fitting.skip)
+            return
         self._boundary.watch()  # Lightning's own handler calls a collective from the signal; ours takes its place
         if isinstance(trainer.train_dataloader, Elastic):
             self._data.bind(trainer.train_dataloader)
@@ -127,13 +158,17 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             _drop(trainer, self._skip)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._fitting is not None:
+            return
         assert self._epoch_rng is not None
         if not self._fresh:  # the iterator of the first epoch of a process exists by now: its moment was on_fit_start
             self._epoch_rng.keep()
         self._fresh = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if not self._begun:
+        if self._fitting is not None:
+            self._fitting.batch_begins()
+        elif not self._begun:
             self._begun = True
             self._rng.apply()
         elif trainer.global_step > self._boundary.step:
@@ -141,7 +176,13 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             total = trainer.max_steps if trainer.max_steps > 0 else None
             self._boundary.completed(trainer.global_step, total=total, epoch=trainer.current_epoch)
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._fitting is not None:
+            self._fitting.batch_ends()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._fitting is not None:
+            return
         if isinstance(trainer.train_dataloader, Elastic):
             trainer.train_dataloader.settle()
         self._ended = True
@@ -151,7 +192,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             self._boundary.leave()  # before Lightning puts its own handler away
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        if not self._ended:  # the commit is of the last step: nothing was trained
+        if not self._ended and self._fitting is None:  # the commit is of the last step: nothing was trained
             self._boundary.finish(trainer.global_step, save=False)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -198,6 +239,8 @@ class _Progress:
 class _Others:
     """The states of the other callbacks, by Lightning's keys."""
 
+    everstep_settles = True  # a timer's differs between ranks
+
     def __init__(self, trainer: Any, own: Callback) -> None:
         self._callbacks = [c for c in trainer.callbacks if c is not own]
 
@@ -230,7 +273,13 @@ class _Worlds:
 
 def _drop(trainer: Any, batches: int) -> None:
     """Read what was trained on before. The fetcher is the only owner of the iterator that the loop will use."""
-    fetcher = trainer.fit_loop._data_fetcher
+    loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
+    epoch = loop.epoch_progress.current.processed
+    samplers = [getattr(loader, "sampler", None) for loader in loop._combined_loader.flattened]
+    if epoch and (by_epoch := [s for s in samplers if isinstance(s, DistributedSampler)]):
+        for sampler in by_epoch:
+            sampler.set_epoch(epoch)  # Lightning does it when the epoch begins, which is too late
+        iter(fetcher)  # workers may have begun to read
     for _ in range(batches):
         next(fetcher)
     fetcher.fetched = 0  # the loop adds what it has counted itself

@@ -29,9 +29,9 @@ import torch
 
 from everstep.checkpoint import StateMismatch
 from everstep.train.adapters import accelerated
+from everstep.train.adapters.uncounted import Uncounted
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
-from everstep.train.census import Census
 from everstep.train.changing import Recovering
 from everstep.train.cuts import Cuts
 from everstep.train.evaluation import Evaluations
@@ -55,19 +55,6 @@ class AtEnd(Exception):
 
 class _Built(Exception):
     """Trainer has made its objects."""
-
-
-class _Uncounted(Census):
-    """Trainer holds what training moves, and it is tracked; what a framework holds besides is no business of ours."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def start(self) -> None: ...
-    def begins(self) -> None: ...
-    def over(self) -> None: ...
-    def moved(self) -> None: ...
-    def completed(self, world_size: int, same: Callable[[int], bool]) -> None: ...
 
 
 class _Agreement(Between):
@@ -205,7 +192,7 @@ class Unbroken:
         self._random.start()
         self._boundary.join()
         self._world = _World(
-            self._recovery, self._boundary, state, reducers, None, Cuts(None), _Agreement(self._kept), _Uncounted()
+            self._recovery, self._boundary, state, reducers, None, Cuts(None), _Agreement(self._kept), Uncounted()
         )
         self._world.begin()
 

@@ -1,0 +1,72 @@
+"""Lightning under `everstep-run`: rank 1 of three is killed, the others keep their processes, and the run ends as the
+undisturbed one, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from adapter_run import HERE
+from unbroken_run import SIZE, Played, differing
+from unbroken_run import play as play_script
+
+pytestmark = pytest.mark.timeout(600)  # two runs, and the import of a framework, on a machine that does much else
+
+STEPS = 12  # 48 samples, 12 a step, 3 epochs
+PRELOAD = "lightning.pytorch,everstep.train.adapters.lightning"
+
+
+def play(folder: Path, kill: str = "", *, kind: str = "ddp", restarts: int = 1) -> Played:
+    script = HERE / "run_lightning_rounds.py"
+    return play_script(folder, script, folder, kind, kill, preload=PRELOAD, restarts=restarts)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    played = play(tmp_path_factory.mktemp("lightning") / "undisturbed")
+    assert played.code == 0, played.output[-4000:]
+    assert len(played.found) == SIZE
+    return played
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "5:forward1",  # in the second epoch, when the first half of the step's gradient is accumulated
+        "6:validating",  # in the middle of an epoch
+        pytest.param("0:forward0", marks=pytest.mark.long),
+        pytest.param("7:forward0", marks=pytest.mark.long),
+        pytest.param("7:ended", marks=pytest.mark.long),  # optimizer and schedule have moved
+        pytest.param("8:validating", marks=pytest.mark.long),  # at an epoch's end
+        pytest.param("12:validating", marks=pytest.mark.long),  # behind the last step
+    ],
+)
+def test_lightning_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the_same_bits(
+    kill: str, undisturbed: Played, tmp_path: Path
+) -> None:
+    played = play(tmp_path / "killed", kill)
+    assert played.code == 0, played.output[-4000:]
+    assert (tmp_path / "killed" / "killed").exists()
+    assert [found["step"] for found in played.found] == [STEPS] * SIZE
+    for found, reference in zip(played.found, undisturbed.found, strict=True):
+        assert differing(found, reference) == []
+    assert len(played.survivors) == SIZE - 1 + (kill == "0:forward0"), "the others kept theirs"
+
+
+def test_lightning_that_is_not_to_go_on_in_process_ends_as_the_undisturbed_run_by_a_restart(
+    undisturbed: Played, tmp_path: Path
+) -> None:
+    first = play(tmp_path / "undisturbed", kind="restarted")
+    played = play(tmp_path / "killed", "7:forward1", kind="restarted")
+    assert played.code == 0, played.output[-4000:]
+    assert (tmp_path / "killed" / "killed").exists()
+    assert not played.survivors
+    for found, reference in zip(played.found, first.found, strict=True):
+        assert differing(found, reference) == []
+
+
+def test_lightning_with_an_elastic_loader_is_refused_in_process_with_what_to_write(tmp_path: Path) -> None:
+    played = play(tmp_path / "elastic", kind="elastic", restarts=0)
+    assert played.code != 0
+    assert "in_process=False" in played.output
+    assert not played.steps

@@ -1,0 +1,312 @@
+"""Lightning's fit loop in a world that changes: begun anew for each round, with the objects that the trainer has.
+
+    setup   a world of one: Lightning wraps the module and makes its optimizers
+    enter   the members of the round come to one state
+    pass    trainer.fit_loop.run(), from the progress of that state; until its end, or until a peer is lost
+
+A step is from the start of its first batch to the end of its last; then the optimizer has stepped. Validation and the
+hooks at an epoch's end belong to no step, and what they have moved nobody knows: a member that loses a peer in them is
+torn, and takes the state of one that is not, or of the last commit.
+
+Invariant: the progress that is tracked is that of the newest boundary, before a batch is trained on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import distributed
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from everstep.checkpoint import StateMismatch
+from everstep.train.adapters.uncounted import Uncounted
+from everstep.train.between import Between
+from everstep.train.boundary import Boundary
+from everstep.train.changing import Recovering
+from everstep.train.cuts import Cuts
+from everstep.train.evaluation import Evaluations
+from everstep.train.nesting import Nesting
+from everstep.train.once import Onces
+from everstep.train.randomness import STATE, Randomness
+from everstep.train.recovery.agreement import Quality
+from everstep.train.recovery.recovery import Recovery
+from everstep.train.recovery.reducers import BUCKETS, Reducers
+from everstep.train.recovery.rounds import AgentRounds
+from everstep.train.recovery.scope import At
+from everstep.train.step import LoopError, Phase
+from everstep.train.world import most_processes
+
+INSTEAD = "or say EverstepCallback(in_process=False): then all processes end with a lost peer, and go on from a commit"
+
+
+class Again(Exception):
+    """The world has changed: begin the next pass."""
+
+
+def recovery() -> Recovery | None:
+    """What keeps this process in the newest round; None if worlds do not change here. Once, before `Trainer.fit`."""
+    if dist.is_initialized() or (rounds := AgentRounds.find()) is None or (most := most_processes()) == 1:
+        return None
+    found = Recovery(rounds)
+    found.start(most)
+    os.environ["WORLD_SIZE"] = str(most)  # which Lightning compares with its devices
+    found.program.scope.enter(At.STEP)  # Lightning waits for others while it sets up, which come later
+
+    def alone(*_: object) -> None:
+        if found.round is None:
+            raise LoopError(
+                "optimizer.step(): this process is still alone, and each rank would train its own model: pass the "
+                "EverstepCallback to the Trainer, callbacks=[…]"
+            )
+
+    register_optimizer_step_pre_hook(alone)
+    _means_as_sums()
+    return found
+
+
+def _means_as_sums() -> None:
+    """Lightning divides sums for gloo by itself, because that has no means of integers, and does not know that our
+    group's tensors of the CPU go over gloo."""
+    sync = distributed._sync_ddp
+
+    def synced(result: Any, group: Any = None, reduce_op: Any = None) -> Any:
+        if not isinstance(reduce_op, str) or reduce_op.lower() not in ("mean", "avg"):
+            return sync(result, group, reduce_op)
+        sync(result, group, "sum")
+        return result.copy_(result / dist.get_world_size(group))
+
+    distributed._sync_ddp = synced
+
+
+class Progress:
+    """The loops' progress at the newest boundary. `read`: the progress now; `trainer.fit_loop` takes it when a pass
+    begins."""
+
+    everstep_settles = True
+
+    def __init__(self, trainer: Any, read: Callable[[], dict[str, Any]]) -> None:
+        self._trainer = trainer
+        self._read = read
+        self.first = copy.deepcopy(trainer.fit_loop.state_dict())
+        self.kept: dict[str, Any] | None = None
+
+    def keep(self) -> None:
+        loops = copy.deepcopy(self._read())
+        self.kept = {"loops": loops, "size": self._trainer.world_size, "stop": self._trainer.should_stop}
+
+    def put_back(self) -> int:
+        """Bring the loops to it; the batches of its epoch that are trained on."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)  # of a validation that was left
+        trainer.lightning_module._current_fx_name = None
+        trainer._logger_connector.reset_results()
+        trainer._logger_connector.reset_metrics()
+        with contextlib.suppress(AttributeError):  # there may be no fetcher
+            loop._data_fetcher.teardown()
+        loop._data_fetcher = loop._combined_loader = None  # made for another world
+        loop.epoch_loop.val_loop._combined_loader = None
+        trainer.training = True
+        trainer.should_stop = bool(self.kept and self.kept["stop"])
+        loop.load_state_dict(copy.deepcopy(self.kept["loops"] if self.kept else self.first))
+        for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop, loop.epoch_loop.automatic_optimization):
+            part.restarting = self.kept is not None
+        if self.kept is None:
+            return 0
+        epoch = self.kept["loops"]["epoch_progress"]["current"]
+        begun = epoch["started"] > epoch["processed"]
+        return self.kept["loops"]["epoch_loop.batch_progress"]["current"]["completed"] if begun else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept or {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state and state["size"] != self._trainer.world_size:
+            raise StateMismatch(
+                f"the commit counts batches of {state['size']} processes, this run has {self._trainer.world_size}: "
+                f"give the job one size, {INSTEAD}"
+            )
+        self.kept = dict(state) or None
+
+
+class _World(Recovering):
+    place: Callable[[int, int], None]
+
+    def _moved(self) -> None:
+        members = self._recovery.members
+        self.place(members.rank, members.world_size)
+        super()._moved()
+
+    def torn(self) -> None:
+        self._enter(Quality.TORN)
+
+
+class Fitting:
+    """One `trainer.fit`. `drop`: reads so many batches that are trained on."""
+
+    def __init__(self, trainer: Any, recovery: Recovery, boundary: Boundary, progress: Progress) -> None:
+        _check(trainer)
+        self._trainer = trainer
+        self._recovery = recovery
+        self._boundary = boundary
+        self._progress = progress
+        self._random = Randomness(True, trainer.strategy.root_device)
+        self._world: _World
+        self._size = 0
+        self._round = -1  # of this pass
+        self._in_step = False
+        self._behind = False  # the step is complete, and the work behind it is not
+        self.skip = 0  # batches that are trained on, of this pass's epoch
+
+    def begin(self, state: dict[str, Any]) -> None:
+        """With all objects made. The world is entered when the fit loop is to run: until then Lightning waits for
+        others at barriers, at which a process that comes later is alone."""
+        trainer = self._trainer
+        state[STATE] = self._random
+        state[BUCKETS] = reducers = Reducers(state)
+        self._random.start()
+        self._boundary.join()
+        between = Between(Onces(), Evaluations(), lambda: 0, Nesting())
+        self._world = _World(self._recovery, self._boundary, state, reducers, None, Cuts(None), between, Uncounted())
+        self._world.place = self._place
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # which passes over lost peers
+        if type(trainer.precision_plugin).optimizer_step is Precision.optimizer_step:
+            trainer.precision_plugin.optimizer_step = self._optimizer_step
+        trainer._run_stage = self._passes
+
+    # The fit loop's events, in order.
+
+    def batch_begins(self) -> None:
+        """The next batch is there."""
+        if self._in_step:
+            return  # a later one of its micro-batches
+        self._progress.keep()
+        if self._behind:
+            self._behind = False
+            self._world.between()
+        if self._number != self._round:
+            raise Again
+        self._world.step_begins()
+        self._random.begin(self._boundary.step, self._recovery.members.rank)
+        self._in_step = True
+
+    def batch_ends(self) -> None:
+        trainer = self._trainer
+        if trainer.global_step == self._boundary.step:
+            return
+        self._world.step_over()
+        if not self._world.step_ended():
+            self._recovery.check()  # raises
+        self._in_step, self._behind = False, True
+        self._recovery.program.scope.enter(At.STEP)
+        total = trainer.max_steps if trainer.max_steps > 0 else None
+        self._boundary.log(trainer.callback_metrics)
+        self._boundary.count(trainer.global_step, total=total, epoch=trainer.current_epoch)
+
+    # The passes.
+
+    def _passes(self) -> None:
+        """In place of Lightning's stage, without its check of the validation before the training."""
+        trainer = self._trainer
+        self._boundary.watch()  # in place of Lightning's own handler
+        try:
+            self._world.begin()
+            while True:
+                self._round = self._number
+                self._in_step = self._behind = False
+                self._recovery.program.scope.enter(At.STEP)
+                trainer.lightning_module.zero_grad()
+                self.skip = self._progress.put_back()
+                try:
+                    with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
+                        trainer.fit_loop.run()
+                    self._behind = False
+                    self._progress.keep()
+                    if self._world.finish():
+                        return
+                except Again:
+                    continue
+                except BaseException as e:
+                    if not self._lost(e):
+                        raise
+                    traceback.clear_frames(e.__traceback__)
+        finally:
+            self._boundary.leave()
+            for holder, name in ((trainer, "_run_stage"), (trainer.precision_plugin, "optimizer_step")):
+                holder.__dict__.pop(name, None)
+
+    def _lost(self, error: BaseException) -> bool:
+        """Whether a peer was lost, and the world is another one now."""
+        if self._in_step:
+            self._in_step = False
+            self._world.step_over()
+            if not self._world.step_lost(error):
+                return False
+            self._world.go_on(Phase.LOST)
+            return True
+        if not self._world.lost(error):
+            return False
+        if self._behind:
+            self._world.torn()
+        else:
+            self._world.go_on(Phase.DONE)
+        return True
+
+    def _place(self, rank: int, world_size: int) -> None:
+        trainer = self._trainer
+        environment = trainer.strategy.cluster_environment
+        environment.global_rank = lambda: rank
+        environment.world_size = lambda: world_size
+        rank_zero_only.rank = rank
+        self._size = self._size or world_size
+        if world_size != trainer.num_nodes * trainer.num_devices:
+            raise StateMismatch(
+                f"Trainer(devices={trainer.num_devices}, num_nodes={trainer.num_nodes}), and the present world has "
+                f"{world_size} processes: give the job one size (--nnodes=N), so that a lost process is replaced "
+                f"before the others go on, {INSTEAD}"
+            )
+
+    @property
+    def _number(self) -> int:
+        round_ = self._recovery.round
+        return -1 if round_ is None else round_.number
+
+    def _optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **named: Any) -> Any:
+        """Forward and backward before the optimizer's step, not in it: a peer that is lost in them costs the step."""
+        plugin = self._trainer.precision_plugin
+        if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
+            return Precision.optimizer_step(plugin, optimizer, model, closure, **named)
+        found = plugin._wrap_closure(model, optimizer, closure)
+        return optimizer.step(closure=lambda: found, **named)
+
+
+def _check(trainer: Any) -> None:
+    """Refuse what could not be brought back as it was."""
+    module, most = trainer.lightning_module, most_processes()
+    processes = trainer.num_nodes * trainer.num_devices
+    wrong = {
+        f"strategy {type(trainer.strategy).__name__}": (
+            type(trainer.strategy) is not DDPStrategy,
+            'say Trainer(strategy="ddp")',
+        ),
+        f"Trainer(devices={trainer.num_devices}, num_nodes={trainer.num_nodes})": (
+            processes != most,
+            f"the job has {most} processes: say so",
+        ),
+        "manual optimization": (
+            not module.automatic_optimization,
+            "nobody knows where a step ends: let Lightning step the optimizer",
+        ),
+    }
+    for name, (used, fix) in wrong.items():
+        if used:
+            raise LoopError(f"EverstepCallback under everstep-run cannot be used with {name}: {fix}, {INSTEAD}")
