@@ -92,6 +92,16 @@ def test_an_open_device_is_a_reason_not_to_fork(tmp_path: Path) -> None:
     assert unfit_to_fork(str(tmp_path)) == "opens /dev/nvidia0"
 
 
+def test_threads_that_are_no_reason_not_to_fork_are_known_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "fd").mkdir()
+    for number, name in enumerate(("python", "jemalloc_bg_thd", "worker")):
+        (tmp_path / "task" / str(number)).mkdir(parents=True)
+        (tmp_path / "task" / str(number) / "comm").write_text(f"{name}\n")
+    assert unfit_to_fork(str(tmp_path)) == "starts 1 threads that go on"
+    (tmp_path / "task" / "2" / "comm").unlink()
+    assert unfit_to_fork(str(tmp_path)) is None
+
+
 def test_a_process_that_was_spoiled_before_is_seen_until_its_thread_has_ended() -> None:
     program = (
         "import threading, time\n"

@@ -26,6 +26,9 @@ MAX_LINE = 1024 * 1024
 PR_SET_PDEATHSIG = 1
 # Sent to the whole group of the agent by a terminal or a supervisor: the agent decides what they mean.
 FOR_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# jemalloc's, which pyarrow brings, and with it Hugging Face's datasets: jemalloc holds its locks while a process is
+# forked, and does without the thread in the child.
+FORKS_WELL = ("jemalloc_bg_thd",)
 MORE_LIKELY = 100  # added to oom_score_adj: of agent and process, the process goes
 
 
@@ -158,11 +161,17 @@ def unfit_to_fork(root: str = "/proc/self") -> str | None:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    try:
-        threads = len(os.listdir(f"{root}/task"))
-    except OSError:
-        return None
-    return f"starts {threads - 1} threads that go on" if threads > 1 else None
+    threads = [name for name in _threads(root) if name not in FORKS_WELL]
+    return f"starts {len(threads) - 1} threads that go on" if len(threads) > 1 else None
+
+
+def _threads(root: str) -> list[str]:
+    """The names of this process's threads, the main one's too."""
+    found: list[str] = []
+    for number in os.listdir(f"{root}/task") if os.path.isdir(f"{root}/task") else ():
+        with contextlib.suppress(OSError), open(f"{root}/task/{number}/comm") as file:  # it may have ended
+            found.append(file.read().strip())
+    return found
 
 
 def die_with(parent: int) -> None:
