@@ -61,6 +61,10 @@ def main() -> None:
         schedule,
     )
     accelerator.wait_for_everyone()
+    if KIND == "plain":
+        for x, y in loader:
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
     objects = {"model": model, "optimizer": optimizer, "schedule": schedule}
     seen: list[Any] = []
     with start(accelerator, str(FOLDER / "commits"), every_steps=100, loader=loader, **objects) as run:

@@ -98,7 +98,7 @@ def main() -> None:
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         val_check_interval=0.5,
-        callbacks=[callback, stopping, Last()],
+        callbacks=[stopping, Last()] if KIND == "without" else [callback, stopping, Last()],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

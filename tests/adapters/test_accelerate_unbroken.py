@@ -63,8 +63,11 @@ def test_accelerate_loop_under_torchrun_takes_the_same_steps(undisturbed: Played
     assert [found["evaluated"][:2] for found in played.found] == [[STEPS, 20]] * SIZE
 
 
-def test_accelerate_loop_whose_body_is_no_function_is_refused_with_the_call_to_write(tmp_path: Path) -> None:
-    played = play(tmp_path / "batches", kind="batches", restarts=0)
+@pytest.mark.parametrize(("kind", "said"), [("batches", "write `run.train(learn)`"), ("plain", "run.train(function)")])
+def test_accelerate_loop_whose_body_is_no_function_is_refused_with_the_call_to_write(
+    kind: str, said: str, tmp_path: Path
+) -> None:
+    played = play(tmp_path / "refused", kind=kind, restarts=0)
     assert played.code != 0
-    assert "write `run.train(learn)`" in played.output
+    assert said in played.output
     assert not played.steps

@@ -67,8 +67,11 @@ def test_lightning_that_is_not_to_go_on_in_process_ends_as_the_undisturbed_run_b
             torch.testing.assert_close(found["model"][name], value)
 
 
-def test_lightning_with_an_elastic_loader_is_refused_in_process_with_what_to_write(tmp_path: Path) -> None:
-    played = play(tmp_path / "elastic", kind="elastic", restarts=0)
+@pytest.mark.parametrize(("kind", "said"), [("elastic", "in_process=False"), ("without", "callbacks=[…]")])
+def test_lightning_that_cannot_go_on_in_process_is_refused_with_what_to_write(
+    kind: str, said: str, tmp_path: Path
+) -> None:
+    played = play(tmp_path / "refused", kind=kind, restarts=0)
     assert played.code != 0
-    assert "in_process=False" in played.output
-    assert not played.steps
+    assert said in played.output
+    assert not played.found
