@@ -48,7 +48,6 @@ def play(script: str, folder: Path, without: str = "", case: str = "") -> None:
         ("dino", "", ""),
         ("by_hand", "", ""),
         ("stages", "", "frozen"),
-        ("stages", "", "group"),
         ("stages", "", "second tracked"),
         ("stages", "", "attack"),
         ("stages", "", "probe and said"),
@@ -103,6 +102,7 @@ def test_script_that_tracks_all_that_it_moves_is_accepted(
         ("by_hand", "velocity", "", "velocity"),
         ("stages", "", "second", "second is an optimizer (Adam)"),
         ("stages", "backbone", "group", "run.track(backbone=backbone)"),
+        ("stages", "", "group", "optimizer.add_param_group was called in the loop"),
         ("stages", "", "probe", "probe_optimizer is an optimizer (SGD)"),
     ],
 )

@@ -54,6 +54,7 @@ class Census:
         self._steps = 0
         self.in_step = False
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of those judged good
+        self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # when the loop began
         self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # not tracked, and older than the loop
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # when they stepped
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # not tracked, and perhaps without a name
@@ -71,6 +72,7 @@ class Census:
         self._covered = Covered(self._state)
         for optimizer in self._covered.optimizers.values():
             self._check_parameters(optimizer)
+            self._groups[optimizer] = len(optimizer.param_groups)
         self._find()
         _live.add(self)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -237,6 +239,7 @@ class Census:
             self._covered = Covered(self._state)
             if any(optimizer is o for o in self._covered.optimizers.values()):
                 self._check_parameters(optimizer)
+                self._check_groups(optimizer)
             elif threading.get_ident() == self._thread or not any(optimizer in c._sizes for c in _live):
                 self._check_stranger(optimizer)
 
@@ -252,6 +255,19 @@ class Census:
             what = f"({found or f'of shape {list(parameter.shape)}'}) is trained by the tracked optimizer {name}"
             raise LoopError(str(Finding(subject, what, track(subject))))
         self._sizes[optimizer] = _size(optimizer)
+
+    def _check_groups(self, optimizer: Optimizer) -> None:
+        """A new process makes the optimizer as it was before the loop: it cannot hold the state of another group."""
+        before, now = self._groups.get(optimizer), len(optimizer.param_groups)
+        name = next(name for name, o in self._covered.optimizers.items() if o is optimizer)
+        if before is None or now <= before or self.is_untracked(name):
+            return
+        raise LoopError(
+            f"{name}.add_param_group was called in the loop: {name} had {before} groups when run.steps() began, and "
+            f"has {now}. A process that begins anew makes it with {before}, and what was saved does not fit. Call "
+            f"{name}.add_param_group({{'params': …, 'lr': 0.0}}) before run.steps(), and set the group's 'lr' in the "
+            f"step from which it is to be trained; or, if nothing is lost with it, run.untracked({name!r})"
+        )
 
     def _check_stranger(self, optimizer: Optimizer) -> None:
         """One that was made in this step of parameters that were too leaves nothing behind."""

@@ -6,6 +6,7 @@ Invariants: every rank saves, stops and ends at the same step; a step that raise
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from everstep.checkpoint import RngState
 from everstep.contract import exit_codes
 from everstep.data.assignment import World as Cut
-from everstep.train import ending, once
+from everstep.train import bodies, ending, once
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
 from everstep.train.byhand import ByHand
@@ -59,6 +60,8 @@ class Loops:
         self._onces, self._evaluations, self._nesting = once.Onces(), Evaluations(), Nesting()
         self._between = Between(self._onces, self._evaluations, lambda: self._goal, self._nesting)
         self._feed: Feed | None = None
+        self._function: Any = None  # that takes a step, in `train`
+        self._read = False  # the text of the loop over an epoch's steps
         boundary.join()
 
     @property
@@ -126,6 +129,9 @@ class Loops:
         if loader is not None and not feed.is_of(loader):
             raise LoopError("steps(loader) in the loop of run.epochs(another): an epoch is one of the loader that was "
                             "passed to run.epochs()")  # fmt: skip
+        if not self._read:
+            self._read = True
+            self._read_loop(nested=True)
         nesting.steps_begin()
         self._by_hand.steps_begin()
         given = False
@@ -243,8 +249,21 @@ class Loops:
                 self._census,
             )
         world.begin()
+        self._read_loop(nested=False)
         self._world = world
         return feed, world
+
+    def _read_loop(self, *, nested: bool) -> None:
+        """Raises `LoopError` for what is wrong by the script's text, where something is saved or handed on."""
+        if self._recovery is None and not self._boundary.saves:
+            return
+        function = self._function if self._nesting.nested is nested else None
+        bodies.check_loop(
+            sys._getframe(1), function, self._state, self._census.is_untracked,
+            changes=self._recovery is not None, nested=nested,
+        )  # fmt: skip
+        if not nested:
+            bodies.check_modules(self._state, self._census.is_untracked)
 
     def _evaluate_now(self, call: Callable[[], Any]) -> None:
         world, nesting = self._world, self._nesting

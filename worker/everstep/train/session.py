@@ -190,6 +190,7 @@ class Run(Loops):
         over batches, without a loader None), and again if a peer was lost in it. A mapping that it returns is logged.
         In the loop of `epochs` it takes the rest of the epoch, and no more than `fn` is said.
         """
+        self._function = fn
         for step in self.steps(loader, until=until, epochs=epochs):
             with step as batch:
                 self.log(**evaluation.figures(fn(batch)))

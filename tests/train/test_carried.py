@@ -1,0 +1,318 @@
+"""What a loop carries in plain variables: found where it reaches what is trained, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.train.bodies import _constant, _held, _kind
+from everstep.train.carried import PLAIN, carried
+from everstep.train.taints import SAVED, Script, path_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def found(text: str, values: dict[str, Any]) -> dict[str, str]:
+    """Name → what depends on it, in the first loop over steps of the text."""
+    tree = ast.parse(textwrap.dedent(text))
+    loop = next(n for n in ast.walk(tree) if isinstance(n, ast.For | ast.While) and "step" in ast.unparse(n))
+    script = Script(tree, lambda n: _kind(_held(values, n)), lambda n: _constant(values, n))
+    return {f.name: f.use for f in carried(script, loop)}
+
+
+WORK = """
+    loss = criterion(model(batch.data[0]), batch.data[1])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def loop(body: str, before: str = "", work: str = WORK) -> str:
+    """A loop over steps, whose step does `body` and the usual work."""
+    inner = textwrap.indent(textwrap.dedent(body).strip("\n") + "\n" + textwrap.dedent(work), "        ")
+    return f"{textwrap.dedent(before)}\nfor step in run.steps(loader, until=9):\n    with step as batch:\n{inner}"
+
+
+LR = "for group in optimizer.param_groups:\n    group['lr'] = rate\n"
+
+CARRIED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "counter that sets a rate": (
+        loop(f"n += 1\nrate = 0.1 / n\n{LR}"), {"n": 0}, {"n": "a hyperparameter"},
+    ),
+    "counter that a function sets a rate by": (
+        loop("n += 1\nset_rate(optimizer, n)", "def set_rate(o, k):\n    for g in o.param_groups:\n"
+             "        g['lr'] = schedule(k)\n"), {"n": 0}, {"n": "a hyperparameter"},
+    ),
+    "rate that is decayed now and then": (
+        loop(f"if step.number in (3, 5):\n    rate *= 0.1\n{LR}"), {"rate": 0.1}, {"rate": "a hyperparameter"},
+    ),
+    "rate that is set once, in one step": (
+        loop(f"if step.number == 3:\n    rate = 0.01\n{LR}"), {"rate": 0.1}, {"rate": "a hyperparameter"},
+    ),
+    "two variables behind each other": (
+        loop("a += 1\nb = b + a\n(loss * b).backward()", work=""), {"a": 0, "b": 0},
+        {"a": "the gradients", "b": "the gradients"},
+    ),
+    "counter that decides whether the optimizer steps": (
+        loop("loss(batch).backward()\nn += 1\nif n % 4 == 0:\n    optimizer.step()", work=""), {"n": 0},
+        {"n": "optimizer.step()"},
+    ),
+    "list that the loss is weighted by": (
+        loop("loss = f(batch)\n(loss / sum(last)).backward()\nlast.append(loss.item())", work=""), {"last": [1.0]},
+        {"last": "the gradients"},
+    ),
+    "dictionary of numbers": (
+        loop("stats['n'] += 1\n(f(batch) * stats['n']).backward()", work=""), {"stats": {"n": 0}},
+        {"stats": "the gradients"},
+    ),
+    "curriculum by a length of its own": (
+        loop("length += 1\nf(batch.data[:, :length]).backward()", work=""), {"length": 1}, {"length": "the gradients"},
+    ),
+    "mean of the losses that a schedule asks for": (
+        loop("mean = 0.9 * mean + 0.1 * loss.item()\nplateau.step(mean)", work=""), {"mean": 0.0},
+        {"mean": "plateau.step()"},
+    ),
+    "average that warms up by a count": (
+        loop("n += 1\nfor a, p in zip(average.parameters(), model.parameters()):\n"
+             "    a.mul_(n / (n + 9)).add_(p)"), {"n": 0}, {"n": "the parameters"},
+    ),
+    "flag of the first batch": (
+        loop("if first:\n    model.load_state_dict(start(batch))\n    first = False"), {"first": True},
+        {"first": "model.load_state_dict"},
+    ),
+    "values of the first batch, by a flag": (
+        loop("if first:\n    mean = batch.data.mean()\n    first = False\nf(batch.data - mean).backward()", work=""),
+        {"first": True}, {"first": "the gradients"},
+    ),
+    "patience in an object": (
+        "class Stopper:\n    def __init__(self):\n        self.best, self.waited, self.stop = 9.0, 0, False\n"
+        "    def step(self, loss):\n        if loss < self.best:\n            self.best, self.waited = loss, 0\n"
+        "        else:\n            self.waited += 1\n        self.stop = self.waited > 3\n"
+        + loop("stopper.step(f(batch))\nif stopper.stop:\n    break"),
+        {"stopper": type("Stopper", (), {})()}, {},
+    ),
+    "nonlocal of a closure": (
+        loop("def closure():\n    nonlocal calls\n    calls += 1\n    loss = f(batch) * calls\n    loss.backward()\n"
+             "    return loss\noptimizer.step(closure)", work=""), {"calls": 0}, {"calls": "the gradients"},
+    ),
+    "end of the loop by a count": (
+        loop("n += 1\nif n > 7:\n    sys.exit()"), {"n": 0}, {"n": "whether the loop ends"},
+    ),
+    "index of an enumeration": (
+        "for i, step in enumerate(run.steps(loader, until=9)):\n    with step as batch:\n"
+        "        optimizer.param_groups[0]['lr'] = 0.1 / (i + 1)\n", {}, {"i": "a hyperparameter"},
+    ),
+    "steps that are taken by next": (
+        "while True:\n    step = next(steps)\n    with step as batch:\n        n += 1\n"
+        "        (f(batch) * n).backward()\n",
+        {"n": 0}, {"n": "the gradients"},
+    ),
+    "attribute of a trainer": (
+        "class Trainer:\n    def fit(self):\n        for step in self.run.steps():\n            with step as batch:\n"
+        "                self.train(batch)\n    def train(self, batch):\n        self.n += 1\n"
+        "        (self.model(batch) * self.weight()).backward()\n"
+        "    def weight(self):\n        return min(1, self.n / 9)\n",
+        {"self": type("Trainer", (), {})()}, {"self.n": "the gradients"},
+    ),
+    "best model in a file": (
+        loop("value = f(batch)\nif value < best:\n    best = value\n    torch.save(model, 'best.pt')"), {"best": 9.0},
+        {"best": SAVED},
+    ),
+}  # fmt: skip
+CARRIED["patience in an object"][1]["stopper"].__dict__.update(best=9.0, waited=0, stop=False)
+CARRIED["patience in an object"][2].update(
+    {"stopper.best": "whether the loop ends", "stopper.waited": "whether the loop ends"}
+)
+CARRIED["attribute of a trainer"][1]["self"].__dict__.update(n=0)
+
+HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sums for a log": (
+        loop("total += loss.item()\nseen += len(batch.data)\nif seen > 50:\n    print(total / seen)\n"
+                         "    total = seen = 0"), {"total": 0.0, "seen": 0},
+    ),
+    "list of losses that is cut": (
+        loop("losses.append(loss.item())\nif len(losses) > 99:\n    losses = losses[-99:]\nprint(sum(losses))"),
+        {"losses": []},
+    ),
+    "best that is printed": (loop("best = min(best, loss.item())\nbar.set_postfix(best=best)"), {"best": 9.0}),
+    "count for a writer": (
+        loop("n += 1\nwriter.add_scalar('loss', loss.item(), n)\nif n % 9 == 0:\n    evaluate(model)"), {"n": 0},
+    ),
+    "timer": (loop("now = time.time()\nif now - last > 9:\n    print(now)\n    last = now"), {"last": 0.0}),
+    "mask that is made once": (
+        loop("if mask is None:\n    mask = torch.ones(batch.data.shape[1])\n(f(batch.data) * mask).sum().backward()",
+             work=""), {"mask": None},
+    ),
+    "mask that is made once, by a flag": (
+        loop("if not made:\n    mask = torch.ones(4)\n    made = True\n(f(batch) * mask).backward()", work=""),
+        {"mask": None, "made": False},
+    ),
+    "mask that grows with the longest batch": (
+        loop("if size < batch.data.shape[1]:\n    size = batch.data.shape[1]\n    mask = torch.ones(size)\n"
+             "(f(batch) * mask).backward()", work=""), {"mask": None, "size": 0},
+    ),
+    "bound anew in each step": (loop("scale = 1.0\nif hard(batch):\n    scale = 2.0\n(f(batch) * scale).backward()",
+                                     work=""), {"scale": 1.0}),
+    "name that the log uses again": (
+        loop("loss = f(batch)\nloss.backward()\nloss = mean = 0.9 * mean + 0.1 * loss.item()\nprint(loss)", work=""),
+        {"mean": 0.0, "loss": 0.0},
+    ),
+    "sum of the micro-batches of one step": (
+        "for step in run.steps():\n    with step as batches:\n        for i, b in enumerate(batches):\n"
+        "            if i == 0:\n                total = 0\n            total = total + f(b)\n"
+        "        total.backward()\n",
+        {},
+    ),
+    "loss of the last micro-batch": (
+        "for step in run.steps():\n    with step as batches:\n        for b in batches:\n            loss = f(b)\n"
+        "            loss.backward()\n        print(loss)\n", {"loss": None},
+    ),
+    "rate by the step's number": (
+        loop(f"if step.number >= 5:\n    rate = 0.01\n{LR}"), {"rate": 0.1},
+    ),
+    "warning that is given once": (
+        loop("if not warned and bad(batch):\n    warned = True\n    print('bad')"), {"warned": False},
+    ),
+    "count of batches that failed": (
+        loop("try:\n    check(batch)\nexcept ValueError:\n    failed += 1\n    if failed > 9:\n        raise"),
+        {"failed": 0},
+    ),
+    "parameter of a function that is bound there": (
+        loop("shift = scaled(shift)\nprint(shift)\nf(batch, scaled(weight)).backward()",
+             "def scaled(x):\n    x = x * 2\n    return x\n", work=""), {"shift": 1.0, "weight": 1.0},
+    ),
+    "patience that is switched off": (
+        loop("if args.patience:\n    waited += 1\n    if waited > args.patience:\n        break"),
+        {"waited": 0, "args": SimpleNamespace(patience=0)},
+    ),
+    "meter in an object": (
+        "class Meter:\n    def update(self, x):\n        self.sum += x\n        self.count += 1\n"
+        "        self.mean = self.sum / self.count\n"
+        + loop("meter.update(loss.item())\nprint(meter.mean)"), {"meter": type("Meter", (), {"__init__": None})},
+    ),
+    "profiler": (loop("n += 1\nif n > 3:\n    prof.step()"), {"n": 0}),
+    "optimizer that is made later": (
+        loop("if step.number == 3:\n    second = torch.optim.Adam(p)\nif second is not None:\n    second.step()"),
+        {"second": None},
+    ),
+    "tensors, which the census watches": (
+        loop("state['h'] = f(state['h'])\nstate['h'].sum().backward()"), {"state": {"h": torch.zeros(2)}},
+    ),
+    "tracked dictionary's own": (loop("f(batch).backward()\ndone.append(step.number)"), {"done": []}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_variable_that_reaches_training_is_found_with_what_depends_on_it(name: str) -> None:
+    text, values, wanted = CARRIED[name]
+    assert found(text, values) == wanted
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_variable_that_reaches_no_training_is_not_found(name: str) -> None:
+    text, values = HARMLESS[name]
+    assert found(text, values) == {}
+
+
+def test_findings_name_the_lines() -> None:
+    text = loop(f"n += 1\nrate = 0.1 / n\n{LR}")
+    tree = ast.parse(text)
+    (one,) = carried(Script(tree, {"n": "int"}.get), tree.body[0])
+    lines = text.splitlines()
+    assert (lines[one.line - 1].strip(), lines[one.at - 1].strip()) == ("n += 1", "group['lr'] = rate")
+
+
+def test_script_without_end_is_given_up_and_not_refused() -> None:
+    body = "\n".join(f"n = n + {i}" for i in range(20_000))
+    tree = ast.parse(loop(f"{body}\n(f(batch) * n).backward()", work=""))
+    assert carried(Script(tree, {"n": "int"}.get), tree.body[0]) == []
+
+
+# All scripts of the repository that train: those that are refused by this, and by which names.
+REFUSED = {
+    "ordinary/scripts/best_weights.py": ["best"],
+    "ordinary/scripts/early_stop_by_patience.py": ["best", "waited"],
+    "ordinary/scripts/first_loss.py": ["first"],
+    "ordinary/scripts/history_rebound.py": ["recent"],
+    "ordinary/scripts/normalised_by_first_batch.py": ["deviation", "mean"],
+    "ordinary/scripts/rate_by_own_counter.py": ["global_step"],
+    "ordinary/scripts/replay_buffer.py": ["recent"],
+}
+FOLDERS = ("tests/ordinary/scripts", "tests/ordinary/public", "tests/train/strangers", "examples")
+
+
+def test_of_all_scripts_of_the_repository_only_those_that_carry_something_are_found() -> None:
+    files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    names = dict[str, list[str]]()
+    loops = 0
+    for path in files:
+        tree = ast.parse(path.read_text())
+        for n in ast.walk(tree):
+            if isinstance(n, ast.For) and _is_over_steps(n.iter):
+                loops += 1
+                if lost := carried(Script(tree, Written(tree, n).kind), n):
+                    names[str(path.relative_to(ROOT / "tests"))] = [f.name for f in lost]
+    assert loops > 150
+    assert names == REFUSED
+
+
+def _is_over_steps(e: ast.expr) -> bool:
+    return any(isinstance(n, ast.Attribute) and n.attr in ("steps", "epochs") for n in ast.walk(e))
+
+
+class Written:
+    """What a script's variables hold before its loop, as far as its text says it."""
+
+    def __init__(self, tree: ast.Module, loop: ast.For) -> None:
+        self._values: dict[str, ast.expr] = {}
+        self._own = dict[str, str]()  # of self, where the loop is in a method
+        for n in ast.walk(tree):
+            if isinstance(n, ast.ClassDef) and any(part is loop for part in ast.walk(n)):
+                self._own["self"] = n.name
+            if isinstance(n, ast.Assign) and (n.lineno < loop.lineno or isinstance(n.targets[0], ast.Attribute)):
+                for target in n.targets:
+                    self._bind(target, n.value)
+
+    def _bind(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple):
+            parts = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
+            for t, v in zip(target.elts, parts, strict=True):
+                self._bind(t, v)
+        elif (path := path_of(target)) is not None:
+            self._values.setdefault(path, value)
+
+    def kind(self, name: str) -> str | None:
+        if name in self._own:
+            return self._own[name]
+        match self._values.get(name):
+            case ast.Constant(value=value):
+                return type(value).__name__
+            case ast.List() | ast.ListComp():
+                return "list"
+            case ast.Dict(values=values):
+                return "object" if any(isinstance(v, ast.Call) for v in values) else "dict"
+            case ast.BinOp() | ast.UnaryOp():
+                return "float"
+            case ast.Call(func=func):
+                made = (path_of(func) or "").rpartition(".")[2]
+                return made if made in PLAIN or made[:1].isupper() else "object"
+        return None
+
+
+def test_class_of_a_value_is_told_without_calling_the_script() -> None:
+    class Stranger:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+    values = {"a": 1.5, "b": collections.deque([1]), "c": [torch.zeros(1)], "d": Stranger(), "e": None}
+    assert {n: _kind(_held(values, n)) for n in (*values, "d.x", "z")} == {
+        "a": "float", "b": "deque", "c": "object", "d": "Stranger", "e": "NoneType", "d.x": None, "z": None,
+    }  # fmt: skip

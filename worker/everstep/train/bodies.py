@@ -1,0 +1,329 @@
+"""Reads the text of the script's loop before its first step, and refuses what a new process could not go on with.
+
+`carried` says which plain variables are carried from step to step and reach what is trained; this finds the loop among
+the frames that run, and what its variables hold now. Found there too: a generator function that hands out a step's
+batch from within the step, and a rank that was read from the environment before the loop. Where there is no text (a
+prompt, a library's loop) nothing is said.
+
+Invariant: none of the script's code is called, and nothing of the script's is kept alive.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import logging
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.train.carried import PLAIN, Carried, carried
+from everstep.train.covered import Covered, word
+from everstep.train.holdings import _is_script, variables
+from everstep.train.step import LoopError
+from everstep.train.taints import PARAMETERS, RETURNED, SAVED, Script, path_of
+
+log = logging.getLogger("everstep.train")
+
+LARGEST = 2**20  # bytes of a file that is read
+LOOKED_AT = 64  # elements of a container
+MODULES = 10_000
+NAMED = 4  # names in one text
+DECORATORS = 20  # lines of them
+_RANKS = frozenset({"RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
+_TALKS = frozenset({"print", "info", "debug", "warning", "log", "write", "set_postfix", "set_description"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The loop over steps, or the function that takes one, in the file called `name`; and the variables seen there."""
+
+    name: str
+    tree: ast.Module
+    loop: ast.stmt
+    values: Mapping[str, Any]
+
+
+def check_loop(
+    frame: types.FrameType | None,
+    function: Any,
+    state: Mapping[str, Any],
+    is_untracked: Callable[..., bool],
+    *,
+    changes: bool,
+    nested: bool,
+) -> None:
+    """Raises `LoopError` for what is wrong by the text of the loop that `frame` is called from, or of the `function`
+    that takes a step. `changes`: the world may change. `nested`: it is called from a loop over epochs."""
+    for place in _of_function(function) if function is not None else _of_frame(frame):
+        if changes:
+            _check_generator(place)
+            _check_rank(place)
+        _check_carried(place, Covered(state), is_untracked, nested=nested)
+
+
+def check_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> None:
+    """Raises `LoopError` for plain attributes by which a tracked module's forward pass sets its parameters up, or that
+    it counts with."""
+    seen = set[type]()
+    modules = (m for target in state.values() if isinstance(target, torch.nn.Module) for m in target.modules())
+    for module in islice(modules, MODULES):
+        kind = type(module)
+        if kind not in seen and not kind.__module__.startswith("torch."):
+            seen.add(kind)
+            _check_module(module, is_untracked)
+
+
+# Where the loop is.
+
+
+def _of_frame(frame: types.FrameType | None) -> Iterator[_Place]:
+    """The script's frame that asks for the step; and where that is a generator function, those that ask it for one."""
+    while frame is not None:
+        if _is_script(frame.f_code.co_filename):
+            if (place := _of_script(frame)) is not None:
+                yield place
+            if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                return
+        frame = frame.f_back
+
+
+def _of_script(frame: types.FrameType) -> _Place | None:
+    tree, line = _tree(frame.f_code.co_filename), frame.f_lineno
+    nodes = list(ast.walk(tree)) if tree is not None else []
+    loops = [n for n in nodes if isinstance(n, ast.For) and n.iter.lineno <= line <= _end(n.iter)]
+    taken = [n for n in nodes if isinstance(n, ast.While) and n.lineno <= line <= _end(n) and _takes(n, line)]
+    found = max((*loops, *taken), key=lambda n: n.lineno, default=None)
+    if tree is None or found is None:
+        return None
+    values: dict[str, Any] = {}
+    for name, value in variables(frame):
+        values.setdefault(name, value)
+    return _Place(Path(frame.f_code.co_filename).name, tree, found, values)
+
+
+def _of_function(function: Any) -> Iterator[_Place]:
+    values: dict[str, Any] = {}
+    if isinstance(function, types.MethodType):
+        values["self"], function = function.__self__, function.__func__
+    if not isinstance(function, types.FunctionType) or not _is_script(function.__code__.co_filename):
+        return
+    code = function.__code__
+    tree = _tree(code.co_filename)
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)] if tree is not None else []
+    lines = range(code.co_firstlineno, code.co_firstlineno + DECORATORS)
+    found = next((n for n in nodes if n.name == function.__name__ and n.lineno in lines), None)
+    if tree is not None and found is not None:
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        values |= {k: cell.cell_contents for k, cell in cells if cell != types.CellType()}
+        yield _Place(Path(code.co_filename).name, tree, found, {**function.__globals__, **values})
+
+
+def _tree(path: str) -> ast.Module | None:
+    text = "".join(linecache.getlines(path))
+    if not text or len(text) > LARGEST:
+        return None
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _end(node: ast.stmt | ast.expr) -> int:
+    return node.end_lineno or node.lineno
+
+
+def _takes(loop: ast.While, line: int) -> bool:
+    """Whether it takes its steps by `next` there."""
+    calls = (n for n in ast.walk(loop) if isinstance(n, ast.Call) and n.lineno <= line <= _end(n))
+    return any((path_of(n.func) or "").rpartition(".")[2] in ("next", "__next__") for n in calls)
+
+
+# What its variables hold.
+
+_MISSING = object()
+
+
+def _held(values: Mapping[str, Any], name: str) -> Any:
+    """What a name with dots stands for; none of the script's code is called for it."""
+    first, *rest = name.split(".")
+    value = values.get(first, _MISSING)
+    for part in rest:
+        value = getattr(value, "__dict__", {}).get(part, _MISSING)
+    return value
+
+
+def _kind(value: Any) -> str | None:
+    if value is _MISSING:
+        return None
+    for plain in (bool, int, float, str):
+        if isinstance(value, plain):
+            return plain.__name__
+    kind = type(value)
+    if kind.__name__ not in PLAIN:
+        return kind.__name__
+    if kind.__module__ not in ("builtins", "collections"):
+        return "object"
+    elements = value.values() if isinstance(value, Mapping) else value if isinstance(value, Collection) else ()
+    # The census looks at these while they train.
+    heavy = any(isinstance(v, torch.Tensor | torch.nn.Module | np.ndarray) for v in islice(elements, LOOKED_AT))
+    return "object" if heavy else kind.__name__
+
+
+def _constant(values: Mapping[str, Any], name: str) -> Any:
+    value = _held(values, name)
+    return value if value is None or isinstance(value, bool | int | float | str) else ...
+
+
+# What is refused.
+
+
+def _check_carried(place: _Place, covered: Covered, is_untracked: Callable[..., bool], *, nested: bool) -> None:
+    def is_tracked(name: str) -> bool:
+        parts = name.split(".")
+        held = (_held(place.values, ".".join(parts[: i + 1])) for i in range(len(parts)))
+        return any(id(v) in covered.objects for v in held if not isinstance(v, bool | int | float | str | None))
+
+    script = Script(
+        place.tree, lambda n: _kind(_held(place.values, n)), lambda n: _constant(place.values, n)
+    )  # fmt: skip
+    lost, saved = list[Carried](), list[Carried]()
+    for found in carried(script, place.loop):
+        if found.use == RETURNED or is_untracked(found.name) or (nested and _is_of_run(place, found.name)):
+            continue
+        if is_tracked(found.name):
+            if found.bound and "." not in found.name:
+                raise LoopError(
+                    f"{found.name} is tracked, and line {found.line} of {place.name} gives the name to another object, "
+                    f"which nothing that is tracked holds; {found.use} depends on it (line {found.at}). Change the "
+                    f"tracked one in its place: `{found.name}[:] = …` of a list, `{found.name}.update(…)` of a dict, "
+                    f"`{found.name}.copy_(…)` of a tensor"
+                )
+            continue
+        (saved if found.use == SAVED else lost).append(found)
+    if saved:
+        log.warning("%s", _text(place, saved))
+    if lost:
+        raise LoopError(_text(place, lost))
+
+
+def _text(place: _Place, found: list[Carried]) -> str:
+    said = "; ".join(
+        f"{f.name} is carried from step to step in a plain variable (line {f.line} of {place.name} changes it), and "
+        f"{f.use} depends on it (line {f.at})"
+        for f in found[:NAMED]
+    )
+    counts = [f.name for f in found if f.counts]
+    if counts:
+        return f"{said}: a process that begins anew counts from 0 again. Use `step.number` in place of {counts[0]}"
+    kept = ", ".join(f"{word(f.name)!r}: {f.name}" for f in found)
+    names = ", ".join(repr(f.name) for f in found)
+    return (
+        f"{said}: a process that begins anew does not have it. Write carried = {{{kept}}} and "
+        f"run.track(carried=carried) before run.steps(), and use carried[{word(found[0].name)!r}] in the loop; or, if "
+        f"nothing is lost with it, run.untracked({names})"
+    )
+
+
+def _is_of_run(place: _Place, name: str) -> bool:
+    """Whether the loop over epochs gives it a value that comes from the run's own count of steps."""
+    given = (n.value for n in _bound(place.tree) if any(path_of(t) == name for t in n.targets))
+    return any(isinstance(part, ast.Attribute) and part.attr == "step" for value in given for part in ast.walk(value))
+
+
+def _check_generator(place: _Place) -> None:
+    for block in ast.walk(place.loop):
+        if not isinstance(block, ast.With) or not isinstance(place.loop, ast.For):
+            continue
+        taken = {path_of(item.context_expr) for item in block.items}
+        steps = {n.id for n in ast.walk(place.loop.target) if isinstance(n, ast.Name)}
+        found = next((n for n in ast.walk(block) if isinstance(n, ast.Yield | ast.YieldFrom)), None)
+        if taken & steps and found is not None:
+            raise LoopError(
+                f"line {found.lineno} of {place.name} is in a generator function that yields from within `with step`: "
+                "an error of the code that takes the batches, as when a peer is lost, does not reach the step. Yield "
+                "the step, `for step in run.steps(…): yield step`, and write `with step as batch:` around the work"
+            )
+
+
+def _check_rank(place: _Place) -> None:
+    """A process keeps its variables when it is given another rank."""
+    names = dict[str, int]()
+    for bound in _bound(place.tree):
+        parts = list(ast.walk(bound.value))
+        reads = any((path_of(part) or "").endswith(("environ", "getenv")) for part in parts)
+        rank = reads and any(isinstance(part, ast.Constant) and part.value in _RANKS for part in parts)
+        derived = isinstance(bound.value, ast.Compare | ast.Name) and any(
+            isinstance(part, ast.Name) and part.id in names for part in parts
+        )
+        if (rank or derived) and not _is_in(bound, place.loop):
+            names |= {t.id: bound.lineno for t in bound.targets if isinstance(t, ast.Name)}
+    quiet = {id(part) for n in ast.walk(place.loop) if _only_talks(n) for part in ast.walk(n)}
+    for n in ast.walk(place.loop):
+        if isinstance(n, ast.Name) and n.id in names and id(n) not in quiet and isinstance(n.ctx, ast.Load):
+            raise LoopError(
+                f"{n.id} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[n.id]} of "
+                f"{place.name}), and the loop uses it in line {n.lineno}: after a process was lost the ranks may be "
+                f"others. Write run.rank or run.world_size in the loop in place of {n.id}"
+            )
+
+
+def _bound(tree: ast.Module) -> Iterator[ast.Assign]:
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
+    return iter(sorted(found, key=lambda n: n.lineno))
+
+
+def _is_in(node: ast.stmt, loop: ast.stmt) -> bool:
+    return loop.lineno <= node.lineno <= _end(loop)
+
+
+def _only_talks(n: ast.AST) -> bool:
+    match n:
+        case ast.If(orelse=[]):
+            return all(map(_only_talks, n.body))
+        case ast.Expr(value=ast.Call(func=func)):
+            return (path_of(func) or "").rpartition(".")[2] in _TALKS
+    return False
+
+
+def _check_module(module: torch.nn.Module, is_untracked: Callable[..., bool]) -> None:
+    kind = type(module)
+    code = getattr(kind.forward, "__code__", None)
+    if code is None or not _is_script(code.co_filename) or kind.get_extra_state is not torch.nn.Module.get_extra_state:
+        return
+    tree = _tree(code.co_filename)
+    forward = next(
+        (n for n in ast.walk(tree or ast.Module([], [])) if isinstance(n, ast.FunctionDef) and n.name == "forward"
+         and code.co_firstlineno <= n.lineno < code.co_firstlineno + DECORATORS),
+        None,
+    )  # fmt: skip
+    if tree is None or forward is None:
+        return
+    held = {*(n for n, _ in module.named_parameters()), *module.state_dict(keep_vars=True)}
+    values = {"self": types.SimpleNamespace(**{k: v for k, v in vars(module).items() if k != "training"})}
+
+    def kind_of(name: str) -> str | None:
+        if name == "self":
+            return kind.__name__
+        value = _held(values, name)
+        return type(value).__name__ if isinstance(value, int | float) and value is not True else None
+
+    script = Script(tree, kind_of, lambda n: _constant(values, n))
+    for found in carried(script, forward, {f"self.{name}": PARAMETERS for name in held}):
+        name = word(found.name)
+        if is_untracked(f"{kind.__name__}.{name}", kind.__name__):
+            continue
+        raise LoopError(
+            f"{kind.__name__}.{name} is a plain attribute of a module that its forward pass changes (line {found.line} "
+            f"of {Path(inspect.getfile(kind)).name}), and {found.use} depends on it (line {found.at}): no checkpoint "
+            f"holds it. Write self.register_buffer({name!r}, torch.tensor({_held(values, found.name)!r})) in "
+            f"{kind.__name__}.__init__, and change it by self.{name}.fill_(…); or, if nothing is lost with it, "
+            f"run.untracked({f'{kind.__name__}.{name}'!r})"
+        )

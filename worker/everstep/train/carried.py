@@ -1,0 +1,390 @@
+"""Which plain variables of a script are carried from one step to the next, and reach what is trained: by its text.
+
+A number, a list or a flag that the loop changes and reads again in the next step is in no checkpoint: a process that
+begins anew has what stood there before the loop. This walks through the body of the loop as it would run, once for each
+branch, with the functions and methods of the same file that it calls, and notes for each name from which variables of
+the step before its value comes. Of these it tells only those that reach the gradients, a hyperparameter, the
+parameters, a schedule, the end of the loop, or what the script itself saves. What is only printed or summed up for a
+log is none of them, nor a constant that is made in the first step, nor what is bound anew in each step before it is
+read.
+
+Pure: a syntax tree in, findings out. What is not understood is passed over: a finding is to be near certain.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from everstep.train.taints import (
+    ENDS,
+    NONE,
+    NUMBER,
+    RETURNED,
+    SAVED,
+    VARYING,
+    Arguments,
+    Scope,
+    Script,
+    Spent,
+    Taint,
+    Values,
+    path_of,
+)
+
+DEPTH = 8  # calls in each other
+# Of what the loop begins with. Tensors, modules and what holds them are watched while they train (`census`).
+PLAIN = frozenset({
+    "int", "float", "bool", "str", "NoneType", "list", "tuple", "dict", "set", "deque", "defaultdict", "Counter",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """`name` is changed by the loop in `line`, and `use` in line `at` depends on what the step before left in it.
+    `bound`: the loop gives the name to another object. `counts`: it is the index of an enumeration of steps."""
+
+    name: str
+    line: int
+    use: str
+    at: int
+    bound: bool = True
+    counts: bool = False
+
+
+@dataclass(slots=True)
+class _Change:
+    line: int
+    kept: Taint = NONE  # what its new value comes from
+    control: Taint = NONE  # what decides whether it is changed
+    state: bool = False
+    bound: bool = False
+    made: bool = False  # an object of a class, which the census knows
+
+
+def carried(script: Script, loop: ast.stmt, begin: Mapping[str, Taint] | None = None) -> list[Carried]:
+    """Of a loop over steps, or of a function that takes one step; by name, in order. `begin`: what else is known."""
+    walk = _Walk(script, begin or {}, (), frozenset())
+    try:
+        walk.run(loop)
+        names = {n for n in walk.changes if script.kind(n) in PLAIN} | walk.counts
+        flags: frozenset[str] = frozenset()
+        for _ in range(2):
+            walk = _Walk(script, begin or {}, names, flags)
+            walk.run(loop)
+            flags = frozenset(names - _states(walk.changes) - walk.counts)
+    except (Spent, RecursionError):
+        return []
+    found: dict[str, Carried] = {}
+    for taint, use, at in sorted(walk.uses, key=lambda u: u[1] == SAVED):
+        for name in sorted(_behind(taint, walk.changes) & names):
+            change = walk.changes.get(name, _Change(at))
+            if not change.made:
+                counts = name in walk.counts
+                found.setdefault(name, Carried(name, change.line, use, at, change.bound, counts))
+    return [found[name] for name in sorted(found)]
+
+
+def _states(changes: Mapping[str, _Change]) -> set[str]:
+    """Of what is changed, what a new process could not make as it is: not constants that are made once."""
+    found = {name for name, c in changes.items() if c.state or "*" in c.kept | c.control or name in c.kept}
+    while more := {n for n, c in changes.items() if n not in found and (c.kept | c.control) & (found - {n})}:
+        found |= more
+    return found
+
+
+def _behind(taint: Taint, changes: Mapping[str, _Change]) -> Taint:
+    """With the variables from which these were changed."""
+    found = set(taint)
+    waiting = list(taint)
+    while waiting:
+        change = changes.get(waiting.pop())
+        for name in (change.kept | change.control) - found if change is not None else ():
+            found.add(name)
+            waiting.append(name)
+    return frozenset(found)
+
+
+class _Walk(Values):
+    """`names`: variables that the loop changes. `flags`: those of them that hold a constant, made once."""
+
+    def __init__(self, script: Script, begin: Mapping[str, Taint], names: Iterable[str], flags: frozenset[str]) -> None:
+        super().__init__(script)
+        self._flags = flags
+        self.env |= begin
+        self.env |= {n: frozenset({f"?{n}" if n in flags else n}) for n in names}
+        self.changes: dict[str, _Change] = {}
+        self.counts = set[str]()  # indices of an enumeration of steps
+        self._calls: list[str] = []
+        self._made = 0
+
+    def run(self, loop: ast.stmt) -> None:
+        match loop:
+            case ast.For():
+                self._loop_target(loop)
+                self._block(loop.body)
+            case ast.While():
+                self._block(loop.body)
+            case ast.FunctionDef():
+                self._scopes.append(Scope(inner=True))
+                self._bind_locals(loop)
+                for parameter in _parameters(loop):
+                    if parameter != "self":
+                        self._write(self._scopes[-1].names[parameter], VARYING, loop.lineno)
+                self._block(loop.body)
+
+    def _loop_target(self, loop: ast.For) -> None:
+        call, target = loop.iter, loop.target
+        if isinstance(call, ast.Call) and path_of(call.func) == "enumerate" and isinstance(target, ast.Tuple):
+            index, target = target.elts
+            if isinstance(index, ast.Name):
+                self.counts.add(index.id)
+                self.env[index.id] = frozenset({index.id})
+        nested = isinstance(call, ast.Call) and (path_of(call.func) or "").endswith("epochs")
+        self._assign(target, NUMBER if nested else VARYING, None)
+
+    # Statements.
+
+    def _block(self, body: Iterable[ast.stmt]) -> None:
+        for statement in body:
+            self._statement(statement)
+
+    def _statement(self, s: ast.stmt) -> None:  # noqa: PLR0912
+        self._spend()
+        match s:
+            case ast.Expr():
+                self._value(s.value)
+            case ast.Assign():
+                for target in s.targets:
+                    self._assign_to(target, s.value)
+            case ast.AnnAssign(value=ast.expr() as source):
+                self._assign_to(s.target, source)
+            case ast.AugAssign():
+                self._augment(s)
+            case ast.If():
+                self._branches(s)
+            case ast.For():
+                self._for(s)
+            case ast.While():
+                with self._under(self._test(s.test)), self._in_loop():
+                    self._twice(s.body)
+            case ast.With():
+                for item in s.items:
+                    value = self._value(item.context_expr)
+                    if item.optional_vars is not None:
+                        self._assign(item.optional_vars, value, None)
+                self._block(s.body)
+            case ast.Try():
+                self._block(s.body)
+                for handler in s.handlers:
+                    self._either(NONE, handler.body, [])
+                self._block((*s.orelse, *s.finalbody))
+            case ast.Break() if not self._scopes[-1].inner and not self._scopes[-1].loops:
+                self._use(self._control, ENDS, s.lineno)
+            case ast.Return():
+                self._return(s)
+            case ast.FunctionDef():
+                self._scopes[-1].functions[s.name] = s
+            case _:
+                pass
+
+    def _return(self, s: ast.Return) -> None:
+        value = self._value(s.value)
+        scope = self._scopes[-1]
+        scope.returned |= value | self._control
+        if not scope.inner:
+            self._use(self._control, ENDS, s.lineno)
+        elif not self._calls:
+            self._use(value | self._control, RETURNED, s.lineno)
+
+    def _for(self, s: ast.For) -> None:
+        """Taken once at least: an empty one is rare, and its variables would all seem to be carried."""
+        of = path_of(s.iter.func) if isinstance(s.iter, ast.Call) else path_of(s.iter)
+        value = self._value(s.iter)
+        if not value and of != "range" and self.script.kind(of or "") not in ("list", "tuple", "dict"):
+            value = VARYING
+        if (of or "").endswith(".steps"):
+            self._loop_target(s)
+        else:
+            self._assign(s.target, value, None)
+        with self._in_loop():
+            self._twice(s.body)
+        self._block(s.orelse)
+
+    def _twice(self, body: list[ast.stmt]) -> None:
+        self._block(body)
+        self._block(body)
+
+    def _branches(self, s: ast.If) -> None:
+        test = self._test(s.test)
+        said = self._decided(s.test)
+        if said is not None:
+            self._block(s.body if said else s.orelse)
+        else:
+            self._either(test, s.body, s.orelse)
+
+    def _either(self, test: Taint, body: list[ast.stmt], orelse: list[ast.stmt]) -> None:
+        before = dict(self.env)
+        with self._under(test):
+            self._block(body)
+            taken, self.env = self.env, before
+            self._block(orelse)
+        for name in taken.keys() | self.env.keys():
+            self.env[name] = taken.get(name, NONE) | self.env.get(name, NONE)
+
+    def _decided(self, e: ast.expr) -> bool | None:
+        """What a test says in all steps, if nothing that it asks for is changed by the loop."""
+        match e:
+            case ast.BoolOp():
+                said = {self._decided(v) for v in e.values}
+                short = isinstance(e.op, ast.Or)
+                return short if short in said else None if None in said else not short
+            case ast.UnaryOp(op=ast.Not()):
+                inner = self._decided(e.operand)
+                return None if inner is None else not inner
+            case ast.Compare(ops=[op], comparators=[right]):
+                a, b = self._constant(e.left), self._constant(right)
+                if a is ... or b is ...:
+                    return None
+                match op:
+                    case ast.Eq() | ast.Is():
+                        return bool(a == b)
+                    case ast.NotEq() | ast.IsNot():
+                        return bool(a != b)
+                    case ast.In() | ast.NotIn() if isinstance(a, str) and isinstance(b, str):
+                        return (a in b) == isinstance(op, ast.In)
+                return None
+        value = self._constant(e)
+        return None if value is ... else bool(value)
+
+    def _constant(self, e: ast.expr) -> object:
+        if isinstance(e, ast.Constant):
+            return e.value
+        key = self._key(e)
+        if key is None or "#" in key or self.env.get(key) or key in self.changes:
+            return ...
+        return self.script.decided(key)
+
+    @contextmanager
+    def _under(self, test: Taint) -> Iterator[None]:
+        before = self._control
+        self._control = before | test
+        yield
+        self._control = before
+
+    @contextmanager
+    def _in_loop(self) -> Iterator[None]:
+        self._scopes[-1].loops += 1
+        yield
+        self._scopes[-1].loops -= 1
+
+    # What is changed.
+
+    def _assign_to(self, target: ast.expr, value: ast.expr) -> None:
+        if (
+            isinstance(target, ast.Tuple | ast.List)
+            and isinstance(value, ast.Tuple | ast.List)
+            and len(target.elts) == len(value.elts)
+        ):
+            taints = [self._value(v) for v in value.elts]
+            for t, taint, v in zip(target.elts, taints, value.elts, strict=True):
+                self._assign(t, taint, v)
+        else:
+            self._assign(target, self._value(value), value)
+
+    def _augment(self, s: ast.AugAssign) -> None:
+        target = s.target
+        held = ast.Name(target.id, ast.Load()) if isinstance(target, ast.Name) else target
+        value = self._value(held) | self._value(s.value)
+        self._assign(target, value, None)
+        if not isinstance(target, ast.Subscript) and (key := self._key(target)) is not None:
+            self.changes[key].state = True
+
+    def _assign(self, target: ast.expr, value: Taint, source: ast.AST | None) -> None:
+        match target:
+            case ast.Tuple() | ast.List():
+                for t in target.elts:
+                    self._assign(t, value, None)
+            case ast.Starred():
+                self._assign(target.value, value, None)
+            case ast.Name():
+                self._write(self._scopes[-1].names.get(target.id, target.id), value, target.lineno, source)
+            case ast.Attribute() if (key := self._key(target)) is not None:
+                if "@parameters" in self._value(target.value):
+                    self._use(value | self._control, "the parameters", target.lineno)
+                self._write(key, value, target.lineno, source)
+            case ast.Subscript():
+                held = self._value(target.value)
+                if "@groups" in held:
+                    self._use(value | self._control, "a hyperparameter", target.lineno)
+                elif "@parameters" in held:
+                    self._use(value | self._control, "the parameters", target.lineno)
+                elif (root := self._root(target)) is not None:
+                    self._mutate(root, value | self._value(target.slice), target.lineno)
+
+    def _write(self, key: str, value: Taint, line: int, source: ast.AST | None = None) -> None:
+        """A constant that is made in the first step, and kept, is not another one for what decided that."""
+        change = self._change(key, value, line)
+        change.bound |= source is not None
+        change.made |= isinstance(source, ast.Call) and (path_of(source.func) or "").rpartition(".")[2][:1].isupper()
+        once = not value & VARYING and all(t in self._flags or t == "#" for t in self._control)
+        self.env[key] = value if once else value | self._control
+        for part in [k for k in self.env if k.startswith(f"{key}.")]:
+            del self.env[part]
+
+    def _mutate(self, key: str, value: Taint, line: int) -> None:
+        self._change(key, value, line).state = True
+        self.env[key] = self.env.get(key, NONE) | value | self._control
+
+    def _change(self, key: str, value: Taint, line: int) -> _Change:
+        change = self.changes.setdefault(key, _Change(line))
+        change.kept |= frozenset(t.lstrip("?") for t in value if t[0] not in "#@")
+        change.control |= frozenset(t for t in self._control if t[0] not in "#@")
+        return change
+
+    # Functions of the same file.
+
+    def _enter(
+        self, function: ast.FunctionDef, arguments: Arguments, keywords: Mapping[str | None, Taint], owner: str
+    ) -> Taint:
+        given = frozenset[str]().union(*(taint for _, taint in arguments), *keywords.values())
+        if len(self._calls) >= DEPTH or function.name in self._calls:
+            return given
+        scope = Scope(inner=True)
+        keys = [self._key(a) for a, _ in arguments]
+        if any(function is f for s in self._scopes for f in s.functions.values()):
+            scope.names |= self._scopes[-1].names  # a closure of what is walked through
+        self._scopes.append(scope)
+        self._calls.append(function.name)
+        bound = self._bind_locals(function)
+        names = _parameters(function)
+        if owner and names:
+            scope.names[names.pop(0)] = owner
+        for name, key, (_, taint) in zip(names, keys, arguments, strict=False):
+            if key is not None and name not in bound:
+                scope.names[name] = key
+            else:
+                self.env[scope.names[name]] = taint
+        for keyword, taint in keywords.items():
+            if keyword in scope.names:
+                self.env[scope.names[keyword]] = taint
+        self._block(function.body)
+        self._calls.pop()
+        self._scopes.pop()
+        return scope.returned
+
+    def _bind_locals(self, function: ast.FunctionDef) -> set[str]:
+        """Each call has its own. Those that it binds."""
+        self._made += 1
+        shared = {n for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for n in node.names}
+        bound = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for name in (bound | set(_parameters(function))) - shared - {"self"}:
+            self._scopes[-1].names[name] = f"{function.name}#{self._made}.{name}"
+        return bound
+
+
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    a = function.args
+    return [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
