@@ -52,11 +52,11 @@ def blocks() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.timeout(240)
 def test_a_block_of_the_page_runs_as_it_is_written(number: int, tmp_path: Path) -> None:
     found = blocks()
-    assert len(found) == 3
+    assert len(found) == 4
     (tmp_path / "train.py").write_text(AROUND + found[number] + "\nprint('steps', run.step)\n")
     ended = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False

@@ -14,6 +14,7 @@ import ast
 import inspect
 import linecache
 import logging
+import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from everstep.train.carried import PLAIN, Carried, carried
 from everstep.train.covered import Covered, word
 from everstep.train.holdings import _is_script, variables
 from everstep.train.step import LoopError
-from everstep.train.taints import PARAMETERS, RETURNED, SAVED, Script, path_of
+from everstep.train.taints import PARAMETERS, RETURNED, SAVED, STEPS, Script, path_of
 
 log = logging.getLogger("everstep.train")
 
@@ -149,14 +150,20 @@ def _takes(loop: ast.While, line: int) -> bool:
 # What its variables hold.
 
 _MISSING = object()
+_PARTS = re.compile(r"\[(?:'(?:[^'\\]|\\.)*'|\"[^\"]*\"|-?\w+)\]|\.?[^.\[]+")  # of "a.b['c']"
 
 
 def _held(values: Mapping[str, Any], name: str) -> Any:
     """What a name with dots stands for; none of the script's code is called for it."""
-    first, *rest = name.split(".")
+    first, *rest = _PARTS.findall(name)
     value = values.get(first, _MISSING)
     for part in rest:
-        value = getattr(value, "__dict__", {}).get(part, _MISSING)
+        if not part.startswith("["):
+            value = getattr(value, "__dict__", {}).get(part.lstrip("."), _MISSING)
+        elif isinstance(value, dict):
+            value = value.get(ast.literal_eval(part[1:-1]), _MISSING)
+        else:
+            return _MISSING
     return value
 
 
@@ -167,6 +174,8 @@ def _kind(value: Any) -> str | None:
         if isinstance(value, plain):
             return plain.__name__
     kind = type(value)
+    if hasattr(kind, "zero_grad") or hasattr(kind, "get_last_lr") or isinstance(value, torch.amp.GradScaler):
+        return kind.__name__ if isinstance(value, torch.nn.Module) else STEPS
     if kind.__name__ not in PLAIN:
         return kind.__name__
     if kind.__module__ not in ("builtins", "collections"):
@@ -187,8 +196,8 @@ def _constant(values: Mapping[str, Any], name: str) -> Any:
 
 def _check_carried(place: _Place, covered: Covered, is_untracked: Callable[..., bool], *, nested: bool) -> None:
     def is_tracked(name: str) -> bool:
-        parts = name.split(".")
-        held = (_held(place.values, ".".join(parts[: i + 1])) for i in range(len(parts)))
+        parts = _PARTS.findall(name)
+        held = (_held(place.values, "".join(parts[: i + 1])) for i in range(len(parts)))
         return any(id(v) in covered.objects for v in held if not isinstance(v, bool | int | float | str | None))
 
     script = Script(
@@ -199,7 +208,7 @@ def _check_carried(place: _Place, covered: Covered, is_untracked: Callable[..., 
         if found.use == RETURNED or is_untracked(found.name) or (nested and _is_of_run(place, found.name)):
             continue
         if is_tracked(found.name):
-            if found.bound and "." not in found.name:
+            if found.bound and found.name.isidentifier():
                 raise LoopError(
                     f"{found.name} is tracked, and line {found.line} of {place.name} gives the name to another object, "
                     f"which nothing that is tracked holds; {found.use} depends on it (line {found.at}). Change the "

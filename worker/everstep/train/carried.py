@@ -148,8 +148,16 @@ class _Walk(Values):
     # Statements.
 
     def _block(self, body: Iterable[ast.stmt]) -> None:
+        before = self._control
         for statement in body:
             self._statement(statement)
+            if isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Continue | ast.Return):
+                self._control |= self._left_by(statement)
+        self._control = before
+
+    def _left_by(self, s: ast.If) -> Taint:
+        """What decides whether the rest of the block is reached."""
+        return NONE if self._decided(s.test) is not None else self._test(s.test)
 
     def _statement(self, s: ast.stmt) -> None:  # noqa: PLR0912
         self._spend()
@@ -234,39 +242,6 @@ class _Walk(Values):
         for name in taken.keys() | self.env.keys():
             self.env[name] = taken.get(name, NONE) | self.env.get(name, NONE)
 
-    def _decided(self, e: ast.expr) -> bool | None:
-        """What a test says in all steps, if nothing that it asks for is changed by the loop."""
-        match e:
-            case ast.BoolOp():
-                said = {self._decided(v) for v in e.values}
-                short = isinstance(e.op, ast.Or)
-                return short if short in said else None if None in said else not short
-            case ast.UnaryOp(op=ast.Not()):
-                inner = self._decided(e.operand)
-                return None if inner is None else not inner
-            case ast.Compare(ops=[op], comparators=[right]):
-                a, b = self._constant(e.left), self._constant(right)
-                if a is ... or b is ...:
-                    return None
-                match op:
-                    case ast.Eq() | ast.Is():
-                        return bool(a == b)
-                    case ast.NotEq() | ast.IsNot():
-                        return bool(a != b)
-                    case ast.In() | ast.NotIn() if isinstance(a, str) and isinstance(b, str):
-                        return (a in b) == isinstance(op, ast.In)
-                return None
-        value = self._constant(e)
-        return None if value is ... else bool(value)
-
-    def _constant(self, e: ast.expr) -> object:
-        if isinstance(e, ast.Constant):
-            return e.value
-        key = self._key(e)
-        if key is None or "#" in key or self.env.get(key) or key in self.changes:
-            return ...
-        return self.script.decided(key)
-
     @contextmanager
     def _under(self, test: Taint) -> Iterator[None]:
         before = self._control
@@ -299,7 +274,7 @@ class _Walk(Values):
         held = ast.Name(target.id, ast.Load()) if isinstance(target, ast.Name) else target
         value = self._value(held) | self._value(s.value)
         self._assign(target, value, None)
-        if not isinstance(target, ast.Subscript) and (key := self._key(target)) is not None:
+        if (key := self._key(target)) is not None and key in self.changes:
             self.changes[key].state = True
 
     def _assign(self, target: ast.expr, value: Taint, source: ast.AST | None) -> None:
@@ -321,6 +296,8 @@ class _Walk(Values):
                     self._use(value | self._control, "a hyperparameter", target.lineno)
                 elif "@parameters" in held:
                     self._use(value | self._control, "the parameters", target.lineno)
+                elif (key := self._key(target)) is not None:
+                    self._write(key, value, target.lineno, source)
                 elif (root := self._root(target)) is not None:
                     self._mutate(root, value | self._value(target.slice), target.lineno)
 
@@ -331,18 +308,22 @@ class _Walk(Values):
         change.made |= isinstance(source, ast.Call) and (path_of(source.func) or "").rpartition(".")[2][:1].isupper()
         once = not value & VARYING and all(t in self._flags or t == "#" for t in self._control)
         self.env[key] = value if once else value | self._control
-        for part in [k for k in self.env if k.startswith(f"{key}.")]:
+        for part in [k for k in self.env if k.startswith((f"{key}.", f"{key}["))]:
             del self.env[part]
 
     def _mutate(self, key: str, value: Taint, line: int) -> None:
         self._change(key, value, line).state = True
-        self.env[key] = self.env.get(key, NONE) | value | self._control
+        for part in (key, *(k for k in self.env if k.startswith(f"{key}["))):
+            self.env[part] = self.env.get(part, NONE) | value | self._control
 
     def _change(self, key: str, value: Taint, line: int) -> _Change:
         change = self.changes.setdefault(key, _Change(line))
         change.kept |= frozenset(t.lstrip("?") for t in value if t[0] not in "#@")
         change.control |= frozenset(t for t in self._control if t[0] not in "#@")
         return change
+
+    def _is_changed(self, key: str) -> bool:
+        return key in self.changes
 
     # Functions of the same file.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ _LEAVE = frozenset({"sys.exit", "exit", "quit", "os._exit"})
 SAVED = "what is saved"
 ENDS = "whether the loop ends"
 RETURNED = "what is returned"
+STEPS = "Optimizer"  # the kind of all that moves training by its `step`: optimizers, schedules, scalers
 
 
 class Script:
@@ -57,10 +59,14 @@ class Script:
         self.decided = decided
 
     def method(self, kind: str | None, name: str) -> ast.FunctionDef | None:
-        held = self.classes.get(kind or "")
-        for n in held.body if held is not None else ():
-            if isinstance(n, ast.FunctionDef) and n.name == name:
-                return None if any(path_of(d) in ("staticmethod", "classmethod") for d in n.decorator_list) else n
+        """Of a class of the file, or of the first of its bases there that has it."""
+        held, seen = self.classes.get(kind or ""), set[str]()
+        while held is not None and held.name not in seen:
+            seen.add(held.name)
+            for n in held.body:
+                if isinstance(n, ast.FunctionDef) and n.name == name:
+                    return None if any(path_of(d) in ("staticmethod", "classmethod") for d in n.decorator_list) else n
+            held = next((self.classes[b] for b in map(path_of, held.bases) if b in self.classes), None)
         return None
 
 
@@ -97,6 +103,9 @@ class Values:
     def _mutate(self, key: str, value: Taint, line: int) -> None: ...
 
     @abstractmethod
+    def _is_changed(self, key: str) -> bool: ...
+
+    @abstractmethod
     def _enter(
         self, function: ast.FunctionDef, arguments: Arguments, keywords: Mapping[str | None, Taint], owner: str
     ) -> Taint: ...
@@ -116,9 +125,11 @@ class Values:
             case None | ast.Constant():
                 return NONE
             case ast.Name():
-                return self.env.get(self._scopes[-1].names.get(e.id, e.id), NONE)
+                return self._whole(self._scopes[-1].names.get(e.id, e.id))
             case ast.Attribute():
                 return self._attribute(e)
+            case ast.Subscript() if (key := self._key(e)) is not None and key in self.env:
+                return self._whole(key)
             case ast.Call():
                 return self._call(e)
             case ast.Lambda():
@@ -143,6 +154,14 @@ class Values:
                 return value | VARYING if isinstance(e.op, ast.Mod) and "#" in value else value
         return self._all(ast.iter_child_nodes(e))
 
+    def _whole(self, key: str) -> Taint:
+        """With its elements that were written to by a constant key."""
+        value = self.env.get(key, NONE)
+        for k, part in self.env.items():
+            if k.startswith(f"{key}["):
+                value |= part
+        return value
+
     def _all(self, parts: Iterable[ast.AST | None]) -> Taint:
         return frozenset[str]().union(*(self._value(part) for part in parts))
 
@@ -151,11 +170,13 @@ class Values:
             return NONE
         if e.attr == "param_groups":
             return GROUPS
-        if e.attr in ("number", "step"):
-            return NUMBER
         key = self._key(e)
         if key is not None and key in self.env:
-            return self.env[key]
+            return self._whole(key)
+        if e.attr in ("number", "step"):
+            return NUMBER
+        if (owner := self._key(e.value)) is not None and (method := self._method_of(owner, e.attr)) is not None:
+            return self._enter(method, [], {}, owner) if _is_property(method) else NONE
         return self._value(e.value)
 
     def _call(self, e: ast.Call) -> Taint:
@@ -175,6 +196,8 @@ class Values:
         name = e.func.id
         if (function := self._function(name)) is not None:
             return self._enter(function, arguments, keywords, "")
+        if (called := self._called(e.func)) is not None:
+            return self._enter(called[1], arguments, keywords, called[0])
         if name in _SHAPES:
             return NONE
         varies = name not in self.script.known or name.startswith((*_DRAWS, "next"))
@@ -189,9 +212,10 @@ class Values:
         keywords: Mapping[str | None, Taint],
     ) -> Taint:
         name, owner = func.attr, self._key(func.value)
-        kind = self.script.kind(owner) if owner is not None and "#" not in owner else None
-        if owner is not None and (method := self.script.method(kind, name)) is not None:
+        if owner is not None and (method := self._method_of(owner, name)) is not None:
             return self._enter(method, arguments, keywords, owner)
+        if (called := self._called(func)) is not None:
+            return self._enter(called[1], arguments, keywords, called[0])
         receiver = self._value(func.value)
         if name in _SHAPES:
             return NONE
@@ -206,6 +230,14 @@ class Values:
         varies = name.startswith(_DRAWS) or name in ("state_dict", "item") or owner == "self"
         return receiver | given | (VARYING if varies else NONE)
 
+    def _called(self, func: ast.expr) -> tuple[str, ast.FunctionDef] | None:
+        """An object of a class of the file, and what runs when it is called."""
+        owner = self._key(func)
+        for name in ("__call__", "forward") if owner is not None else ():
+            if owner is not None and (method := self._method_of(owner, name)) is not None:
+                return owner, method
+        return None
+
     def _reach(self, name: str, receiver: Taint, given: Taint, path: str, line: int) -> None:
         """What is trained is moved by this call, if its name says so."""
         if name == "backward":
@@ -214,24 +246,66 @@ class Values:
             self._use(given | self._control, f"{path}.load_state_dict", line)
         elif name in ("save", "save_pretrained", "save_checkpoint"):
             self._use(self._control, SAVED, line)
-        elif name == "step" and "prof" not in path and not path.startswith(("env", "self.env")):
+        elif path in ("dist", "torch.distributed"):
+            self._use(self._control, f"whether {path}.{name} is called", line)
+        elif name == "step" and (self._key_kind(path) or STEPS) == STEPS:
             self._use(given | self._control, f"{path}.step()", line)
+
+    def _decided(self, e: ast.expr) -> bool | None:
+        """What a test says in all steps, if nothing that it asks for is changed by the loop."""
+        match e:
+            case ast.BoolOp():
+                said = {self._decided(v) for v in e.values}
+                short = isinstance(e.op, ast.Or)
+                return short if short in said else None if None in said else not short
+            case ast.UnaryOp(op=ast.Not()):
+                inner = self._decided(e.operand)
+                return None if inner is None else not inner
+            case ast.Compare(ops=[op], comparators=[right]):
+                a, b = self._constant(e.left), self._constant(right)
+                if a is ... or b is ...:
+                    return None
+                match op:
+                    case ast.Eq() | ast.Is():
+                        return bool(a == b)
+                    case ast.NotEq() | ast.IsNot():
+                        return bool(a != b)
+                    case ast.In() | ast.NotIn() if isinstance(a, str) and isinstance(b, str):
+                        return (a in b) == isinstance(op, ast.In)
+                return None
+        value = self._constant(e)
+        return None if value is ... else bool(value)
+
+    def _constant(self, e: ast.expr) -> object:
+        if isinstance(e, ast.Constant):
+            return e.value
+        key = self._key(e)
+        if key is None or "#" in key or self.env.get(key) or self._is_changed(key):
+            return ...
+        return self.script.decided(key)
 
     def _function(self, name: str) -> ast.FunctionDef | None:
         """Of the same file, or of the function that is walked through."""
         found = (s.functions[name] for s in reversed(self._scopes) if name in s.functions)
         return next(found, self.script.functions.get(name))
 
+    def _key_kind(self, path: str) -> str | None:
+        first = re.split(r"[.\[]", path, maxsplit=1)[0]
+        return self.script.kind(self._scopes[-1].names.get(first, first) + path[len(first) :]) if path else None
+
+    def _method_of(self, owner: str, name: str) -> ast.FunctionDef | None:
+        return self.script.method(self.script.kind(owner), name) if "#" not in owner else None
+
     def _key(self, e: ast.expr) -> str | None:
         """The name under which the loop would write it."""
         path = path_of(e)
         if path is None:
             return None
-        first, dot, rest = path.partition(".")
-        return self._scopes[-1].names.get(first, first) + dot + rest
+        first = re.split(r"[.\[]", path, maxsplit=1)[0]
+        return self._scopes[-1].names.get(first, first) + path[len(first) :]
 
     def _root(self, e: ast.expr) -> str | None:
-        while isinstance(e, ast.Subscript):
+        while isinstance(e, ast.Subscript) and self._key(e) is None:
             e = e.value
         return self._key(e)
 
@@ -241,12 +315,19 @@ class Values:
             raise Spent
 
 
+def _is_property(method: ast.FunctionDef) -> bool:
+    return any((path_of(d) or "").endswith("property") for d in method.decorator_list)
+
+
 def path_of(e: ast.AST) -> str | None:
-    """ "a.b.c", if it is written so."""
+    """ "a.b['c']", if it is written so."""
     match e:
         case ast.Name():
             return e.id
         case ast.Attribute():
             owner = path_of(e.value)
             return None if owner is None else f"{owner}.{e.attr}"
+        case ast.Subscript(slice=ast.Constant(value=str() | int() as key)):
+            owner = path_of(e.value)
+            return None if owner is None else f"{owner}[{key!r}]"
     return None
