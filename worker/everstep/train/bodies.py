@@ -269,19 +269,34 @@ def _check_rank(place: _Place) -> None:
         parts = list(ast.walk(bound.value))
         reads = any((path_of(part) or "").endswith(("environ", "getenv")) for part in parts)
         rank = reads and any(isinstance(part, ast.Constant) and part.value in _RANKS for part in parts)
-        derived = isinstance(bound.value, ast.Compare | ast.Name) and any(
-            isinstance(part, ast.Name) and part.id in names for part in parts
+        derived = isinstance(bound.value, ast.Compare | ast.Name | ast.Attribute) and any(
+            path_of(part) in names for part in parts
         )
         if (rank or derived) and not _is_in(bound, place.loop):
-            names |= {t.id: bound.lineno for t in bound.targets if isinstance(t, ast.Name)}
-    quiet = {id(part) for n in ast.walk(place.loop) if _only_talks(n) for part in ast.walk(n)}
-    for n in ast.walk(place.loop):
-        if isinstance(n, ast.Name) and n.id in names and id(n) not in quiet and isinstance(n.ctx, ast.Load):
+            names |= {path: bound.lineno for t in bound.targets if (path := path_of(t)) is not None}
+    runs = [part for body in _reached(place) for part in ast.walk(body)] if names else []
+    quiet = {id(part) for n in runs if _only_talks(n) for part in ast.walk(n)}
+    for n in runs:
+        if not isinstance(n, ast.Name | ast.Attribute) or not isinstance(n.ctx, ast.Load) or id(n) in quiet:
+            continue
+        if (path := path_of(n)) is not None and path in names:
             raise LoopError(
-                f"{n.id} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[n.id]} of "
+                f"{path} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[path]} of "
                 f"{place.name}), and the loop uses it in line {n.lineno}: after a process was lost the ranks may be "
-                f"others. Write run.rank or run.world_size in the loop in place of {n.id}"
+                f"others. Write run.rank or run.world_size in the loop in place of {path}"
             )
+
+
+def _reached(place: _Place) -> list[ast.stmt]:
+    """The loop, and the functions and own methods of the file that it calls."""
+    functions = {n.name: n for n in ast.walk(place.tree) if isinstance(n, ast.FunctionDef)}
+    found: list[ast.stmt] = [place.loop]
+    for body in found:
+        calls = (path_of(n.func) or "" for n in ast.walk(body) if isinstance(n, ast.Call))
+        for name in sorted({path.removeprefix("self.") for path in calls}):
+            if (function := functions.get(name)) is not None and function not in found:
+                found.append(function)
+    return found
 
 
 def _bound(tree: ast.Module) -> Iterator[ast.Assign]:
