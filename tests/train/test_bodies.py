@@ -164,6 +164,42 @@ def test_tracked_list_whose_name_is_bound_anew_is_refused(tmp_path: Path) -> Non
         play(tmp_path, body)
 
 
+EVALUATED = """
+def main():
+    best, waited, stop = 1e9, 0, False
+
+    @torch.no_grad()
+    def validate():
+        nonlocal best, waited, stop
+        value = model(torch.ones(1, 2)).item()
+        if value < best:
+            best, waited = value, 0
+        else:
+            waited += 1
+        stop = waited > 5
+
+    with everstep.start(URL) as run:
+        run.track(model=model, optimizer=optimizer)
+        run.evaluate(validate, every=1)
+        for step in run.steps(run.loader(x, global_batch=4), until=3):
+            with step as batch:
+                work(batch)
+            if {test}:
+                {does}
+
+main()
+"""
+
+
+def test_patience_that_an_evaluation_counts_is_refused_where_it_ends_the_loop(tmp_path: Path) -> None:
+    with pytest.raises(LoopError, match=r"best is carried.*waited is carried.*whether the loop ends"):
+        play(tmp_path, EVALUATED.format(test="stop", does="break"))
+
+
+def test_patience_that_an_evaluation_counts_may_be_printed(tmp_path: Path) -> None:
+    play(tmp_path, EVALUATED.format(test="stop", does="print(best)"))
+
+
 MODULE = """
 class Layer(torch.nn.Module):
     def __init__(self):

@@ -57,17 +57,19 @@ def check_loop(
     function: Any,
     state: Mapping[str, Any],
     is_untracked: Callable[..., bool],
+    evaluations: Collection[Any] = (),
     *,
     changes: bool,
     nested: bool,
 ) -> None:
     """Raises `LoopError` for what is wrong by the text of the loop that `frame` is called from, or of the `function`
-    that takes a step. `changes`: the world may change. `nested`: it is called from a loop over epochs."""
+    that takes a step. `evaluations`: functions that are called between two steps. `changes`: the world may change.
+    `nested`: it is called from a loop over epochs."""
     for place in _of_function(function) if function is not None else _of_frame(frame):
         if changes:
             _check_generator(place)
             _check_rank(place)
-        _check_carried(place, Covered(state), is_untracked, nested=nested)
+        _check_carried(place, Covered(state), is_untracked, evaluations, nested=nested)
 
 
 def check_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> None:
@@ -114,17 +116,40 @@ def _of_function(function: Any) -> Iterator[_Place]:
     values: dict[str, Any] = {}
     if isinstance(function, types.MethodType):
         values["self"], function = function.__self__, function.__func__
-    if not isinstance(function, types.FunctionType) or not _is_script(function.__code__.co_filename):
+    code = _code(function)
+    tree = _tree(code.co_filename) if code is not None else None
+    if code is None or tree is None:
         return
-    code = function.__code__
-    tree = _tree(code.co_filename)
-    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)] if tree is not None else []
-    lines = range(code.co_firstlineno, code.co_firstlineno + DECORATORS)
-    found = next((n for n in nodes if n.name == function.__name__ and n.lineno in lines), None)
-    if tree is not None and found is not None:
+    if (found := _definition(tree, code)) is not None:
+        function = inspect.unwrap(function)
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         values |= {k: cell.cell_contents for k, cell in cells if cell != types.CellType()}
         yield _Place(Path(code.co_filename).name, tree, found, {**function.__globals__, **values})
+
+
+def _code(function: Any) -> types.CodeType | None:
+    """Of a function of the script's, without its decorators."""
+    function = inspect.unwrap(function) if callable(function) else None
+    found = isinstance(function, types.FunctionType) and _is_script(function.__code__.co_filename)
+    return function.__code__ if found else None
+
+
+def _definition(tree: ast.Module, code: types.CodeType) -> ast.FunctionDef | None:
+    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name)
+    lines = range(code.co_firstlineno, code.co_firstlineno + DECORATORS)
+    return next((n for n in nodes if n.lineno in lines), None)
+
+
+def _between(place: _Place, functions: Collection[Any]) -> Iterator[tuple[ast.FunctionDef, str]]:
+    """Of `functions`, those of the same file; and the variable that a method is called on."""
+    for function in functions:
+        own = function.__self__ if isinstance(function, types.MethodType) else None
+        owner = next((name for name, value in place.values.items() if value is own), "") if own is not None else ""
+        code = _code(function.__func__ if isinstance(function, types.MethodType) else function)
+        if code is None or Path(code.co_filename).name != place.name or (own is not None and not owner):
+            continue
+        if (found := _definition(place.tree, code)) is not None:
+            yield found, owner
 
 
 def _tree(path: str) -> ast.Module | None:
@@ -194,7 +219,9 @@ def _constant(values: Mapping[str, Any], name: str) -> Any:
 # What is refused.
 
 
-def _check_carried(place: _Place, covered: Covered, is_untracked: Callable[..., bool], *, nested: bool) -> None:
+def _check_carried(
+    place: _Place, covered: Covered, is_untracked: Callable[..., bool], evaluations: Collection[Any], *, nested: bool
+) -> None:
     def is_tracked(name: str) -> bool:
         parts = _PARTS.findall(name)
         held = (_held(place.values, "".join(parts[: i + 1])) for i in range(len(parts)))
@@ -204,7 +231,7 @@ def _check_carried(place: _Place, covered: Covered, is_untracked: Callable[..., 
         place.tree, lambda n: _kind(_held(place.values, n)), lambda n: _constant(place.values, n)
     )  # fmt: skip
     lost, saved = list[Carried](), list[Carried]()
-    for found in carried(script, place.loop):
+    for found in carried(script, place.loop, also=list(_between(place, evaluations))):
         if found.use == RETURNED or is_untracked(found.name) or (nested and _is_of_run(place, found.name)):
             continue
         if is_tracked(found.name):
@@ -319,15 +346,11 @@ def _only_talks(n: ast.AST) -> bool:
 
 def _check_module(module: torch.nn.Module, is_untracked: Callable[..., bool]) -> None:
     kind = type(module)
-    code = getattr(kind.forward, "__code__", None)
-    if code is None or not _is_script(code.co_filename) or kind.get_extra_state is not torch.nn.Module.get_extra_state:
+    code = _code(kind.forward)
+    if code is None or kind.get_extra_state is not torch.nn.Module.get_extra_state:
         return
     tree = _tree(code.co_filename)
-    forward = next(
-        (n for n in ast.walk(tree or ast.Module([], [])) if isinstance(n, ast.FunctionDef) and n.name == "forward"
-         and code.co_firstlineno <= n.lineno < code.co_firstlineno + DECORATORS),
-        None,
-    )  # fmt: skip
+    forward = _definition(tree, code) if tree is not None else None
     if tree is None or forward is None:
         return
     held = {*(n for n, _ in module.named_parameters()), *module.state_dict(keep_vars=True)}

@@ -14,7 +14,7 @@ Pure: a syntax tree in, findings out. What is not understood is passed over: a f
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -64,16 +64,22 @@ class _Change:
     made: bool = False  # an object of a class, which the census knows
 
 
-def carried(script: Script, loop: ast.stmt, begin: Mapping[str, Taint] | None = None) -> list[Carried]:
-    """Of a loop over steps, or of a function that takes one step; by name, in order. `begin`: what else is known."""
+def carried(
+    script: Script,
+    loop: ast.stmt,
+    begin: Mapping[str, Taint] | None = None,
+    also: Collection[tuple[ast.FunctionDef, str]] = (),
+) -> list[Carried]:
+    """Of a loop over steps, or of a function that takes one step; by name, in order. `begin`: what else is known.
+    `also`: functions that are called between two steps, and of methods the name of what they are called on."""
     walk = _Walk(script, begin or {}, (), frozenset())
     try:
-        walk.run(loop)
+        walk.run(loop, also)
         names = {n for n in walk.changes if script.kind(n) in PLAIN} | walk.counts
         flags: frozenset[str] = frozenset()
         for _ in range(2):
             walk = _Walk(script, begin or {}, names, flags)
-            walk.run(loop)
+            walk.run(loop, also)
             flags = frozenset(names - _states(walk.changes) - walk.counts)
     except (Spent, RecursionError):
         return []
@@ -120,7 +126,7 @@ class _Walk(Values):
         self._calls: list[str] = []
         self._made = 0
 
-    def run(self, loop: ast.stmt) -> None:
+    def run(self, loop: ast.stmt, also: Iterable[tuple[ast.FunctionDef, str]]) -> None:
         match loop:
             case ast.For():
                 self._loop_target(loop)
@@ -134,6 +140,9 @@ class _Walk(Values):
                     if parameter != "self":
                         self._write(self._scopes[-1].names[parameter], VARYING, loop.lineno)
                 self._block(loop.body)
+                self._scopes.pop()
+        for function, owner in also:
+            self._enter(function, [], dict.fromkeys(_parameters(function), VARYING), owner)
 
     def _loop_target(self, loop: ast.For) -> None:
         call, target = loop.iter, loop.target
@@ -349,7 +358,7 @@ class _Walk(Values):
             else:
                 self.env[scope.names[name]] = taint
         for keyword, taint in keywords.items():
-            if keyword in scope.names:
+            if keyword in scope.names and scope.names[keyword] != owner:
                 self.env[scope.names[keyword]] = taint
         self._block(function.body)
         self._calls.pop()

@@ -61,6 +61,7 @@ class Loops:
         self._between = Between(self._onces, self._evaluations, lambda: self._goal, self._nesting)
         self._feed: Feed | None = None
         self._function: Any = None  # that takes a step, in `train`
+        self._called: list[Any] = []  # between two steps: what `evaluate` was given
         self._read = False  # the text of the loop over an epoch's steps
         boundary.join()
 
@@ -259,7 +260,7 @@ class Loops:
             return
         function = self._function if self._nesting.nested is nested else None
         bodies.check_loop(
-            sys._getframe(1), function, self._state, self._census.is_untracked,
+            sys._getframe(1), function, self._state, self._census.is_untracked, self._called,
             changes=self._recovery is not None, nested=nested,
         )  # fmt: skip
         if not nested:

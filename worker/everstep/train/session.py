@@ -177,6 +177,7 @@ class Run(Loops):
                             "it before the loop: `run.evaluate(fn, every=500)`")  # fmt: skip
         else:
             self._evaluations.add(call, every)
+            self._called.append(fn)
 
     def train(
         self,
