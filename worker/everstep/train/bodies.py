@@ -17,6 +17,7 @@ import logging
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -65,11 +66,12 @@ def check_loop(
     """Raises `LoopError` for what is wrong by the text of the loop that `frame` is called from, or of the `function`
     that takes a step. `evaluations`: functions that are called between two steps. `changes`: the world may change.
     `nested`: it is called from a loop over epochs."""
-    for place in _of_function(function) if function is not None else _of_frame(frame):
-        if changes:
-            _check_generator(place)
-            _check_rank(place)
-        _check_carried(place, Covered(state), is_untracked, evaluations, nested=nested)
+    with _never_in_the_way():
+        for place in _of_function(function) if function is not None else _of_frame(frame):
+            if changes:
+                _check_generator(place)
+                _check_rank(place)
+            _check_carried(place, Covered(state), is_untracked, evaluations, nested=nested)
 
 
 def check_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> None:
@@ -77,11 +79,23 @@ def check_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -
     it counts with."""
     seen = set[type]()
     modules = (m for target in state.values() if isinstance(target, torch.nn.Module) for m in target.modules())
-    for module in islice(modules, MODULES):
-        kind = type(module)
-        if kind not in seen and not kind.__module__.startswith("torch."):
-            seen.add(kind)
-            _check_module(module, is_untracked)
+    with _never_in_the_way():
+        for module in islice(modules, MODULES):
+            kind = type(module)
+            if kind not in seen and not kind.__module__.startswith("torch."):
+                seen.add(kind)
+                _check_module(module, is_untracked)
+
+
+@contextmanager
+def _never_in_the_way() -> Iterator[None]:
+    """A script that cannot be read for a reason that nobody has thought of trains as it would without this."""
+    try:
+        yield
+    except LoopError:
+        raise
+    except Exception:
+        log.warning("the text of the loop could not be read for variables that it carries", exc_info=True)
 
 
 # Where the loop is.
@@ -353,7 +367,10 @@ def _check_module(module: torch.nn.Module, is_untracked: Callable[..., bool]) ->
     forward = _definition(tree, code) if tree is not None else None
     if tree is None or forward is None:
         return
-    held = {*(n for n, _ in module.named_parameters()), *module.state_dict(keep_vars=True)}
+    held = {name for name, _ in module.named_parameters()}
+    for name, part in module.named_modules():
+        saved = part._buffers.keys() - part._non_persistent_buffers_set
+        held |= {f"{name}.{buffer}".lstrip(".") for buffer in saved}
     values = {"self": types.SimpleNamespace(**{k: v for k, v in vars(module).items() if k != "training"})}
 
     def kind_of(name: str) -> str | None:

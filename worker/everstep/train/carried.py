@@ -121,6 +121,7 @@ class _Walk(Values):
         self._flags = flags
         self.env |= begin
         self.env |= {n: frozenset({f"?{n}" if n in flags else n}) for n in names}
+        self.elements |= {n for n in names if n.endswith("]")}
         self.changes: dict[str, _Change] = {}
         self.counts = set[str]()  # indices of an enumeration of steps
         self._calls: list[str] = []
@@ -198,6 +199,10 @@ class _Walk(Values):
                 for handler in s.handlers:
                     self._either(NONE, handler.body, [])
                 self._block((*s.orelse, *s.finalbody))
+            case ast.Match():
+                test = self._test(s.subject)
+                for case in s.cases:
+                    self._either(test, case.body, [])
             case ast.Break() if not self._scopes[-1].inner and not self._scopes[-1].loops:
                 self._use(self._control, ENDS, s.lineno)
             case ast.Return():
@@ -317,6 +322,8 @@ class _Walk(Values):
         change.made |= isinstance(source, ast.Call) and (path_of(source.func) or "").rpartition(".")[2][:1].isupper()
         once = not value & VARYING and all(t in self._flags or t == "#" for t in self._control)
         self.env[key] = value if once else value | self._control
+        if key.endswith("]"):
+            self.elements.add(key)
         for part in [k for k in self.env if k.startswith((f"{key}.", f"{key}["))]:
             del self.env[part]
 

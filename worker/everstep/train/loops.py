@@ -249,10 +249,20 @@ class Loops:
                 between,
                 self._census,
             )
+        refused = self._refused()
         world.begin()
-        self._read_loop(nested=False)
+        if refused is not None:
+            raise refused
         self._world = world
         return feed, world
+
+    def _refused(self) -> LoopError | None:
+        """What is wrong by the text, found before others wait for this process; told with all of them."""
+        try:
+            self._read_loop(nested=False)
+        except LoopError as e:
+            return e
+        return None
 
     def _read_loop(self, *, nested: bool) -> None:
         """Raises `LoopError` for what is wrong by the script's text, where something is saved or handed on."""

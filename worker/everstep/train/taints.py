@@ -91,6 +91,7 @@ class Values:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.env: dict[str, Taint] = {}
+        self.elements = set[str]()  # names in it that end with a constant key
         self.uses: list[tuple[Taint, str, int]] = []
         self._control: Taint = NONE  # what decides whether the statement in hand is reached
         self._scopes = [Scope()]
@@ -157,9 +158,9 @@ class Values:
     def _whole(self, key: str) -> Taint:
         """With its elements that were written to by a constant key."""
         value = self.env.get(key, NONE)
-        for k, part in self.env.items():
+        for k in self.elements:
             if k.startswith(f"{key}["):
-                value |= part
+                value |= self.env.get(k, NONE)
         return value
 
     def _all(self, parts: Iterable[ast.AST | None]) -> Taint:
