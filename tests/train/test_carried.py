@@ -147,6 +147,14 @@ CARRIED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         loop(f"state.step += 1\nrate = 0.1 / state.step\n{LR}"), {"state": SimpleNamespace(step=0)},
         {"state.step": "a hyperparameter"},
     ),
+    "rate that is lowered once, by its old value": (
+        loop("if step.number >= 5 and not low:\n    for group in optimizer.param_groups:\n        group['lr'] *= 0.1\n"
+             "    low = True"), {"low": False}, {"low": "a hyperparameter"},
+    ),
+    "clipping by the norms so far": (
+        loop("norms.append(norm(model))\nclip_grad_norm_(model.parameters(), sum(norms) / len(norms))"), {"norms": []},
+        {"norms": "the parameters"},
+    ),
     "best model in a file": (
         loop("value = f(batch)\nif value < best:\n    best = value\n    torch.save(model, 'best.pt')"), {"best": 9.0},
         {"best": SAVED},
@@ -246,6 +254,26 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "step that is left out by the batch": (
         loop("if bad(batch):\n    skipped += 1\n    continue\nloss(batch).backward()", work=""), {"skipped": 0},
+    ),
+    "default that is taken once": (loop(f"rate = rate or 0.1\n{LR}"), {"rate": None}),
+    "layers that are thawed once": (
+        loop("if step.number >= 5 and not thawed:\n    model.requires_grad_(True)\n    thawed = True"),
+        {"thawed": False},
+    ),
+    "rate that is set once, and again by a new process": (
+        loop("if step.number >= 5 and not low:\n    for group in optimizer.param_groups:\n        group['lr'] = 0.01\n"
+             "    low = True"), {"low": False},
+    ),
+    "second loader's iterator": (
+        loop("try:\n    x = next(others)\nexcept StopIteration:\n    others = iter(more)\n    x = next(others)\n"
+             "print(f(x))"), {"others": iter([])},
+    ),
+    "flag that all ranks reduce": (
+        loop("stop = [f(batch)]\ndist.broadcast_object_list(stop)\nif stop[0]:\n    break"), {"stop": [None]},
+    ),
+    "losses of two alternating optimizers": (
+        loop("if step.number % 2:\n    a = f(batch)\n    a.backward()\n    first.step()\nelse:\n    b = g(batch)\n"
+             "    b.backward()\n    second.step()\nprint(a, b)", work=""), {"a": 0.0, "b": 0.0},
     ),
     "tracked dictionary's own": (loop("f(batch).backward()\ndone.append(step.number)"), {"done": []}),
 }  # fmt: skip

@@ -31,6 +31,7 @@ from everstep.train.taints import (
     Spent,
     Taint,
     Values,
+    or_itself,
     path_of,
 )
 
@@ -307,7 +308,8 @@ class _Walk(Values):
             case ast.Subscript():
                 held = self._value(target.value)
                 if "@groups" in held:
-                    self._use(value | self._control, "a hyperparameter", target.lineno)
+                    if value or not self._is_once(value):
+                        self._use(value | self._control, "a hyperparameter", target.lineno)
                 elif "@parameters" in held:
                     self._use(value | self._control, "the parameters", target.lineno)
                 elif (key := self._key(target)) is not None:
@@ -317,15 +319,17 @@ class _Walk(Values):
 
     def _write(self, key: str, value: Taint, line: int, source: ast.AST | None = None) -> None:
         """A constant that is made in the first step, and kept, is not another one for what decided that."""
-        change = self._change(key, value, line)
+        change = self._change(key, value - {key, f"?{key}"} if or_itself(source, key) else value, line)
         change.bound |= source is not None
         change.made |= isinstance(source, ast.Call) and (path_of(source.func) or "").rpartition(".")[2][:1].isupper()
-        once = not value & VARYING and all(t in self._flags or t == "#" for t in self._control)
-        self.env[key] = value if once else value | self._control
+        self.env[key] = value if self._is_once(value) else value | self._control
         if key.endswith("]"):
             self.elements.add(key)
         for part in [k for k in self.env if k.startswith((f"{key}.", f"{key}["))]:
             del self.env[part]
+
+    def _is_once(self, value: Taint) -> bool:
+        return not value & VARYING and all(t in self._flags or t == "#" for t in self._control)
 
     def _mutate(self, key: str, value: Taint, line: int) -> None:
         self._change(key, value, line).state = True

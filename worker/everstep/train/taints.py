@@ -201,6 +201,8 @@ class Values:
             return self._enter(called[1], arguments, keywords, called[0])
         if name in _SHAPES:
             return NONE
+        if name.endswith("_") and "@parameters" in given:
+            self._use(given | self._control, "the parameters", e.lineno)
         varies = name not in self.script.known or name.startswith((*_DRAWS, "next"))
         return given | self._value(e.func) | (VARYING if varies else NONE)
 
@@ -223,8 +225,9 @@ class Values:
         if name in ("parameters", "named_parameters"):
             return PARAMETERS
         self._reach(name, receiver, given, path_of(func.value) or "", e.lineno)
-        in_place = name.endswith("_") and not name.endswith("__")
-        if in_place and "@parameters" in receiver:
+        # What is frozen or thawed is part of the state (`switches`).
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        if in_place and "@parameters" in receiver | given:
             self._use(given | self._control, "the parameters", e.lineno)
         elif (in_place or name in _MUTATE) and (root := self._root(func.value)) is not None:
             self._mutate(root, given, e.lineno)
@@ -318,6 +321,19 @@ class Values:
 
 def _is_property(method: ast.FunctionDef) -> bool:
     return any((path_of(d) or "").endswith("property") for d in method.decorator_list)
+
+
+def or_itself(source: ast.AST | None, key: str) -> bool:
+    """Whether it is what it was, or something else: `x = x or 1`."""
+    match source:
+        case ast.BoolOp(values=operands):
+            pass
+        case ast.IfExp():
+            operands = [source.body, source.orelse]
+        case _:
+            return False
+    others = [o for o in operands if path_of(o) != key]
+    return len(others) < len(operands) and not any(path_of(n) == key for o in others for n in ast.walk(o))
 
 
 def path_of(e: ast.AST) -> str | None:
