@@ -28,7 +28,7 @@ import torch
 
 from everstep.train.carried import PLAIN, Carried, carried
 from everstep.train.covered import Covered, word
-from everstep.train.holdings import _is_script, variables
+from everstep.train.holdings import is_script, variables
 from everstep.train.step import LoopError
 from everstep.train.taints import PARAMETERS, RETURNED, SAVED, STEPS, Script, path_of
 
@@ -104,7 +104,7 @@ def _never_in_the_way() -> Iterator[None]:
 def _of_frame(frame: types.FrameType | None) -> Iterator[_Place]:
     """The script's frame that asks for the step; and where that is a generator function, those that ask it for one."""
     while frame is not None:
-        if _is_script(frame.f_code.co_filename):
+        if is_script(frame.f_code.co_filename):
             if (place := _of_script(frame)) is not None:
                 yield place
             if not frame.f_code.co_flags & inspect.CO_GENERATOR:
@@ -144,7 +144,7 @@ def _of_function(function: Any) -> Iterator[_Place]:
 def _code(function: Any) -> types.CodeType | None:
     """Of a function of the script's, without its decorators."""
     function = inspect.unwrap(function) if callable(function) else None
-    found = isinstance(function, types.FunctionType) and _is_script(function.__code__.co_filename)
+    found = isinstance(function, types.FunctionType) and is_script(function.__code__.co_filename)
     return function.__code__ if found else None
 
 

@@ -60,14 +60,14 @@ def variables(frame: types.FrameType | None) -> Iterator[tuple[str, Any]]:
     for _ in range(FRAMES):
         if frame is None:
             break
-        if _is_script(frame.f_code.co_filename):
+        if is_script(frame.f_code.co_filename):
             yield from _locals(frame)
             if not any(frame.f_globals is scope for scope in scopes):
                 scopes.append(frame.f_globals)
         elif frame.f_code.co_filename.startswith(_OURS):
             # A function of the script's that a loop of ours calls.
             functions = ((k, v) for k, v in _locals(frame) if isinstance(v, types.FunctionType))
-            yield from ((k, v) for k, v in functions if _is_script(v.__code__.co_filename))
+            yield from ((k, v) for k, v in functions if is_script(v.__code__.co_filename))
         frame = frame.f_back
     for scope in scopes:
         yield from _public(scope)
@@ -110,7 +110,7 @@ def _children(held: Held) -> Iterator[Held]:
         case types.FunctionType() | types.MethodType() | functools.partial():
             yield from _of_function(name, value)
         case types.ModuleType():
-            if _is_script(getattr(value, "__file__", None) or "<built-in>", named=True):
+            if is_script(getattr(value, "__file__", None) or "<built-in>", named=True):
                 yield from (Held(f"{name}.{k}", v, name) for k, v in _public(vars(value)))
         case _ if _is_open(type(value)):
             yield from (Held(f"{name}.{k}", v, name) for k, v in _attributes(value))
@@ -194,7 +194,7 @@ def _is_open(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_script(path: str, *, named: bool = False) -> bool:
+def is_script(path: str, *, named: bool = False) -> bool:
     """Whether the file is the user's own. `named`: it must be a file."""
     if path.startswith("<"):
         return not (named or path.startswith("<frozen"))
