@@ -153,6 +153,22 @@ def test_kills_from_outside_are_not_charged_until_there_are_too_many_in_a_row() 
     assert "Charge" in kinds(play.exits(0, -9))
 
 
+@pytest.mark.parametrize(("further", "charged"), [(0, True), (1, False)])
+def test_worlds_that_form_and_fail_at_the_same_step_again_and_again_are_charged(further: int, charged: bool) -> None:
+    """As when all ranks make the same mistake in a collective, which looks like a lost peer to each of them."""
+    play = keeping(2)
+    told: list[str] = []
+    for number in range(2, 2 * MOST_OUTSIDE + 4):
+        told += kinds(play.exits(0, exit_codes.NOT_RECOVERED))
+        told += kinds(play.form(number, "a", "b", keeps=True))
+        for slot in range(2):
+            play.take(e.Hello(slot, play.pid(slot)))
+            play.take(e.Ready(slot, play.pid(slot)))
+        for slot in range(2):
+            play.take(e.Trains(slot, play.pid(slot), number, 5 + further * number))
+    assert ("Charge" in told) == charged
+
+
 def test_an_agent_whose_processes_succeeded_waits_for_the_others_and_repeats_if_one_is_lost() -> None:
     play = plain(1)
     assert play.exits(0, 0) == (e.Done(1), e.Timer(LINGER_SECONDS, Purpose.LINGER, 1))

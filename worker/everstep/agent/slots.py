@@ -89,7 +89,8 @@ class State:
     done: bool = False
     finishing: bool = False  # a member of the round is done
     charges: int = 0  # made by this agent, if the store does not say
-    outside: int = 0  # ends from outside, since all processes trained
+    outside: int = 0  # ends from outside, since all processes trained from a later step than ever before
+    reached: int = -1  # the latest step from which they did
     stalls: tuple[int, int] = (0, 0)  # the step in which a process hung last, and how often in a row
     failure: Failure | None = None  # the last one that was charged
     suspect: Failure | None = None  # perhaps somebody else's, which shows when the next round is formed

@@ -67,7 +67,7 @@ from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, 
 
 HURT_SECONDS = 1.0  # in which a round is over, if a member of it died
 LINGER_SECONDS = 300.0  # for which a done agent waits for the others, as torchrun does
-MOST_OUTSIDE = 20  # ends of processes from outside, one after the other; then they count as the program's fault
+MOST_OUTSIDE = 20  # ends of each process from outside without progress; then they count as the program's fault
 MOST_STALLS = 3  # in a row in one step; then it is not chance
 FINAL = (exit_codes.FENCED, exit_codes.STORE_UNUSABLE, exit_codes.PREEMPTED)
 
@@ -169,7 +169,7 @@ def _failed(state: State, failure: Failure, fault: Fault) -> Step:
     state = replace(state, over=True)
     if fault is Fault.OUTSIDE:
         state = replace(state, outside=state.outside + 1)
-        if state.outside > MOST_OUTSIDE:
+        if state.outside > MOST_OUTSIDE * len(state.slots):
             fault = Fault.PROGRAM
     match fault:
         case Fault.PROGRAM:
@@ -216,11 +216,13 @@ def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) ->
             return with_slots(state, (event.slot,), replace(slot, ready=True)), ()
         case Comes(round=number):
             return with_slots(state, (event.slot,), replace(slot, comes=number)), ()
-        case Trains(round=number):
+        case Trains(round=number, step=step):
             state = with_slots(state, (event.slot,), replace(slot, comes=max(slot.comes, number), trains=number))
             everyone = all(s.trains == number for s in state.slots)
             if everyone and state.round is not None and state.round.number == number:
-                state = replace(state, trained=state.round, outside=0)
+                # A world that forms and fails at the same step again and again has not come further.
+                outside = 0 if step > state.reached else state.outside
+                state = replace(state, trained=state.round, outside=outside, reached=max(step, state.reached))
             return state, ()
         case Hurt(round=number, why=why):
             if state.round is None or number != state.round.number or state.over:
