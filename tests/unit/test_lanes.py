@@ -21,7 +21,7 @@ print("problem:", outcome.problem)
 sys.exit(bool(outcome.problem))
 """
 ONCE = """
-import os, pytest
+import os, pytest, time
 from pathlib import Path
 
 def first(name):
@@ -55,7 +55,16 @@ def server():
 @pytest.mark.parametrize("number", range(12))
 def test_of_the_server(server, number): pass
 """
-    crash = "def test_crash():\n    if first('crash'): os._exit(7)\ndef test_after(): pass\n"
+    # Not before the other worker runs: xdist ends with an error of its own where a worker dies while it is given tests.
+    crash = """
+def test_crash():
+    until = time.monotonic() + 30
+    while not Path(__file__).with_name("server.seen").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    if first("crash"):
+        os._exit(7)
+def test_after(): pass
+"""
     fails = "def test_fails():\n    assert not first('fails'), 'it was the load'\n"
     done = lane(tmp_path, "-n", "2", "--dist", "loadfile", shared=shared, crash=crash, fails=fails, good=GOOD)
     assert done.returncode == 0, done.stdout + done.stderr
