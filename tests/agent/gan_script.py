@@ -1,7 +1,8 @@
 """A session of two optimizers, as a GAN has them, in which rank 1 is killed once between their two steps.
 
-`gan_script.py OUT URL`: the file OUT/tear asks for the kill, OUT/die for one between two steps; OUT/mutate makes a
-thread change a tracked tensor all the time, which it must not.
+`gan_script.py OUT URL`: the file OUT/tear asks for the kill, OUT/die for one between two steps; OUT/full says that
+there is no room for a copy of the state; OUT/mutate makes a thread change a tracked tensor all the time, which it must
+not.
 """
 
 import json
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import everstep
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
+from everstep.train.recovery import undo
 
 STEPS = 40
 
@@ -54,6 +56,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
     logging.basicConfig(level=logging.INFO)
+    if (out / "full").exists():
+        undo.free_memory = lambda device: 0
     with everstep.start(url or None, every_steps=5 if url else None) as run:
         generator = DistributedDataParallel(torch.nn.Linear(8, 8))
         critic = DistributedDataParallel(torch.nn.Linear(8, 1))

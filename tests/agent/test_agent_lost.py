@@ -72,13 +72,26 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             one.process.wait()
 
 
+def test_step_of_two_optimizers_that_was_lost_between_them_is_repeated_in_the_process(run: Callable[..., Run]) -> None:
+    still = run("still", "")
+    assert still.end() == 0, still.log.read_text()
+    lost = run("lost", "", "tear")
+    assert lost.end() == 0, lost.log.read_text()
+    assert lost.final() == still.final()
+    said = lost.log.read_text()
+    assert "copied when a step begins" in said
+    steps = {pid: [e["step"] for e in told] for pid, told in lost.steps().items()}
+    assert len(steps) == 3, said
+    assert [*range(1, 41)] in steps.values(), "the survivor makes each step once"
+
+
 @pytest.mark.parametrize("saves", [True, False], ids=["from-the-commit", "from-the-start"])
 def test_kill_between_two_optimizers_is_charged_to_nobody_and_changes_nothing(
     saves: bool, run: Callable[..., Run], tmp_path: Path
 ) -> None:
     still = run("still", "")
     assert still.end() == 0, still.log.read_text()
-    torn = run("torn", str(tmp_path / "commits") if saves else "", "tear")
+    torn = run("torn", str(tmp_path / "commits") if saves else "", "tear", "full")
     assert torn.end() == 0, torn.log.read_text()
     assert torn.final() == still.final()
     assert len(torn.final()) == 1
