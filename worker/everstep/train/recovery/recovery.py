@@ -135,7 +135,7 @@ class Recovery:
         if self.failed:
             return False
         self.replay.ended()
-        return self._sharded is None or not self.replay.kept or self._all_make(self.replay.step)
+        return self._sharded is None or not self.replay.undoes or self._all_make(self.replay.step)
 
     @property
     def failed(self) -> bool:
@@ -310,7 +310,7 @@ class Recovery:
         if self._sharded.may_make(step):
             return  # as it was for the step's first optimizer
         self.check()
-        if not (self.replay.kept or self._all_make(step)):
+        if not (self.replay.undoes or self._all_make(step)):
             raise PeerLost("a peer was lost while the members voted for this step, and none of them has made it")
 
     def _all_make(self, step: int) -> bool:

@@ -56,6 +56,7 @@ class Replay:
         self._untraced: str | None = None
         self._after_block: dict[str, Print] = {}  # a watched step's, at its end
         self.asked = False  # the script has asked whether the step counts
+        self.undoes = False  # this step is one that all members may take back
         self.kept = False  # a copy of all was made when the step began
         self._entered = ""  # the first optimizer that has begun its step
         self._written: str | None = None  # by a collective, since the step began or an optimizer stepped
@@ -77,7 +78,7 @@ class Replay:
         self.step, self._count = step, self._count + 1
         self._watched = not self._count & (self._count - 1)
         self._entered, self._written = "", None
-        undoes = self._undo.wanted and self._agreed()
+        undoes = self.undoes = self._undo.wanted and self._agreed()
         for thing in self._things:
             if self._watched or undoes or self._count <= EARLY:
                 thing.look()
