@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.ranks import Alone
-from everstep.checkpoint.state import Captured, capture
+from everstep.checkpoint.state import Captured, apply, capture
 
 
 class One(Alone):
@@ -95,3 +96,26 @@ def test_state_that_changed_is_arranged_anew(change: Callable[[dict[str, Any]], 
     assert_like_new(arranger, capture(live, 1))
     assert_like_new(arranger, capture(live, 1))
     assert_like_new(arranger, capture(live, 2), 2)
+
+
+class Masked(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("mask", torch.ones(1, 3).expand(4, 3))
+
+
+def test_expanded_buffer_is_restored_though_torch_cannot_write_to_it() -> None:
+    saved, into = Masked(), Masked()
+    saved.mask = saved.mask * 2
+    captured = capture({"model": saved}, 0)
+    apply({"model": into}, {"state": captured.values}, captured.tensors, 0)
+    assert torch.equal(into.mask, torch.full((4, 3), 2.0))
+
+
+def test_array_in_a_mapping_is_restored_in_its_place() -> None:
+    """A script may have a name of its own for it."""
+    own = np.zeros(3).reshape(1, 3)
+    alone = np.zeros(2)
+    captured = capture({"counts": {"seen": np.arange(3.0).reshape(1, 3)}, "alone": np.ones(2)}, 0)
+    apply({"counts": {"seen": own}, "alone": alone}, {"state": captured.values}, captured.tensors, 0)
+    assert (own.tolist(), alone.tolist()) == ([[0, 1, 2]], [1, 1])

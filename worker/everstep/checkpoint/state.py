@@ -129,6 +129,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, metadata: Json, taken
         if metadata:
             tree = _WithMetadata(tree)
             tree._metadata = unflatten(metadata, {}, key)
+        _make_writable(bare(target))
         bare(target).load_state_dict(tree)
     elif kind == "stateful":
         target.load_state_dict(tree)
@@ -140,10 +141,20 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, metadata: Json, taken
     elif (isinstance(target, dict) and isinstance(tree, dict)) or (isinstance(target, list) and isinstance(tree, list)):
         taken.discard(id(target))
         _refilled(target, tree, taken)
+    elif _is_array(target) and _is_alike(target, tree):
+        target[...] = tree
     elif isinstance(state, MutableMapping):
         state[key] = tree
     else:
         raise TypeError("a plain value can be restored only into a mutable mapping (a dict)")
+
+
+def _make_writable(module: torch.nn.Module) -> None:
+    """Give expanded buffers memory of their own: `load_state_dict` cannot write to one number that shows many times."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.layout is torch.strided and 0 in buffer.stride():
+                part._buffers[name] = buffer.contiguous()
 
 
 def _refilled(live: Any, tree: Any, taken: set[int]) -> Any:
@@ -166,7 +177,24 @@ def _refilled(live: Any, tree: Any, taken: set[int]) -> Any:
         with torch.no_grad():
             live.copy_(tree)
         return live
+    if _is_array(live) and _is_alike(live, tree):
+        taken.add(id(live))
+        live[...] = tree
+        return live
     return tree
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array of numpy's and all of its memory; only states that hold some need numpy."""
+    kind = type(value)
+    if (kind.__module__, kind.__name__) != ("numpy", "ndarray"):
+        return False
+    whole = value.base is None or getattr(value.base, "size", None) == value.size
+    return whole and bool(value.flags.writeable)
+
+
+def _is_alike(live: Any, tree: Any) -> bool:
+    return type(tree) is type(live) and bool(tree.shape == live.shape and tree.dtype == live.dtype)
 
 
 def _fits(live: torch.Tensor, tree: torch.Tensor) -> bool:
