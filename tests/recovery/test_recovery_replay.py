@@ -2,8 +2,10 @@
 
 import copy
 import random
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,7 +84,10 @@ def everything(state: dict[str, Any]) -> Any:
     return {name: content(t) for name, t in captured.tensors.items()}, captured.values
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lbfgs", "lookahead"])
+OPTIMIZERS = ["sgd", "adam", "lbfgs", "lookahead", "sets", "named", "late"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_step_with_a_collective_behind_its_optimizer_is_taken_back_to_the_bit(optimizer: str) -> None:
     """From its second time on, when the script is known for it; new state of the optimizer goes, too."""
     state = parts()
@@ -94,6 +99,8 @@ def test_step_with_a_collective_behind_its_optimizer_is_taken_back_to_the_bit(op
             state["optimizer0"] = torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
         case "lookahead":
             state["optimizer0"] = Lookahead(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        case "sets" | "named" | "late":
+            state["optimizer0"] = Own(parameters, optimizer)
     del state["scheduler0"], state["scaler"]
 
     def work(step: int) -> None:
@@ -115,11 +122,85 @@ def test_step_with_a_collective_behind_its_optimizer_is_taken_back_to_the_bit(op
     for step in range(1, 5):
         before = everything(state)
         work(step)
-        assert everything(state) != before
+        first = everything(state)
+        assert first != before
         assert lost(replay) is Quality.WHOLE
         assert everything(state) == before
         work(step)
+        assert everything(state) == first
         replay.ended()
+
+
+class Part(NamedTuple):
+    parameter: torch.Tensor
+    velocity: torch.Tensor
+
+
+class Own(torch.optim.SGD):
+    """Keeps its parameters in a set, or with their velocities, or an average that it makes in its third step."""
+
+    def __init__(self, parameters: Any, kind: str) -> None:
+        found = list(parameters)
+        super().__init__(found, lr=0.1)
+        self.kind, self.found, self.count = kind, set(found), 0
+        self.parts = deque(Part(p, torch.zeros_like(p)) for p in found)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        with torch.enable_grad():
+            closure()
+        for p in self.found if self.kind == "sets" else ():
+            p.sub_(p.grad * 0.1)
+        for part in self.parts if self.kind != "sets" else ():
+            part.velocity.lerp_(part.parameter.grad, 0.5)
+            part.parameter.sub_(part.velocity * 0.1)
+        if self.kind == "late" and self.count > 2:
+            if not hasattr(self, "average"):
+                self.average = [torch.zeros_like(part.parameter) for part in self.parts]
+            for average, part in zip(self.average, self.parts, strict=True):
+                average.lerp_(part.parameter, 0.5)
+                part.parameter.copy_(average)
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> float:
+        self.count += 1
+        return 0.1 / self.count
+
+
+@pytest.mark.parametrize("part", [Counting(), torch.nn.Linear(2, 2)], ids=["called", "module"])
+def test_step_of_an_optimizer_that_holds_what_cannot_be_copied_is_not_repeated(part: Any) -> None:
+    state = parts()
+    state["optimizer0"].__class__ = type("Own", (torch.optim.SGD,), {})
+    state["optimizer0"].part = part
+    replay = Replay(state, lambda: None)
+    ordinary(state, replay, 0)
+    replay.ended()
+    replay.begin(1)
+    forward(state)
+    assert lost(replay) is Quality.WHOLE
+    ordinary(state, replay, 1)
+    assert lost(replay) is Quality.TORN
+    assert "optimizer0.part cannot be copied" in replay.torn
+
+
+def test_objects_in_a_tracked_dictionary_go_back_in_their_places() -> None:
+    """The script has names of its own for them, and may have put one in another's place."""
+    counts, recent = np.zeros(3), [0]
+    seen: dict[str, Any] = {"counts": counts, "now": recent, "before": [7]}
+    replay = Replay({"seen": seen, "alone": counts}, lambda: None)
+    replay.begin(0)
+    counts += 1
+    recent.append(1)
+    seen["before"] = seen["now"]
+    assert lost(replay) is Quality.WHOLE
+    assert seen["counts"] is counts
+    assert seen["now"] is recent
+    assert (counts.tolist(), recent, seen["before"]) == ([0, 0, 0], [0], [7])
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -361,3 +442,35 @@ def test_step_that_was_lost_in_an_evaluation_at_its_end_begins_in_training_mode_
     replay.collective("allreduce", [torch.zeros(3)])
     assert lost(replay) is Quality.WHOLE
     assert all(m.training for m in state["model"].modules())
+
+
+class Codebook(torch.nn.Linear):
+    """A large buffer that is moved without torch's count, as in public code of VQ-VAE, and one that is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("book", torch.zeros(600, 600))
+        self.register_buffer("mask", torch.ones(1, 3).expand(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.book.data.mul_(0.9).add_(x.sum())
+        return super().forward(x) * self.mask
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 5, 6])
+def test_large_buffer_that_is_moved_by_data_goes_back_to_where_the_step_began(step: int) -> None:
+    state: dict[str, Any] = {"model": Codebook()}
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters(), lr=0.1)
+    replay = Replay(state, lambda: None)
+    for number in range(step):
+        replay.begin(number)
+        state["model"].zero_grad()
+        state["model"](torch.randn(4, 3)).sum().backward()
+        state["optimizer"].step()
+        replay.ended()
+    before = everything(state)
+    replay.begin(step)
+    state["model"](torch.randn(4, 3)).sum().backward()
+    assert everything(state) != before
+    assert lost(replay) is Quality.WHOLE
+    assert everything(state) == before

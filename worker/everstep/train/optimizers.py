@@ -1,9 +1,12 @@
-"""Hooks on the steps of optimizers, also of those that scripts have made their own way."""
+"""Hooks on the steps of optimizers, and what their steps move, also of those that scripts have made their own way."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -30,3 +33,37 @@ def _make_tables(optimizer: torch.optim.Optimizer) -> None:
         table = getattr(optimizer, name, None)
         if not isinstance(table, OrderedDict):
             setattr(optimizer, name, OrderedDict(table or {}))
+
+
+_OF_ALL = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))  # attributes that each optimizer has
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A dictionary that holds what an optimizer's steps move, under these keys (None: all). `whole`: a key that a step
+    adds is of its making, too."""
+
+    live: dict[Any, Any]
+    keys: frozenset[str] | None
+    whole: bool
+
+
+def places(optimizer: Any, tracked: Collection[int], *, inner: bool = False) -> Iterator[Place]:
+    """Where an optimizer holds what its steps move. A class that is not torch's may keep more than `state`, and may
+    work by another optimizer. `tracked`: the identities of parameters whose modules are others' to look after."""
+    yield Place(optimizer.state, None, True)
+    own = {"param_groups"} if inner else set[str]()
+    custom = not type(optimizer).__module__.startswith("torch.optim.")
+    for key, value in vars(optimizer).items() if custom else ():
+        if isinstance(value, torch.optim.Optimizer) and not inner and value is not optimizer:
+            yield from places(value, tracked, inner=True)
+        elif key not in _OF_ALL and not _is_of_others(value, tracked):
+            own.add(key)
+    if own or custom:
+        yield Place(vars(optimizer), frozenset(own), custom)
+
+
+def _is_of_others(value: Any, tracked: Collection[int]) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return all(id(p) in tracked for p in value.parameters())
+    return isinstance(value, (FunctionType, MethodType, BuiltinFunctionType, type, partial))

@@ -95,17 +95,24 @@ class Replay:
         """Copy all that a step may move; whether there is room for that."""
         if not self.can_keep():
             return False
-        self._undo.keep(self._large())
+        held = self._large()
+        if self._opaque:
+            return False  # in this step alone
+        self._undo.keep(held)
         return True
 
     def can_keep(self) -> bool:
         """Whether a copy is of use, and there is room for it in this world."""
         if self._undo.wanted and not self._undo.decided:
-            self._undo.decide(self._large())
+            self._undo.decide(self._large(), self._opaque)
         return self._undo.wanted and self._undo.on
 
     def _large(self) -> list[Held]:
         return [held for thing in self._things for held in thing.large()]
+
+    @property
+    def _opaque(self) -> str:
+        return next((thing.opaque for thing in self._things if thing.opaque), "")
 
     def collective(self, name: str, written: Any) -> None:
         """A collective of the program's begins, and writes into these tensors."""

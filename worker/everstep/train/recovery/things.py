@@ -9,13 +9,15 @@ Invariant: after `begin`, unless `moved` names something, `put_back` brings the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from everstep.train.optimizers import places
 from everstep.train.randomness import STATE
 from everstep.train.recovery import digests, fsdp, trees
 from everstep.train.recovery.reducers import BUCKETS
@@ -28,6 +30,8 @@ LARGE = 2**20  # bytes of a buffer that is copied again only if torch has counte
 
 class Thing:
     """One tracked object, or a part of one. `name` is the script's."""
+
+    opaque = ""  # after `large`: what of it cannot be copied
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -69,6 +73,8 @@ class Module(Thing):
         self._buffers: list[torch.Tensor] = []
         self._saved: list[torch.Tensor] = []
         self._large: dict[int, tuple[int, int]] = {}
+        self._uncounted = set[int]()  # large ones that change without torch's count, by `.data` or numpy
+        self._old = set[int]()  # large ones that were not copied when the step began, but before
         self._training: list[bool] = []
         self._required: list[bool] = []
         self._held: list[Held] = []
@@ -87,6 +93,10 @@ class Module(Thing):
         if any(found.get(key, now) != now for key, now in self._addresses.items()):
             self._replaces = True
         self._addresses = found
+        for i, marks in self._large.items():
+            buffer = self._buffers[i]
+            if marks == (version(buffer), address(buffer)) and not torch.equal(buffer, self._saved[i]):
+                self._uncounted.add(i)
 
     def begin(self) -> None:
         self._places = [(d, d.copy()) for d in (*self._of_parameters, *self._of_buffers)]
@@ -127,8 +137,9 @@ class Module(Thing):
             if parameter.requires_grad is not required:
                 parameter.requires_grad_(required)
         with torch.no_grad():
-            for buffer, saved in zip(self._buffers, self._saved, strict=True):
-                buffer.copy_(saved)
+            for i, (buffer, saved) in enumerate(zip(self._buffers, self._saved, strict=True)):
+                if i not in self._old or self._large[i] != (version(buffer), address(buffer)):
+                    trees.write(buffer, saved)
         for held in self._held:
             held.back()
         for module, extra in self._extra:
@@ -153,8 +164,10 @@ class Module(Thing):
 
     def _save(self) -> None:
         live = [b for d in self._of_buffers for b in d.values() if b is not None]
+        self._old = set()
         if len(live) != len(self._buffers) or any(a is not b for a, b in zip(live, self._buffers, strict=True)):
-            self._buffers, self._saved, self._large = live, [b.detach().clone() for b in live], {}
+            self._buffers, self._saved, self._uncounted = live, [b.detach().clone() for b in live], set()
+            self._large = {i: (version(b), address(b)) for i, b in enumerate(live) if _is_large(b)}
             return
         to: list[torch.Tensor] = []
         source: list[torch.Tensor] = []
@@ -162,9 +175,10 @@ class Module(Thing):
             if buffer.shape != saved.shape or buffer.dtype != saved.dtype:
                 self._saved[i] = buffer.detach().clone()
                 continue
-            if buffer.numel() * buffer.element_size() > LARGE:
+            if _is_large(buffer):
                 now = (version(buffer), address(buffer))
-                if self._large.get(i) == now:
+                if self._large.get(i) == now and i not in self._uncounted:
+                    self._old.add(i)
                     continue
                 self._large[i] = now
             to.append(saved)
@@ -177,17 +191,17 @@ class Module(Thing):
 class Optimizer(Thing):
     """Its state is watched. That its step has begun is for others to say."""
 
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, tracked: Collection[int] = ()) -> None:
         super().__init__(name)
         self._optimizer = optimizer
+        self._tracked = tracked
         self._loaded = self._looked = 0
         self.hooks = [optimizer.register_load_state_dict_post_hook(self._load)]
         self._replaces = False  # its tensors are other ones from step to step
         self._known: dict[tuple[Any, Any], torch.Tensor] = {}
-        # Dictionaries that it holds, keys of theirs (None: all), and what was there.
-        self._kept: list[tuple[dict[Any, Any], set[str] | None, dict[Any, Any]]] = []
+        # Dictionaries that it holds, what was there, and all keys that were; None: others may come.
+        self._kept: list[tuple[dict[Any, Any], dict[Any, Any], set[Any] | None]] = []
         self._held: list[Held] = []
-        self._opaque = ""  # what of it cannot be copied
         self.look()
 
     def _load(self, _: Any) -> None:
@@ -212,32 +226,33 @@ class Optimizer(Thing):
         self._kept, self._held = [], []
 
     def large(self) -> list[Held]:
-        self._kept, self._held, self._opaque = [], [], ""
-        for live, keys in _places(self._optimizer, first=True):
-            found = {key: value for key, value in live.items() if keys is None or key in keys}
-            if opaque := next((key for key, value in found.items() if keys and not trees.is_known(value)), ""):
-                self._opaque = f"{self.name}.{opaque}"
+        self._kept, self._held, self.opaque = [], [], ""
+        for place in places(self._optimizer, self._tracked):
+            found = {key: value for key, value in place.live.items() if place.keys is None or key in place.keys}
+            unknown = (key for key, value in found.items() if place.keys and not trees.is_known(value))
+            if opaque := next(unknown, ""):
+                self.opaque = f"{self.name}.{opaque}"
                 continue
             kept, held = trees.hold(found, copies=False)
-            self._kept.append((live, keys, kept))
+            self._kept.append((place.live, kept, set(place.live) if place.whole else None))
             self._held += held
         return self._held
 
     def moved(self) -> str | None:
-        if self._kept and all(h.copy is not None for h in self._held):
-            return self._opaque or None
+        if self._kept and not self.opaque and all(h.copy is not None for h in self._held):
+            return None
         known = self._present()
         same = all(known.get(key) is tensor for key, tensor in self._known.items()) and self._mark() == self._before
         return None if same else f"the state of {self.name}"
 
     def put_back(self) -> None:
-        if any(h.copy is None for h in self._held):
+        if self.opaque or any(h.copy is None for h in self._held):
             return
-        for live, keys, kept in self._kept:
-            for key in [key for key in live if keys is None and key not in kept]:
+        for live, kept, there in self._kept:
+            for key in [key for key in live if there is not None and key not in there]:
                 del live[key]
             for key, value in kept.items():
-                live[key] = trees.restore(live.get(key), value)
+                live[key] = trees.restored(value)
 
     def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
         for i, state in enumerate(list(self._optimizer.state.values())):
@@ -338,11 +353,13 @@ class Scaler(Tree):
 def things(state: Mapping[str, Any]) -> list[Thing]:
     """What is tracked, in order. A loader goes back by itself, and each rank's generators are for others."""
     found: list[Thing] = []
+    modules = [target for target in state.values() if isinstance(target, torch.nn.Module)]
+    tracked = {id(p) for module in modules for p in module.parameters()}
     for name, target in state.items():
         if isinstance(target, torch.nn.Module):
             found.append(Module(name, target))
         elif isinstance(target, torch.optim.Optimizer):
-            found += [Optimizer(name, target), Hyperparameters(name, target)]
+            found += [Optimizer(name, target, tracked), Hyperparameters(name, target)]
         elif isinstance(target, LRScheduler):
             found.append(Schedule(name, target))
         elif isinstance(target, torch.amp.GradScaler):
@@ -350,29 +367,15 @@ def things(state: Mapping[str, Any]) -> list[Thing]:
                 found.append(Scaler(name, target))
         elif getattr(target, "everstep_per_rank", False) or digests.settles_itself(target):
             continue
-        elif isinstance(target, dict | list | torch.Tensor):
+        elif isinstance(target, dict | list | torch.Tensor | np.ndarray):
             found.append(Tree(name, lambda target=target: target))  # type: ignore[misc]
         elif callable(getattr(target, "load_state_dict", None)) and name not in ELSEWHERE:
             found.append(Tree(name, target.state_dict, target.load_state_dict))
     return found
 
 
-_OF_ALL = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))  # attributes that each optimizer has
-
-
-def _places(optimizer: Any, *, first: bool) -> Iterator[tuple[dict[Any, Any], set[str] | None]]:
-    """The dictionaries that hold what its steps move, and the keys (None: all). A class that is not torch's may keep
-    more than `state`, and may work by another optimizer."""
-    yield optimizer.state, None
-    own = set() if first else {"param_groups"}
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        for key, value in vars(optimizer).items():
-            if isinstance(value, torch.optim.Optimizer) and first and value is not optimizer:
-                yield from _places(value, first=False)
-            elif key not in _OF_ALL and not callable(value):
-                own.add(key)
-    if own:
-        yield vars(optimizer), own
+def _is_large(buffer: torch.Tensor) -> bool:
+    return buffer.numel() * buffer.element_size() > LARGE
 
 
 def _versions(tensors: list[torch.Tensor]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Held:
             with torch.no_grad():
                 if self.origin is not None and address(self.tensor) != self.address:
                     raw(self.tensor).data = self.origin  # what it has now may be another tensor's as well
-                raw(self.tensor).copy_(raw(self.copy))
+                write(raw(self.tensor), raw(self.copy))
         return self.tensor
 
 
@@ -60,13 +60,37 @@ def address(tensor: Any) -> int:
         return 0
 
 
+def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Into an expanded one once where it shows the same memory many times: torch refuses that otherwise."""
+    if tensor.layout is torch.strided and 0 in tensor.stride():
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+        tensor, values = tensor[once], values[once]
+    tensor.copy_(values)
+
+
+@dataclass(slots=True)
+class _Array:
+    """An array of numpy's as it was."""
+
+    array: Any
+    copy: Any
+
+
+class _Dict(dict[Any, Any]):
+    of: Any = None  # the mapping whose items it has
+
+
+class _List(list[Any]):
+    of: Any = None  # the list, deque or set
+
+
 def hold(tree: Any, *, copies: bool = True) -> tuple[Any, list[Held]]:
     """The tree with each tensor as `Held`, and those by themselves; with copies if they are small."""
     held: list[Held] = []
     kept = _hold(tree, held)
     if copies and sum(h.tensor.numel() * h.tensor.element_size() for h in held) <= SMALL:
         for h in held:
-            h.copy = h.tensor.detach().clone()
+            h.copy, h.origin = h.tensor.detach().clone(), raw(h.tensor).detach()
     return kept, held
 
 
@@ -77,11 +101,19 @@ def _hold(tree: Any, held: list[Held]) -> Any:
         held.append(Held(tree, version(tree), address(tree)))
         return held[-1]
     if isinstance(tree, dict):
-        return {key: _hold(value, held) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_hold(value, held) for value in tree]
+        items = _Dict({key: _hold(value, held) for key, value in tree.items()})
+        items.of = tree
+        return items
+    if isinstance(tree, list | deque | set):
+        values = _List(_hold(value, held) for value in tree)
+        values.of = tree
+        return values
     if type(tree) is tuple:
         return tuple(_hold(value, held) for value in tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_hold(value, held) for value in tree))
+    if type(tree) is np.ndarray and tree.flags.writeable and tree.dtype != object:
+        return _Array(tree, tree.copy())
     return copy.deepcopy(tree)
 
 
@@ -89,6 +121,8 @@ def is_known(tree: Any) -> bool:
     """Whether it holds tensors, arrays and plain values alone."""
     if isinstance(tree, dict):
         return all(isinstance(key, (*_PLAIN, torch.Tensor)) and is_known(value) for key, value in tree.items())
+    if isinstance(tree, frozenset) and any(isinstance(value, torch.Tensor) for value in tree):
+        return False  # a copy of it would hold other ones
     if isinstance(tree, list | tuple | set | frozenset | deque):
         return all(map(is_known, tree))
     return isinstance(tree, (*_PLAIN, torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device))
@@ -98,30 +132,53 @@ def plain(kept: Any) -> Any:
     """What `hold` was given, of the values that it had then: for `load_state_dict`."""
     if isinstance(kept, Held):
         return kept.tensor if kept.copy is None else kept.copy.clone()
+    if isinstance(kept, _Array):
+        return kept.copy.copy()
     if isinstance(kept, dict):
         return {key: plain(value) for key, value in kept.items()}
     if isinstance(kept, list):
-        return [plain(value) for value in kept]
-    if type(kept) is tuple:
-        return tuple(plain(value) for value in kept)
-    return kept
+        found = [plain(value) for value in kept]
+        of = getattr(kept, "of", None)
+        return deque(found, of.maxlen) if isinstance(of, deque) else set(found) if isinstance(of, set) else found
+    if isinstance(kept, tuple):
+        return _tuple(kept, map(plain, kept))
+    return copy.deepcopy(kept)
 
 
-def restore(live: Any, kept: Any) -> Any:
-    """Make `live` what it was, in place where it is a container; what belongs in its place."""
+def restore(live: Any, kept: Any) -> None:
+    """Make `live`, a dictionary or list, what it was; what it holds in the objects that it held."""
     if isinstance(kept, Held):
-        return kept.back()
-    if isinstance(kept, dict) and isinstance(live, dict):
-        found = {key: restore(live.get(key), value) for key, value in kept.items()}
+        kept.back()
+    elif isinstance(kept, dict):
+        found = {key: restored(value) for key, value in kept.items()}
         live.clear()
         live.update(found)
-        return live
-    if isinstance(kept, list) and isinstance(live, list):
-        live[:] = [restore(live[i] if i < len(live) else None, value) for i, value in enumerate(kept)]
-        return live
-    if type(kept) is tuple:
-        return tuple(restore(None, value) for value in kept)
+    elif isinstance(kept, list):
+        values = [restored(value) for value in kept]
+        live.clear()
+        (live.update if isinstance(live, set) else live.extend)(values)
+    elif isinstance(kept, _Array) and kept.array.shape == kept.copy.shape:
+        np.copyto(kept.array, kept.copy)
+
+
+def restored(kept: Any) -> Any:
+    """The object that was held, with the values that it had: the script may have a name of its own for it, and what
+    stands in its place by now may be another one's."""
+    if isinstance(kept, Held):
+        return kept.back()
+    if isinstance(kept, _Dict | _List):
+        restore(kept.of, kept)
+        return kept.of
+    if isinstance(kept, _Array) and kept.array.shape == kept.copy.shape:
+        np.copyto(kept.array, kept.copy)
+        return kept.array
+    if isinstance(kept, tuple):
+        return _tuple(kept, map(restored, kept))
     return plain(kept)
+
+
+def _tuple(like: Any, values: Iterable[Any]) -> Any:
+    return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
 
 
 def same(kept: Any, live: Any) -> bool:
@@ -132,10 +189,12 @@ def same(kept: Any, live: Any) -> bool:
         if kept.copy is None:
             return address(live) == kept.address and not kept.moved
         return live.shape == kept.copy.shape and live.dtype == kept.copy.dtype and torch.equal(live, kept.copy)
+    if isinstance(kept, _Array):
+        return type(live) is np.ndarray and live.dtype == kept.copy.dtype and np.array_equal(live, kept.copy)
     if isinstance(kept, dict):
         return isinstance(live, dict) and list(kept) == list(live) and all(same(v, live[k]) for k, v in kept.items())
     if isinstance(kept, list | tuple):
-        return isinstance(live, list | tuple) and len(kept) == len(live) and all(map(same, kept, live))
+        return isinstance(live, (list, tuple, deque, set)) and len(kept) == len(live) and all(map(same, kept, live))
     try:
         return bool(kept == live)
     except (RuntimeError, ValueError):  # arrays of numpy's say it for each number

@@ -41,20 +41,23 @@ class Undo:
         asked = script_asks(sys._getframe(2))
         self._line = f"step {step} runs a collective ({name}{asked.at if asked else ''}) behind an optimizer's step"
 
-    def decide(self, held: Iterable[Held]) -> None:
-        """Whether these are copied when a step begins, from now on."""
+    def decide(self, held: Iterable[Held], opaque: str = "") -> None:
+        """Whether these are copied when a step begins, from now on. `opaque`: what else there is, and cannot be."""
         need: dict[torch.device, int] = {}
         for tensor in _distinct(held):
             need[tensor.device] = need.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
         have = {device: _size(self._kept, device) for device in need}
         full = next((d for d, size in need.items() if size > (free_memory(d) + have[d]) * SHARE), None)
-        told, self.decided = self._told is (full is None), True
-        self.on = self._told = full is None
+        can = full is None and not opaque
+        told, self.decided = self._told is can, True
+        self.on = self._told = can
         line = "To do without, run it before optimizer.step(), or behind the block `with step:`"
         self.why_not = "" if full is None else f"a copy of {_words(need[full])} of tracked state has no room on {full}"
+        if opaque:
+            self.why_not = f"{opaque} cannot be copied: it holds more than tensors, arrays, numbers and texts"
         if told:
             return
-        if full is None:
+        if can:
             log.info("%s: %s of tracked state are copied when a step begins, from which it is repeated if a peer is "
                      "lost. %s", self._line, _words(sum(need.values())), line)  # fmt: skip
             return
