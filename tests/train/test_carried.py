@@ -155,6 +155,20 @@ CARRIED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         loop("norms.append(norm(model))\nclip_grad_norm_(model.parameters(), sum(norms) / len(norms))"), {"norms": []},
         {"norms": "the parameters"},
     ),
+    "count in a list": (
+        loop("n[0] += 1\n(f(batch) * n[0]).backward()", work=""), {"n": [0]}, {"n[0]": "the gradients"},
+    ),
+    "groups that are updated": (
+        loop("n += 1\nfor g in optimizer.param_groups:\n    g.update(lr=0.1 / n)"), {"n": 0}, {"n": "a hyperparameter"},
+    ),
+    "first features of each class": (
+        loop("x = features(batch)\nif name not in first:\n    first[name] = x\n(x - first[name]).backward()", work=""),
+        {"first": {}}, {"first": "the gradients"},
+    ),
+    "what was seen before": (
+        loop("k = key(batch)\nloss = f(batch)\nif k not in seen:\n    seen[k] = True\n    loss = loss * 2\n"
+             "loss.backward()", work=""), {"seen": {}}, {"seen": "the gradients"},
+    ),
     "best model in a file": (
         loop("value = f(batch)\nif value < best:\n    best = value\n    torch.save(model, 'best.pt')"), {"best": 9.0},
         {"best": SAVED},
@@ -213,6 +227,16 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "rate by the step's number": (
         loop(f"if step.number >= 5:\n    rate = 0.01\n{LR}"), {"rate": 0.1},
+    ),
+    "masks that are kept by their lengths": (
+        loop("f(batch.data, mask_of(batch.lengths.max().item())).backward()",
+             "import torch\ndef mask_of(n):\n    if n not in masks:\n        masks[n] = torch.tril(torch.ones(n, n))\n"
+             "    return masks[n]\n", work=""), {"masks": {}},
+    ),
+    "rates that are kept by the step's number": (
+        loop("for g in optimizer.param_groups:\n    g['lr'] = rate_of(step.number)",
+             "import math\ndef rate_of(n):\n    if n in rates:\n        return rates[n]\n    rate = math.cos(n)\n"
+             "    rates[n] = rate\n    return rate\n"), {"rates": {}},
     ),
     "warning that is given once": (
         loop("if not warned and bad(batch):\n    warned = True\n    print('bad')"), {"warned": False},

@@ -201,6 +201,8 @@ def _held(values: Mapping[str, Any], name: str) -> Any:
             value = getattr(value, "__dict__", {}).get(part.lstrip("."), _MISSING)
         elif isinstance(value, dict):
             value = value.get(ast.literal_eval(part[1:-1]), _MISSING)
+        elif isinstance(value, list) and (index := ast.literal_eval(part[1:-1])) in range(-len(value), len(value)):
+            value = value[index]
         else:
             return _MISSING
     return value

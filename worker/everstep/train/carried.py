@@ -314,7 +314,7 @@ class _Walk(Values):
                     self._use(value | self._control, "the parameters", target.lineno)
                 elif (key := self._key(target)) is not None:
                     self._write(key, value, target.lineno, source)
-                elif (root := self._root(target)) is not None:
+                elif (root := self._root(target)) is not None and not self._is_memo(target, source):
                     self._mutate(root, value | self._value(target.slice), target.lineno)
 
     def _write(self, key: str, value: Taint, line: int, source: ast.AST | None = None) -> None:

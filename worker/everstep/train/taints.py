@@ -51,12 +51,22 @@ class Script:
     ) -> None:
         self.functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
         self.classes = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+        self.asked = {  # (key, container), as written: whether it is there
+            (ast.unparse(n.left), ast.unparse(n.comparators[0])) for n in ast.walk(tree)
+            if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.In | ast.NotIn)
+        }  # fmt: skip
+        self._assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
         imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
         self.known = (
             {a.asname or a.name for n in imports for a in n.names} | self.classes.keys() | vars(builtins).keys()
         )
         self.kind = kind
         self.decided = decided
+
+    def source(self, e: ast.expr) -> ast.expr:
+        """What a name stands for that is assigned once in the file; else itself."""
+        found = [n.value for n in self._assigned if isinstance(e, ast.Name) and e.id in map(path_of, n.targets)]
+        return found[0] if len(found) == 1 else e
 
     def method(self, kind: str | None, name: str) -> ast.FunctionDef | None:
         """Of a class of the file, or of the first of its bases there that has it."""
@@ -246,6 +256,8 @@ class Values:
         """What is trained is moved by this call, if its name says so."""
         if name == "backward":
             self._use(receiver | given | self._control, "the gradients", line)
+        elif name == "update" and "@groups" in receiver:
+            self._use(given | self._control, "a hyperparameter", line)
         elif name == "load_state_dict":
             self._use(given | self._control, f"{path}.load_state_dict", line)
         elif name in ("save", "save_pretrained", "save_checkpoint"):
@@ -287,6 +299,22 @@ class Values:
         if key is None or "#" in key or self.env.get(key) or self._is_changed(key):
             return ...
         return self.script.decided(key)
+
+    def _is_memo(self, target: ast.Subscript, source: ast.AST | None) -> bool:
+        """Whether it keeps, behind `if key not in kept:`, what follows from the key: a new process makes it again."""
+        asked = (ast.unparse(target.slice), ast.unparse(target.value))
+        if asked not in self.script.asked or not isinstance(source, ast.expr):
+            return False
+        source = self.script.source(source)
+        if not any(isinstance(n, ast.expr) and ast.unparse(n) == asked[0] for n in ast.walk(source)):
+            return False  # that it is there says something by itself
+        before = dict(self.env)
+        for part in ast.walk(target.slice):
+            if isinstance(part, ast.expr) and (key := self._key(part)) is not None:
+                self.env[key] = NONE
+        follows = not self._value(source)
+        self.env = before
+        return follows
 
     def _function(self, name: str) -> ast.FunctionDef | None:
         """Of the same file, or of the function that is walked through."""
