@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from agent_job import Job
 from ranks import Ranks
@@ -181,6 +182,8 @@ def _compare(a: Any, b: Any, near: float, name: str = "") -> str:
         found = (_compare(x, y, near, f"{name}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True)))
     elif isinstance(a, float) and isinstance(b, float) and near:
         return "" if a == b or abs(a - b) <= near * (1 + abs(a)) or (a != a and b != b) else f"{name}: {a!r} and {b!r}"
+    elif isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return "" if np.array_equal(a, b) else f"{name}: {a} and {b}"
     elif callable(a) or type(a).__module__ == "__main__":
         return ""
     else:

@@ -418,6 +418,8 @@ ROWS = (
         owner="adversary",
         today="all survivors exit 1: a handle of the step before is waited for again",
     ),
+    Row("counted_in_array"),
+    Row("large_codebook"),
     Row("momentum_halved"),
     Row(
         "bucket_views",
