@@ -169,6 +169,10 @@ CARRIED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         loop("k = key(batch)\nloss = f(batch)\nif k not in seen:\n    seen[k] = True\n    loss = loss * 2\n"
              "loss.backward()", work=""), {"seen": {}}, {"seen": "the gradients"},
     ),
+    "counts by key": (
+        loop("k = key(batch)\ncounts[k] = counts.get(k, 0) + weight(k)\n(f(batch) / counts[k]).backward()", work=""),
+        {"counts": {}}, {"counts": "the gradients"},
+    ),
     "best model in a file": (
         loop("value = f(batch)\nif value < best:\n    best = value\n    torch.save(model, 'best.pt')"), {"best": 9.0},
         {"best": SAVED},
@@ -232,6 +236,14 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
         loop("f(batch.data, mask_of(batch.lengths.max().item())).backward()",
              "import torch\ndef mask_of(n):\n    if n not in masks:\n        masks[n] = torch.tril(torch.ones(n, n))\n"
              "    return masks[n]\n", work=""), {"masks": {}},
+    ),
+    "masks that are asked for by get, and by an error": (
+        loop("f(batch.data, mask_of(batch.data.shape[1]), place_of(batch.data.shape[1])).backward()",
+             "import torch\ndef mask_of(n):\n    mask = masks.get(n)\n    if mask is None:\n"
+             "        mask = masks[n] = torch.ones(n)\n    return mask\n"
+             "def place_of(n):\n    try:\n        return places[n]\n    except KeyError:\n"
+             "        places[n] = torch.arange(n)\n        return places[n]\n", work=""),
+        {"masks": {}, "places": {}},
     ),
     "rates that are kept by the step's number": (
         loop("for g in optimizer.param_groups:\n    g['lr'] = rate_of(step.number)",

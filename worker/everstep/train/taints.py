@@ -11,7 +11,7 @@ import ast
 import builtins
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,10 +51,7 @@ class Script:
     ) -> None:
         self.functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
         self.classes = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
-        self.asked = {  # (key, container), as written: whether it is there
-            (ast.unparse(n.left), ast.unparse(n.comparators[0])) for n in ast.walk(tree)
-            if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.In | ast.NotIn)
-        }  # fmt: skip
+        self.asked = set(_asked(tree))
         self._assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
         imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
         self.known = (
@@ -306,8 +303,9 @@ class Values:
         if asked not in self.script.asked or not isinstance(source, ast.expr):
             return False
         source = self.script.source(source)
-        if not any(isinstance(n, ast.expr) and ast.unparse(n) == asked[0] for n in ast.walk(source)):
-            return False  # that it is there says something by itself
+        parts = {ast.unparse(n) for n in ast.walk(source) if isinstance(n, ast.expr)}
+        if asked[0] not in parts or asked[1] in parts:
+            return False  # that it is there says something by itself; or it follows from what was there
         before = dict(self.env)
         for part in ast.walk(target.slice):
             if isinstance(part, ast.expr) and (key := self._key(part)) is not None:
@@ -345,6 +343,19 @@ class Values:
         self._spent += 1
         if self._spent > BUDGET:
             raise Spent
+
+
+def _asked(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Keys and containers, as written, where a file finds out whether the key is there."""
+    for n in ast.walk(tree):
+        match n:
+            case ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[container]):
+                yield ast.unparse(key), ast.unparse(container)
+            case ast.Call(func=ast.Attribute(value=container, attr="get"), args=[key, *_]):
+                yield ast.unparse(key), ast.unparse(container)
+            case ast.Try(handlers=[ast.ExceptHandler(type=ast.Name(id="KeyError"))]):
+                reads = (part for s in n.body for part in ast.walk(s) if isinstance(part, ast.Subscript))
+                yield from ((ast.unparse(part.slice), ast.unparse(part.value)) for part in reads)
 
 
 def _is_property(method: ast.FunctionDef) -> bool:
