@@ -474,3 +474,23 @@ def test_large_buffer_that_is_moved_by_data_goes_back_to_where_the_step_began(st
     assert everything(state) != before
     assert lost(replay) is Quality.WHOLE
     assert everything(state) == before
+
+
+def test_what_a_collective_writes_that_was_under_way_when_its_step_failed_is_put_back_too() -> None:
+    """As one of an averaging in the background does, of which another tensor's has failed: gloo goes on to the next."""
+    state = parts()
+    replay = Replay(state, lambda: None)
+    ordinary(state, replay, 0)
+    replay.ended()
+    before = everything(state)
+    ordinary(state, replay, 1)
+    assert lost(replay) is Quality.WHOLE
+    with torch.no_grad():
+        state["model"][0].weight.add_(1)
+        state["model"][1].running_mean.add_(1)
+    replay.back_again()
+    assert everything(state) == before
+    state["seen"]["n"].append(9)
+    after = everything(state)
+    replay.back_again()
+    assert everything(state) == after

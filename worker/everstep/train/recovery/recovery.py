@@ -221,17 +221,17 @@ class Recovery:
 
     def _meet(self, step: int) -> Round | None:
         """Form the newest round, so that its members can agree; None if that failed, or is of no use."""
-        if self.met and self.control.lost is None and self._formed is not None:
-            self.met = False
+        met, self.met = self.met, False
+        if met and self.control.lost is None and self._formed is not None:
             return self._formed.round
-        self.met = False
         if self._stuck is not None:
             raise self._stuck
         round_ = self._rounds.wait_newer(self._number, JOIN_SECONDS)
         self._heard_at = time.monotonic()
         self._leave("a newer round began")
-        self._number = round_.number
-        self.boundary_wanted = False
+        if self.replay is not None:
+            self.replay.back_again()
+        self._number, self.boundary_wanted = round_.number, False
         self._rounds.coming(round_.number)
         mesh = self._sharded.mesh if self._sharded is not None else None
         if mesh is not None and not mesh.fits(round_.world_size):

@@ -51,6 +51,7 @@ class Replay:
         self.torn = ""  # why the state is
         self.step = 0  # the one in hand
         self._in_step = self._watched = False
+        self._settled = True  # nothing writes any more into what was put back
         self._unmoved: dict[str, Print] = {}
         self._places: dict[int, str] = {}  # addresses of what is not copied
         self._untraced: str | None = None
@@ -77,7 +78,7 @@ class Replay:
         self._check_gap()
         self.step, self._count = step, self._count + 1
         self._watched = not self._count & (self._count - 1)
-        self._entered, self._written = "", None
+        self._entered, self._written, self._settled = "", None, True
         undoes = self.undoes = self._undo.wanted and self._agreed()
         for thing in self._things:
             if self._watched or undoes or self._count <= EARLY:
@@ -152,12 +153,19 @@ class Replay:
             generator.load_state_dict(drawn)  # each rank's own, also of one that is given a state
         self.gradients.put_back()
         if moved is None and (self.kept or not (self._entered or self._written)):
+            self._settled = False
             return Quality.WHOLE
         self.torn = f"{moved or self._written} has moved"
         if self._entered:
             why = self._undo.why_not or "not every member could copy its state when the step began"
             self.torn = f"{self._entered} had begun its step, and {why}"
         return Quality.TORN
+
+    def back_again(self) -> None:
+        """The collectives of the step that failed are over. One that was under way may have written since `back`."""
+        for thing in self._things if not self._settled else ():
+            thing.put_back()
+        self._settled = True
 
     def _moved(self) -> str | None:
         return next((what for t in self._things if (what := t.moved()) is not None), None)
