@@ -25,13 +25,13 @@ SCRIPT = HERE / "gan_script.py"
 class Run:
     """`everstep-run` of the script in a folder of its own."""
 
-    def __init__(self, folder: Path, url: str, asked: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, url: str, asked: tuple[str, ...], script: Path = SCRIPT) -> None:
         self.folder = folder
         folder.mkdir()
         for file in asked:
             (folder / file).touch()
         self.log = folder / "log"
-        argv = [warm_agent.__file__, "--nproc-per-node=2", "--max-restarts=0", SCRIPT, folder, url]
+        argv = [warm_agent.__file__, "--nproc-per-node=2", "--max-restarts=0", script, folder, url]
         with self.log.open("wb") as out:
             self.process = warm().popen(*argv, stdout=out, stderr=out, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
 
@@ -61,8 +61,8 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     made: list[Run] = []
 
-    def start(name: str, url: str, *asked: str) -> Run:
-        made.append(Run(tmp_path / name, url, asked))
+    def start(name: str, url: str, *asked: str, script: Path = SCRIPT) -> Run:
+        made.append(Run(tmp_path / name, url, asked, script))
         return made[-1]
 
     yield start
@@ -120,3 +120,18 @@ def test_state_that_arrives_damaged_costs_a_new_process_and_no_restart(run: Call
     assert job.end() == 0, job.log.read_text()
     assert "exit code 87" in job.log.read_text()
     assert len(job.final()) == 1
+
+
+def test_peer_that_is_lost_behind_a_loop_that_was_left_costs_new_processes_and_no_restart(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    ends = []
+    for asked in ((), ("die",)):
+        job = run("-".join(("job", *asked)), str(tmp_path / "-".join(("commits", *asked))), *asked,
+                  script=HERE / "leaves_script.py")  # fmt: skip
+        assert job.end() == 0, job.log.read_text()
+        said = job.log.read_text()
+        assert ("exit code 87" in said) == bool(asked), said
+        ends.append(set(re.findall(r"ended at 12 with \S+", said)))
+    assert len(ends[0]) == 1
+    assert ends[0] == ends[1]

@@ -169,6 +169,17 @@ def test_worlds_that_form_and_fail_at_the_same_step_again_and_again_are_charged(
     assert ("Charge" in told) == charged
 
 
+def test_process_that_had_left_its_loop_and_succeeds_is_not_waited_for_in_the_next_round() -> None:
+    play = keeping(2)
+    play.exits(1, -9)
+    play.take(e.Hello(1, play.pid(1)))
+    assert "Join" in kinds(play.take(e.Ready(1, play.pid(1))))
+    play.form(2, "a", "b", keeps=True)
+    told = play.exits(0, 0)
+    assert kinds(told) == ["StepOut", "Signal"]
+    assert kinds(play.exits(1, -9)) == ["Fork"]
+
+
 def test_an_agent_whose_processes_succeeded_waits_for_the_others_and_repeats_if_one_is_lost() -> None:
     play = plain(1)
     assert play.exits(0, 0) == (e.Done(1), e.Timer(LINGER_SECONDS, Purpose.LINGER, 1))

@@ -352,6 +352,7 @@ ROWS = (
     ),
     Row("plateau_between_steps", long=True),
     # --- the loop
+    Row("own_loop", refused=r"optimizer\.step\(\) \(own_loop\.py:\d+\).*before run\.steps\(\)", torchrun=False),
     Row("curriculum", long=True),
     Row("curriculum_two_loops", refused=r"steps\(\) was called before"),
     Row("early_stop_by_rank0", kills=("5:backward",)),

@@ -353,7 +353,8 @@ def _in_round(state: State, current: Round, live: tuple[int, ...]) -> Step:
 def _in_place(slot: Slot, number: int) -> bool:
     if slot.life is Life.LIVE:
         return not slot.killed and (slot.ready or slot.born == number)
-    return slot.life is Life.SUCCEEDED
+    # One that succeeded before this round came about is not there: the others would wait for it.
+    return slot.life is Life.SUCCEEDED and max(slot.comes, slot.trains) >= number
 
 
 def _between(state: State, live: tuple[int, ...]) -> Step:

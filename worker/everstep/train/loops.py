@@ -300,10 +300,19 @@ class Loops:
         ending.check_step(self._taken)
         if self._taken is not None and self._taken.phase is Phase.LOST:
             world.go_on(self._taken.phase)
-        if self.step < self._goal:
-            world.all_leave()
-        if not world.finish():
-            raise LoopError("a peer was lost while the run was saved, which was left before its last step")
+        try:
+            if self.step < self._goal:
+                world.all_leave()
+            done = world.finish()
+        except RuntimeError as e:
+            if not world.step_lost(e):
+                raise
+            done = False
+        if not done:
+            # The script has left its loop, and cannot go on in this process.
+            log.error("a peer was lost after the loop was left, before the run was saved: this process ends, and a new "
+                      "one takes its place")  # fmt: skip
+            raise SystemExit(exit_codes.NOT_RECOVERED)
         self._world = None
 
     def _cut(self) -> Cut:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
-from everstep.train.recovery import doors, forming
+from everstep.train.recovery import doors, early, forming
 from everstep.train.recovery.flight import Waiting
 from everstep.train.recovery.group import BACKEND, RecoverableGroup
 from everstep.train.recovery.scope import At, Scope, script_asks
@@ -44,6 +44,7 @@ class ProgramGroups:
         dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
         self.main.attach(forming.alone(), 0, 1)
         doors.put_up(most, lambda: self._asked is not None, self._new)
+        early.refuse_training(lambda: self.scope.others and self.scope.where is At.BUILDING)
 
     def _make(self) -> RecoverableGroup:
         return RecoverableGroup(self._on_lost, self._waiting, self.scope)
