@@ -215,6 +215,23 @@ def test_buffers_that_are_nobodys_own_are_let_through(arguments: dict[str, Any])
     assert compared(*arguments.pop("free", ()), **arguments) == [None, None]
 
 
+def test_plain_values_that_differ_between_ranks_are_told_once_by_their_name(caplog: pytest.LogCaptureFixture) -> None:
+    def each(rank: int, same: Callable[[int], bool]) -> None:
+        with lock:
+            torch.manual_seed(0)
+            model = net()
+        state = {"model": model, "alike": {"n": 1, "t": torch.ones(2)}, "recent": [torch.full((2,), float(rank))]}
+        replicas = Replicas(state, [])
+        for _ in range(4):
+            replicas.completed(2, same)
+
+    lock = threading.Lock()
+    assert Ranks().play(each) == [None, None]
+    told = [r.getMessage() for r in caplog.records]
+    assert len(told) == 2, "each rank's, once"
+    assert all("tracked recent differs" in text for text in told)
+
+
 # Hooks.
 
 

@@ -5,14 +5,17 @@ The ranks compare the bytes of their parameters after the 1st, 2nd, 4th, 8th, â€
 learning rate that begins at zero, or a gradient scaler that skips its first steps, hides a drift for a while only. A
 loop that averages its gradients itself stays equal, and passes. Where `DistributedDataParallel` has averaged them, a
 drift comes from something else that is not the same on all ranks, such as a counter that a new process begins anew.
-What `fully_shard` or FSDP cut is each rank's own. Likewise of the buffers that DDP was told not to broadcast. Knows no
-process group: who asks says how ranks compare a number.
+What `fully_shard` or FSDP cut is each rank's own. Likewise of the buffers that DDP was told not to broadcast. Of plain
+tracked values that differ (a replay buffer, a list of losses) a warning tells: it is not known what depends on them.
+Knows no process group: who asks says how ranks compare a number.
 
 Invariant: ranks compare at the same steps, and raise together.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,8 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from everstep.checkpoint.sharding import is_sharded
-from everstep.checkpoint.state import bare
+from everstep.checkpoint.state import bare, capture
 from everstep.train.step import LoopError
+
+log = logging.getLogger("everstep.train")
 
 BYTES = 2**16  # of each tensor: what drifts, drifts everywhere
 TENSORS = 256
@@ -46,6 +51,8 @@ class Replicas:
         self._averaged = [(name, p) for name, p in _trainable(state) if id(p) in parallels][:TENSORS]
         # Kept by their modules, because a forward pass may put another buffer in the place of one.
         self._apart = [m for ddp in parallel if kept and not ddp.broadcast_buffers for m in ddp.module.modules()]
+        self._values = {key: target for key, target in state.items() if kept and isinstance(target, dict | list)}
+        self._told = False
         self._names = _names(state)
         self._is_free = is_free
         self._steps = 0
@@ -64,6 +71,8 @@ class Replicas:
             return
         if self._apart:
             self._compare_buffers(same)
+        if not self._told:
+            self._compare_values(same)
         if same(_digest(p for _, p in [*self._own, *self._averaged])):
             return
         if not self._own or same(_digest(p for _, p in self._own)):
@@ -80,6 +89,22 @@ class Replicas:
             f"{self._own[0][0]} among them: nobody averages their gradients. Wrap the module before steps(), "
             "`model = DistributedDataParallel(model)`, and call what it returns, also where the world is one process "
             "now and grows later; or average the gradients in each step"
+        )
+
+    def _compare_values(self, same: Callable[[int], bool]) -> None:
+        """Of tracked dictionaries and lists."""
+        digests = {key: _digest_of_values(key, target) for key, target in self._values.items()}
+        if same(xxhash.xxh3_64_intdigest(repr(sorted(digests.items())).encode()) >> 1):
+            return
+        self._told = True
+        if not same(xxhash.xxh3_64_intdigest(repr(sorted(digests)).encode()) >> 1):
+            return  # they track other objects each, which the save and a new member say
+        names = [key for key, digest in sorted(digests.items()) if not same(digest)]
+        log.warning(
+            "tracked %s differs between the ranks: a process that begins anew, and each rank of a run that is started "
+            "again, is given rank 0's. If what is trained depends on it (a replay buffer), make it alike on all "
+            "ranks, or compute it from step.number",
+            ", ".join(names),
         )
 
     def _compare_buffers(self, same: Callable[[int], bool]) -> None:
@@ -111,6 +136,14 @@ def _digest(tensors: Iterable[torch.Tensor]) -> int:
             part = tensor.detach().reshape(-1)[: BYTES // tensor.element_size()].contiguous().cpu()
             data: Any = part.view(torch.uint8).numpy()
             found.update(data)
+    return found.intdigest() >> 1
+
+
+def _digest_of_values(key: str, target: Any) -> int:
+    captured = capture({key: target}, 0)
+    found = xxhash.xxh3_64(json.dumps(captured.values, sort_keys=True).encode())
+    for name, tensor in sorted(captured.tensors.items()):
+        found.update(f"{name} {_digest([tensor])}".encode())
     return found.intdigest() >> 1
 
 
