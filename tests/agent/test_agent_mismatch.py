@@ -146,7 +146,8 @@ def test_a_rank_in_another_collective_ends_the_job_with_its_name_instead_of_a_ti
     ("odd", "words"),
     [
         ("size", r"rank 1 waits in all_reduce\(float32\[20000\]\)"),
-        ("skip", r"rank 1 waits at the end of the step at mismatch_script\.py"),
+        # It goes on to the next step where the ranks agree only every few steps, which they do where agreeing is slow.
+        ("skip", r"rank 1 waits (at the end of the step|in all_reduce\(float32\[72\]\)) at mismatch_script\.py"),
     ],
 )
 def test_a_rank_whose_collective_has_another_size_is_named_though_gloo_aborts(

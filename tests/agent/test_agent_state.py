@@ -180,6 +180,17 @@ def test_process_that_had_left_its_loop_and_succeeds_is_not_waited_for_in_the_ne
     assert kinds(play.exits(1, -9)) == ["Fork"]
 
 
+def test_processes_whose_script_has_no_steps_end_one_after_another() -> None:
+    play = Play(2)
+    play.take(e.Began(True))
+    for slot in range(2):
+        play.take(e.Hello(slot, play.pid(slot)))
+        play.take(e.Ready(slot, play.pid(slot)))
+    play.form(1, "a", "b", keeps=True)
+    assert play.exits(0, 0) == ()
+    assert "Done" in kinds(play.exits(1, 0))
+
+
 def test_an_agent_whose_processes_succeeded_waits_for_the_others_and_repeats_if_one_is_lost() -> None:
     play = plain(1)
     assert play.exits(0, 0) == (e.Done(1), e.Timer(LINGER_SECONDS, Purpose.LINGER, 1))

@@ -353,8 +353,9 @@ def _in_round(state: State, current: Round, live: tuple[int, ...]) -> Step:
 def _in_place(slot: Slot, number: int) -> bool:
     if slot.life is Life.LIVE:
         return not slot.killed and (slot.ready or slot.born == number)
-    # One that succeeded before this round came about is not there: the others would wait for it.
-    return slot.life is Life.SUCCEEDED and max(slot.comes, slot.trains) >= number
+    # One that trained in an older round and succeeded is not there: the others would wait for it. One that never
+    # trained needs no round: its script has no steps.
+    return slot.life is Life.SUCCEEDED and not 0 < max(slot.comes, slot.trains) < number
 
 
 def _between(state: State, live: tuple[int, ...]) -> Step:
