@@ -58,6 +58,11 @@ class Calls:
         self._page: Page | None = None
 
     @property
+    def begun(self) -> int:
+        """In this round."""
+        return self._number
+
+    @property
     def recent(self) -> tuple[Call, ...]:
         """The newest, oldest first."""
         return tuple(self._recent)

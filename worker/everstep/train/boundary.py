@@ -149,14 +149,15 @@ class Boundary:
         """What is to be said of the rank that the others wait for; None: there is none any more."""
         self._reporter.slow(what)
 
-    def agree(self, *, move: bool = False, updates: int = 0) -> bool:
+    def agree(self, *, move: bool = False, updates: int = 0, calls: int = 0) -> bool:
         """Save if it is time to. Whether all leave this round now, because a rank said `move`. Raises `Preempted` (exit
         code 86) on every rank, after a commit, once any was asked to stop; `SystemExit` if this process was fenced;
-        `LoopError` on every rank if they have made other numbers of `updates`, optimizer steps. Collective."""
+        `LoopError` on every rank if they have made other numbers of `updates`, optimizer steps, or of `calls`,
+        collectives of the program's. Collective."""
         with _exit_codes():
             keeper = self._keeper
             wanted = keeper is not None and self._rank == 0 and keeper.due()
-            agreed = self._intent.at_boundary(Wish(self._stop.asked, wanted, move, updates))
+            agreed = self._intent.at_boundary(Wish(self._stop.asked, wanted, move, updates, calls))
             if agreed.stop:
                 self._preempt()
             if keeper is not None and (keeper.due_at(self.step) or agreed.save):

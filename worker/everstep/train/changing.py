@@ -133,7 +133,8 @@ class Recovering:
             self._completed()
             self._compare()
             updates = self._recovery.replay.gradients.updates if self._recovery.replay is not None else 0
-            if self._boundary.agree(move=self._recovery.boundary_wanted, updates=updates):
+            calls = self._recovery.main.begun
+            if self._boundary.agree(move=self._recovery.boundary_wanted, updates=updates, calls=calls):
                 self._enter(Quality.WHOLE)
         except NewerCommit as e:
             self._go_forward(e)

@@ -37,11 +37,13 @@ class Wish:
     save: bool = False
     move: bool = False  # leave the round: the next one has more members
     updates: int = 0  # optimizer steps that this rank has made in this world; the same number on each
+    calls: int = 0  # collectives of the program that it has begun in this world; likewise
 
 
 class Intent:
     """`at_boundary(wish)` after every step, on every rank; the answer is the same on each, and mostly no wish. Raises
-    `LoopError`, on all of them, once their `updates` differ: then one has skipped an optimizer step that others made.
+    `LoopError`, on all of them, once their `updates` or `calls` differ: then one has skipped an optimizer step or a
+    collective that others made.
 
     `group` is a gloo process group, or None for a world of one, where a wish is granted at once.
     """
@@ -95,6 +97,7 @@ class Intent:
 
     def _begin(self, wish: Wish) -> None:
         told = [wish.stop, wish.save, wish.move, self._wanted_stride(), wish.updates, -wish.updates]
+        told += [wish.calls, -wish.calls]
         values = torch.tensor(told, dtype=torch.int64)
         self._flight = (reduce_into(values, dist.ReduceOp.MAX, self._group), values)
 
@@ -104,13 +107,20 @@ class Intent:
         work, values = self._flight
         work.wait()
         self._flight = None
-        stop, save, move, self._stride, most, least = values.tolist()
+        stop, save, move, self._stride, most, least, begun, fewest = values.tolist()
         if most != -least:
             raise LoopError(
                 f"after the same number of steps some ranks have made {most} optimizer steps in this world, and others "
                 f"{-least}: a rank has left a step out (an error that was caught, a batch that was skipped), and its "
                 "replica is another now. Decide on all ranks alike: reduce a flag in the step, and skip it everywhere "
                 "or nowhere"
+            )
+        if begun != -fewest:
+            raise LoopError(
+                f"after the same number of steps some ranks have begun {begun} collectives in this world, and others "
+                f"{-fewest}: a rank has left one out that the others ran (a branch that only some ranks take), and "
+                "each later one of it was combined with another of theirs. Call every collective on all ranks, in the "
+                "same order"
             )
         return Wish(bool(stop), bool(save), bool(move))
 

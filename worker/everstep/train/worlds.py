@@ -5,6 +5,7 @@ There a lost peer ends the process, and its launcher starts a new one. `changing
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -140,7 +141,14 @@ class Steady:
 
     def between(self) -> None:
         self._completed()
-        self._boundary.agree(updates=self._gradients.updates)
+        self._boundary.agree(updates=self._gradients.updates, calls=self._begun())
+
+    def _begun(self) -> int:
+        """How many collectives the program has begun; 0 where the backend does not count them."""
+        group: Any = dist.group.WORLD if self._size > 1 else None
+        with contextlib.suppress(RuntimeError):
+            return int(group._get_sequence_number_for_group()) if group is not None else 0
+        return 0
 
     def all_leave(self) -> None:
         self._all_meet(ending.all_leave)

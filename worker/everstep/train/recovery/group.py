@@ -73,6 +73,12 @@ class RecoverableGroup(dist.ProcessGroup):
         """Where the script was when a collective failed: ` at train.py:31 in main`, or nothing."""
         return self._flight.lost_at
 
+    @property
+    def begun(self) -> int:
+        """How many collectives were begun in this round."""
+        with self._flight.lock:
+            return self._flight.calls.begun
+
     def recent(self) -> tuple[Call, ...]:
         """The newest collectives that were begun in this round, oldest first."""
         with self._flight.lock:
