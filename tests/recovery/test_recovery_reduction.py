@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,21 +216,40 @@ def test_buffers_that_are_nobodys_own_are_let_through(arguments: dict[str, Any])
     assert compared(*arguments.pop("free", ()), **arguments) == [None, None]
 
 
-def test_plain_values_that_differ_between_ranks_are_told_once_by_their_name(caplog: pytest.LogCaptureFixture) -> None:
+class Holder:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor", "array", "object"])
+def test_tracked_values_that_differ_between_ranks_are_refused_by_their_name_on_all(kind: str) -> None:
+    kinds: dict[str, Callable[[float], Any]] = {
+        "list": lambda n: [torch.full((2,), n)],
+        "tensor": lambda n: torch.full((2,), n),
+        "array": lambda n: np.full(2, n),
+        "object": Holder,
+    }
+
     def each(rank: int, same: Callable[[int], bool]) -> None:
         with lock:
             torch.manual_seed(0)
             model = net()
-        state = {"model": model, "alike": {"n": 1, "t": torch.ones(2)}, "recent": [torch.full((2,), float(rank))]}
-        replicas = Replicas(state, [])
-        for _ in range(4):
-            replicas.completed(2, same)
+        state = {"model": model, "alike": {"n": 1, "t": torch.ones(2)}, "recent": kinds[kind](float(rank))}
+        Replicas(state, [], lambda name: name == "recent").completed(2, same)
+        Replicas(state, [], kept=False).completed(2, same)
+        Replicas(state, []).completed(2, same)
 
     lock = threading.Lock()
-    assert Ranks().play(each) == [None, None]
-    told = [r.getMessage() for r in caplog.records]
-    assert len(told) == 2, "each rank's, once"
-    assert all("tracked recent differs" in text for text in told)
+    for error in Ranks().play(each):
+        assert isinstance(error, LoopError)
+        assert "another recent, which is tracked" in str(error)
+        assert "run.untracked('recent')" in str(error)
 
 
 # Hooks.

@@ -1,13 +1,13 @@
 """Refuses a loop whose ranks train apart: gradients that nobody averages raise no error, and each rank drifts away.
-And one whose ranks have buffers of their own, which are lost with their process.
+And one whose ranks have buffers or tracked values of their own, which are lost with their process.
 
 The ranks compare the bytes of their parameters after the 1st, 2nd, 4th, 8th, … step of a world, and after the last: a
 learning rate that begins at zero, or a gradient scaler that skips its first steps, hides a drift for a while only. A
 loop that averages its gradients itself stays equal, and passes. Where `DistributedDataParallel` has averaged them, a
 drift comes from something else that is not the same on all ranks, such as a counter that a new process begins anew.
-What `fully_shard` or FSDP cut is each rank's own. Likewise of the buffers that DDP was told not to broadcast. Of plain
-tracked values that differ (a replay buffer, a list of losses) a warning tells: it is not known what depends on them.
-Knows no process group: who asks says how ranks compare a number.
+What `fully_shard` or FSDP cut is each rank's own. Likewise of the buffers that DDP was told not to broadcast, and of
+tracked values and objects that differ (a replay buffer, a rank's own first loss): all ranks of a run that is started
+again are given rank 0's. Knows no process group: who asks says how ranks compare a number.
 
 Invariant: ranks compare at the same steps, and raise together.
 """
@@ -15,20 +15,21 @@ Invariant: ranks compare at the same steps, and raise together.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import bare, capture
+from everstep.train.recovery import digests
+from everstep.train.recovery.things import ELSEWHERE
 from everstep.train.step import LoopError
-
-log = logging.getLogger("everstep.train")
 
 BYTES = 2**16  # of each tensor: what drifts, drifts everywhere
 TENSORS = 256
@@ -51,8 +52,7 @@ class Replicas:
         self._averaged = [(name, p) for name, p in _trainable(state) if id(p) in parallels][:TENSORS]
         # Kept by their modules, because a forward pass may put another buffer in the place of one.
         self._apart = [m for ddp in parallel if kept and not ddp.broadcast_buffers for m in ddp.module.modules()]
-        self._values = {key: target for key, target in state.items() if kept and isinstance(target, dict | list)}
-        self._told = False
+        self._values = {key: target for key, target in state.items() if kept and is_plain(key, target)}
         self._names = _names(state)
         self._is_free = is_free
         self._steps = 0
@@ -64,15 +64,14 @@ class Replicas:
     def completed(self, world_size: int, same: Callable[[int], bool], *, last: bool = False) -> None:
         """A step is complete on all ranks. `same`: whether all ranks say this number of 63 bits; collective. `last`: no
         step follows. Raises `LoopError` if they have other parameters than each other."""
-        if not (self._own or self._averaged or self._apart) or world_size == 1:
+        if not (self._own or self._averaged or self._apart or self._values) or world_size == 1:
             return
         self._steps += 1
         if self._steps & (self._steps - 1) and not last:
             return
         if self._apart:
             self._compare_buffers(same)
-        if not self._told:
-            self._compare_values(same)
+        self._compare_values(same)
         if same(_digest(p for _, p in [*self._own, *self._averaged])):
             return
         if not self._own or same(_digest(p for _, p in self._own)):
@@ -92,19 +91,20 @@ class Replicas:
         )
 
     def _compare_values(self, same: Callable[[int], bool]) -> None:
-        """Of tracked dictionaries and lists."""
-        digests = {key: _digest_of_values(key, target) for key, target in self._values.items()}
-        if same(xxhash.xxh3_64_intdigest(repr(sorted(digests.items())).encode()) >> 1):
+        """Of tracked dictionaries, lists, tensors, and objects that are neither modules nor torch's own."""
+        held = {key: target for key, target in self._values.items() if not self._is_free(key)}
+        found = {key: _digest_of_values(key, target) for key, target in held.items()}
+        if same(xxhash.xxh3_64_intdigest(repr(sorted(found.items())).encode()) >> 1):
             return
-        self._told = True
-        if not same(xxhash.xxh3_64_intdigest(repr(sorted(digests)).encode()) >> 1):
+        if not same(xxhash.xxh3_64_intdigest(repr(sorted(found)).encode()) >> 1):
             return  # they track other objects each, which the save and a new member say
-        names = [key for key, digest in sorted(digests.items()) if not same(digest)]
-        log.warning(
-            "tracked %s differs between the ranks: a process that begins anew, and each rank of a run that is started "
-            "again, is given rank 0's. If what is trained depends on it (a replay buffer), make it alike on all "
-            "ranks, or compute it from step.number",
-            ", ".join(names),
+        names = [key for key, digest in sorted(found.items()) if not same(digest)]
+        kept = ", ".join(names)
+        raise LoopError(
+            f"after step {self._steps} of this world each rank has another {kept}, which is tracked: a process that is "
+            "new, and each rank of a run that is started again, is given one rank's. Make it alike on all ranks: "
+            "dist.all_reduce in the step what is put into it, or compute it from step.number; or, if nothing that is "
+            f"trained depends on it and it may be lost, say so: run.untracked({', '.join(map(repr, names))})"
         )
 
     def _compare_buffers(self, same: Callable[[int], bool]) -> None:
@@ -145,6 +145,19 @@ def _digest_of_values(key: str, target: Any) -> int:
     for name, tensor in sorted(captured.tensors.items()):
         found.update(f"{name} {_digest([tensor])}".encode())
     return found.intdigest() >> 1
+
+
+def is_plain(key: str, target: Any) -> bool:
+    """Whether it is nobody's that keeps ranks alike: neither torch's own, nor made for one rank, nor the session's."""
+    if isinstance(target, dict | list | np.ndarray):
+        return True
+    if isinstance(target, torch.Tensor):
+        return not (target.requires_grad or is_sharded(target))
+    if isinstance(target, torch.nn.Module | torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler):
+        return False
+    if key in ELSEWHERE or getattr(target, "everstep_per_rank", False) or digests.settles_itself(target):
+        return False
+    return callable(getattr(target, "load_state_dict", None))
 
 
 def _names(state: Mapping[str, Any]) -> dict[int, str]:
