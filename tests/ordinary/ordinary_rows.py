@@ -149,6 +149,9 @@ ROWS = (
         refused=r"DataLoader.*run\.loader",
         or_same=True,
     ),
+    Row("unweighted", kills=(), refused=r"not weighted.*batch\.scale\(loss\)"),
+    Row("unweighted_micro_batches", kills=(), refused=r"not weighted.*batch\.scale\(loss\)"),
+    Row("unweighted_evenly"),
     Row(
         "two_loaders",
         refused="loader",

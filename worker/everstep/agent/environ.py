@@ -12,7 +12,8 @@ from everstep.rendezvous.participant import Round
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all processes of an agent have in common. `most`: processes that the whole job may come to have."""
+    """What all processes of an agent have in common. `least`, `most`: processes that the whole job may come to
+    have."""
 
     inherited: Mapping[str, str]
     processes: int
@@ -22,6 +23,7 @@ class Setting:
     socket: str
     virtual_local_rank: bool = False
     most: int = 1
+    least: int = 1
 
 
 def environment(
@@ -43,6 +45,7 @@ def environment(
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
         ERROR_FILE: error_file,
         env.AGENT_SOCKET: setting.socket,
+        env.LEAST_PROCESSES: str(setting.least),
         env.MOST_PROCESSES: str(max(round_.processes if round_ is not None else 1, setting.most)),
         env.CALLS_FILE: calls_file,
     }

@@ -82,7 +82,7 @@ class Agent:
             self._membership.start()
             self._setting = Setting(
                 self._environ, processes, a.run_id, a.role, a.max_restarts, self._switchboard.path,
-                a.virtual_local_rank, processes * a.nodes[1],
+                a.virtual_local_rank, processes * a.nodes[1], processes * a.nodes[0],
             )  # fmt: skip
             self._output = Output(a, self._environ)
             alone = env.JOB_UID not in self._environ

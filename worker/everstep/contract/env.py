@@ -33,6 +33,7 @@ GRACE_SECONDS = "EVERSTEP_GRACE_SECONDS"
 AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"
 
 # How many training processes the job may come to have; the agent tells the session.
+LEAST_PROCESSES = "EVERSTEP_LEAST_PROCESSES"
 MOST_PROCESSES = "EVERSTEP_MOST_PROCESSES"
 
 # Seconds for which a process may be in one step, at least, before it counts as hung; 0: never.

@@ -14,14 +14,21 @@ from everstep.data.permutation import Indices
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
+class Weight:
+    """Of a batch's mean loss. `asked`: whether anybody has read it."""
+
+    value: float
+    asked: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch(Generic[T]):
     """One rank's samples of a step, or one micro-batch of them.
 
     `data`: what `collate_fn` made. `indices`: the dataset index of each row. `count`: how many rows count; 0 means one
-    filler row, to be run through the model like any other so that this rank joins the collectives. `weight`: scale the
-    *mean* loss over the rows by it, and the gradient that DDP averages is that of the mean over all `global_count`
-    samples of the step. `step`: in this epoch, from 0. `micro` of `micros`, from 0.
+    filler row, to be run through the model like any other so that this rank joins the collectives. `step`: in this
+    epoch, from 0. `micro` of `micros`, from 0.
     """
 
     data: T
@@ -30,9 +37,16 @@ class Batch(Generic[T]):
     indices: Indices
     count: int
     global_count: int
-    weight: float
+    weighing: Weight
     micro: int = 0
     micros: int = 1
+
+    @property
+    def weight(self) -> float:
+        """Scale the *mean* loss over the rows by it, and the gradient that DDP averages is that of the mean over all
+        `global_count` samples of the step."""
+        self.weighing.asked = True
+        return self.weighing.value
 
     @property
     def last(self) -> bool:

@@ -8,7 +8,7 @@ generators of the training process alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from everstep.data.assignment import Epoch, World
-from everstep.data.batch import Batch
+from everstep.data.batch import Batch, Weight
 from everstep.data.cursor import Cursor, check_changes, parse
 from everstep.data.draws import Draws, digest, drawn_by
 from everstep.data.errors import DataError, DatasetChanged, PositionMismatch
@@ -157,6 +157,12 @@ class ElasticLoader:
     def world(self) -> World:
         """The rank and world size that batches are cut for."""
         return self._progress.world
+
+    def needs_weights(self, sizes: Iterable[int]) -> bool:
+        """Whether in a world of one of these sizes some batch of an epoch has another weight than 1."""
+        epoch, most = self._progress.epoch, self.micro_batch
+        counts = {min(epoch.length, epoch.global_batch), epoch.length % epoch.global_batch} - {0}
+        return any(n % size or (most is not None and n // size > most) for n in counts for size in sizes)
 
     def __len__(self) -> int:
         """Steps of a whole epoch."""
@@ -319,7 +325,7 @@ def _batch(data: Any, epoch: int, read: Read) -> Batch[Any]:
         indices=read.samples,
         count=share.count,
         global_count=share.step.count,
-        weight=share.weight,
+        weighing=Weight(share.weight),
         micro=share.micro,
         micros=share.micros,
     )

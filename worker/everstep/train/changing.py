@@ -96,6 +96,9 @@ class Recovering:
 
     def step_ended(self) -> bool:
         if self._recovery.ended():
+            replay = self._recovery.replay
+            if self._feed is not None and replay is not None and replay.gradients.entered:
+                self._feed.check_weights(self._boundary.step)
             return True
         log.warning("step %d: its block ended well, but a collective in it has failed: the step is lost",
                     self._boundary.step)  # fmt: skip

@@ -7,28 +7,36 @@ step; what cannot be cut for every world is refused before the first step.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from everstep.data import DataError, ElasticLoader
+from everstep.data import Batch, DataError, ElasticLoader
 from everstep.data.assignment import World
+from everstep.data.batch import Weight
 from everstep.data.takeover import TakenOver, name_of
 from everstep.train.step import LoopError
 
 
 class Feed:
-    """`loaders` by name; "" alone is a single one. What `pack` makes of their batches is what a step gives."""
+    """`loaders` by name; "" alone is a single one. What `pack` makes of their batches is what a step gives. `sizes`: of
+    the worlds that the run may be in."""
 
     def __init__(
-        self, loaders: Mapping[str, ElasticLoader], pack: Callable[[list[Any]], Any], asked: Any = None
+        self,
+        loaders: Mapping[str, ElasticLoader],
+        pack: Callable[[list[Any]], Any],
+        asked: Any = None,
+        sizes: Collection[int] = (),
     ) -> None:
         self._asked = asked
         self._loaders = dict(loaders)
         self._pack = pack
         self._streams = [_Endless(loader) for loader in self._loaders.values()]
         self._first = next(iter(self._loaders.values()))
+        self._needs = {id(loader): loader.needs_weights(sizes) for loader in self._loaders.values()}
+        self._given: list[tuple[ElasticLoader, Weight]] = []  # in the step in hand
         self._agreed: tuple[int, ...] = ()  # the epochs whose drawn orders are known to be the same on all ranks
         if len(self._loaders) > 1 and (cut := [n for n, loader in self._loaders.items() if loader.micro_batch]):
             raise LoopError(
@@ -66,20 +74,39 @@ class Feed:
     def __next__(self) -> Any:
         """The next batch, of whatever epoch; of several loaders one each."""
         try:
-            return self._pack([next(stream) for stream in self._streams])
+            batches = [next(stream) for stream in self._streams]
         except BaseException as e:
             self.rewind()  # those that were asked before the one that failed give theirs again
             if isinstance(e, DataError):
                 raise LoopError(str(e)) from e
             raise
+        for loader, batch in zip(self._loaders.values(), batches, strict=True):
+            if isinstance(batch, Batch):
+                self._given.append((loader, batch.weighing))
+        return self._pack(batches)
+
+    def check_weights(self, step: int) -> None:
+        """An optimizer has stepped in the step in hand. Raises `LoopError` if the loss of a batch was not weighted."""
+        for loader, weight in self._given:
+            if weight.asked or (weight.value == 1 and not self._needs[id(loader)]):
+                continue
+            why = f"{weight.value:.6g} in this step" if weight.value != 1 else "1 now, and not in each step and world"
+            raise LoopError(
+                f"step {step}: the loss was not weighted by its batch's weight, which is {why} (ranks or micro-batches "
+                "with other numbers of samples): the gradient is not that of the mean over the global batch. Write "
+                "`batch.scale(loss).backward()`, or `run.scale(loss)` where there is no batch at hand; the loss is a "
+                "mean over the batch's rows, and is not divided by the number of micro-batches"
+            )
 
     def acknowledge(self) -> None:
         """The step is in the parameters."""
+        self._given.clear()
         for loader in self._loaders.values():
             loader.acknowledge()
 
     def rewind(self) -> None:
         """The step in hand comes again."""
+        self._given.clear()
         for loader in self._loaders.values():
             loader.rewind()
 
@@ -143,9 +170,9 @@ class Feed:
             loader.load_state_dict(saved[name])
 
 
-def feed_of(asked: Any, ranks: int, world: World, sizes: frozenset[int]) -> Feed | None:
-    """The feed for what was passed to `steps`: None, a loader, or a tuple, list or mapping of them. `sizes`: see
-    `TakenOver`. Raises LoopError, DataError."""
+def feed_of(asked: Any, ranks: int, world: World, told: frozenset[int], sizes: Collection[int] = ()) -> Feed | None:
+    """The feed for what was passed to `steps`: None, a loader, or a tuple, list or mapping of them. `told`:
+    `sizes` of `TakenOver`; `sizes`: of `Feed`. Raises LoopError, DataError."""
     if asked is None:
         return None
     if isinstance(asked, Mapping):
@@ -153,16 +180,16 @@ def feed_of(asked: Any, ranks: int, world: World, sizes: frozenset[int]) -> Feed
     elif isinstance(asked, list | tuple):
         names, several, pack = [str(i) for i in range(len(asked))], list(asked), tuple
     else:
-        return Feed({"": _loader_of(asked, "", ranks, world, sizes)}, _alone, asked)
+        return Feed({"": _loader_of(asked, "", ranks, world, told)}, _alone, asked, sizes)
     if not several:
         raise LoopError("steps(): no loader in what was passed; leave it out for a run without data")
     if len({id(one) for one in several}) < len(several):
         raise LoopError("steps(): the same loader twice; each has one position. Make one for each place")
-    found = [_loader_of(one, f" {name}", ranks, world, sizes) for name, one in zip(names, several, strict=True)]
-    return Feed(dict(zip(names, found, strict=True)), pack, asked)
+    found = [_loader_of(one, f" {name}", ranks, world, told) for name, one in zip(names, several, strict=True)]
+    return Feed(dict(zip(names, found, strict=True)), pack, asked, sizes)
 
 
-def _loader_of(asked: Any, name: str, ranks: int, world: World, sizes: frozenset[int]) -> ElasticLoader:
+def _loader_of(asked: Any, name: str, ranks: int, world: World, told: frozenset[int]) -> ElasticLoader:
     if isinstance(asked, ElasticLoader):
         return asked
     if not isinstance(asked, DataLoader):
@@ -172,7 +199,7 @@ def _loader_of(asked: Any, name: str, ranks: int, world: World, sizes: frozenset
             " run.steps((a, b), …)"
         )
     try:
-        return TakenOver(asked, ranks=ranks, world=world, sizes=sizes)
+        return TakenOver(asked, ranks=ranks, world=world, sizes=told)
     except DataError as e:
         raise LoopError(
             f"steps(): {name_of(asked)} cannot be taken over: {e}. Or write run.steps(run.loader(dataset,"

@@ -222,8 +222,8 @@ class Loops:
     def _join_world(self, loader: Any, nested: bool) -> tuple[Feed | None, World]:
         """The data, and the world that has the state now."""
         # What a script may have told a sampler in good faith.
-        sizes = frozenset({1, self.place.most} if self._recovery is not None else {self.place.world_size})
-        feed = feed_of(loader, self.place.most, self._cut(), sizes)
+        told = frozenset({1, self.place.most} if self._recovery is not None else {self.place.world_size})
+        feed = feed_of(loader, self.place.most, self._cut(), told, self.place.sizes)
         self._loop, self._feed = True, feed
         if feed is not None:
             self._state["data"] = feed.saved

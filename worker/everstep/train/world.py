@@ -19,20 +19,32 @@ from everstep.contract import env
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among its peers. `made`: the process group is ours to take down. `most`: how many processes the job
-    may come to have."""
+    """This process among its peers. `made`: the process group is ours to take down. `sizes`: how many processes the
+    job may come to have."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     made: bool
-    most: int
+    sizes: range
+
+    @property
+    def most(self) -> int:
+        """The most processes that the job may come to have."""
+        return self.sizes[-1]
 
 
 def most_processes(environ: Mapping[str, str] = os.environ) -> int:
     """That the job may come to have, as the agent says."""
     return int(environ.get(env.MOST_PROCESSES, "1"))
+
+
+def _sizes(size: int, environ: Mapping[str, str]) -> range:
+    """Of the worlds that the job may be in: each agent has as many processes."""
+    most = max(size, most_processes(environ))
+    least = min(most, int(environ.get(env.LEAST_PROCESSES, most)))
+    return range(most, least - 1, -int(environ.get("LOCAL_WORLD_SIZE", "1")))[::-1]
 
 
 _left: list[Any] = []  # groups that were left
@@ -62,5 +74,5 @@ def take_place(environ: Mapping[str, str] = os.environ) -> Place:
         made = True
     if dist.is_available() and dist.is_initialized():
         size = dist.get_world_size()
-        return Place(dist.get_rank(), size, local, device, made, max(size, most_processes(environ)))
-    return Place(0, 1, local, device, made, 1)
+        return Place(dist.get_rank(), size, local, device, made, _sizes(size, environ))
+    return Place(0, 1, local, device, made, range(1, 2))

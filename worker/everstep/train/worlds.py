@@ -129,6 +129,8 @@ class Steady:
 
     def step_ended(self) -> bool:
         self._gradients.ended(self._boundary.step)
+        if self._feed is not None and self._gradients.entered:
+            self._feed.check_weights(self._boundary.step)
         return True
 
     def step_lost(self, error: BaseException) -> bool:
