@@ -290,6 +290,7 @@ ROWS = (
     Row("accumulated_hooks", long=True),
     Row("zero_grad_first", kills=("5:backward", "5:optimizer")),
     Row("zero_grad_in_place", long=True),
+    Row("sparse_zeroed"),
     Row("gradient_penalty"),
     Row("gradients_by_hand", kills=("5:backward", "5:gradients")),
     Row("gradients_by_async_hand", long=True),

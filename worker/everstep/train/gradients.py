@@ -56,7 +56,7 @@ class Gradients:
         if not self.updates:
             self._fewest = None  # the world is new, and all its members judge alike
         self._made = self.updates
-        self.there = [p.grad is not None for p in self._all]
+        self._there = self.present
         self._before = self._marks()
         self._scales = self._updates()
         self._unwatch()
@@ -103,19 +103,20 @@ class Gradients:
     def put_back(self) -> None:
         """The step failed."""
         self._unwatch()
-        for p, has in zip(self._all, self.there, strict=True):
-            p.grad = torch.zeros_like(p) if has else None
+        for p in self._all:
+            p.grad = None
+        self.add(self._there)
 
     def add(self, there: list[bool]) -> None:
         """Let those of these that have none have gradients of zeros."""
-        for p, has in zip(self._all, there, strict=True):
+        for p, has, sparse in zip(self._all, there[::2], there[1::2], strict=True):
             if has and p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = _no_rows(p) if sparse else torch.zeros_like(p)
 
     @property
     def present(self) -> list[bool]:
-        """Which parameters have a gradient."""
-        return [p.grad is not None for p in self._all]
+        """Of each parameter whether it has a gradient, and whether that is sparse."""
+        return [told for p in self._all for told in (p.grad is not None, p.grad is not None and p.grad.is_sparse)]
 
     def end(self) -> None:
         """The run is over."""
@@ -153,6 +154,13 @@ def _look(parameter: torch.Tensor, found: list[torch.Tensor]) -> Callable[[torch
         found.append(torch.zeros((), dtype=torch.bool) if grad is None else grad.detach().any())  # no wait for a device
 
     return hook
+
+
+def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros as an embedding with `sparse=True` has them; its optimizer refuses others."""
+    values = parameter.detach().new_zeros((0, *parameter.shape[1:]))
+    rows = torch.zeros((1, 0), dtype=torch.int64, device=values.device)
+    return torch.sparse_coo_tensor(rows, values, parameter.shape)
 
 
 def _skipped(scaler: Any) -> bool:
