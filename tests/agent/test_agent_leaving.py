@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from copy import copy
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from test_agent_state import KILL, Play, keeping, kinds, plain, round_of
 
 from everstep.agent import events as e
 from everstep.agent.events import Fault, Purpose
+from everstep.agent.leaving import advice
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT, Setback
 from everstep.rendezvous.participant import Broken, Finishing, Left, Stopping
 
-TERM = signal.SIGTERM
+TERM, INT = signal.SIGTERM, signal.SIGINT
 
 
 def timers(told: tuple[e.Instruction, ...]) -> dict[Purpose, e.Timer]:
@@ -63,7 +65,66 @@ def test_where_the_others_are_known_to_be_too_few_the_signal_is_passed_on_at_onc
 
 def test_another_signal_is_passed_on_at_once() -> None:
     play = keeping()
-    assert play.take(e.Asked(signal.SIGINT, enough=True))[0] == e.Signal((0,), signal.SIGINT)
+    assert play.take(e.Asked(signal.SIGHUP, enough=True))[0] == e.Signal((0,), signal.SIGHUP)
+
+
+def test_ctrl_c_asks_processes_of_the_session_to_save_as_sigterm_does() -> None:
+    play = keeping(2)
+    assert e.Signal((0, 1), TERM) in play.take(e.Asked(INT))
+    play.exits(0, exit_codes.PREEMPTED)
+    (finish,) = play.exits(1, exit_codes.PREEMPTED)
+    assert (finish.code, finish.why) == (exit_codes.PREEMPTED, "asked to stop by SIGINT")
+
+
+def test_ctrl_c_at_one_agent_of_several_lets_the_others_train_on() -> None:
+    play = keeping()
+    assert e.SayStopping() in play.take(e.Asked(INT, enough=True))
+    play.take(e.Changed(1, Stopping(1, True)))
+    assert timers(play.take(e.Changed(1, Left()))) == {}
+    (finish,) = play.exits(0, exit_codes.PREEMPTED)
+    assert finish.code == exit_codes.PREEMPTED
+
+
+def test_scripts_of_their_own_get_ctrl_c_as_it_is_and_are_killed_after_five_seconds() -> None:
+    play = plain()
+    told = play.take(e.Asked(INT))
+    assert e.Signal((0, 1), INT) in told
+    soonest = min((i for i in told if isinstance(i, e.Timer) and i.purpose is Purpose.GRACE), key=lambda t: t.seconds)
+    assert soonest.seconds == 5
+    play.exits(0, -INT)
+    assert play.take(e.Elapsed(soonest)) == (e.Signal((1,), KILL),)
+    (finish,) = play.exits(1, -KILL)
+    assert finish.code == 128 + INT
+
+
+@pytest.mark.parametrize("play", [plain(2), keeping(2)])
+@pytest.mark.parametrize("enough", [False, True])
+def test_a_second_ctrl_c_kills_all_at_once_but_not_one_that_a_wrapper_repeats(play: Play, enough: bool) -> None:
+    play = copy(play)
+    again = timers(play.take(e.Asked(INT, enough)))[Purpose.AGAIN]
+    assert play.take(e.Asked(INT, enough)) == ()
+    play.take(e.Elapsed(again))
+    assert e.Signal((0, 1), KILL) in play.take(e.Asked(INT, enough))
+    play.exits(0, -KILL)
+    (finish,) = play.exits(1, -KILL)
+    assert finish.code == 128 + INT
+
+
+def test_ctrl_c_after_sigterm_is_a_first_one() -> None:
+    play = keeping()
+    play.take(e.Asked(TERM))
+    assert e.Signal((0,), KILL) not in play.take(e.Asked(INT))
+
+
+def test_a_person_is_told_what_ctrl_c_does_and_what_another_would() -> None:
+    for play, says in ((keeping(), "save and stop"), (plain(), "in 5 s are killed")):
+        first = advice(play.state, INT)
+        assert says in first
+        assert "Ctrl-C again to kill them at once" in first
+        again = timers(play.take(e.Asked(INT)))[Purpose.AGAIN]
+        assert advice(play.state, INT) == ""
+        play.take(e.Elapsed(again))
+        assert advice(play.state, INT) == "asked to stop by SIGINT again: all processes are killed"
 
 
 def test_a_store_that_does_not_answer_makes_it_stop_with_all_in_a_third_of_its_time() -> None:

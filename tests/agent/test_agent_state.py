@@ -519,6 +519,8 @@ class Walk:
             found += [
                 e.Asked(signal.SIGTERM),
                 e.Asked(signal.SIGTERM, enough=True),
+                e.Asked(signal.SIGINT),
+                e.Asked(signal.SIGINT, enough=True),
                 e.Charged(self.random.choice([None, 1, 100])),
             ]
         return found

@@ -267,6 +267,7 @@ class Purpose(Enum):
     NOTICE = auto()  # is it known who stays, when this agent is asked to stop?
     QUIET = auto()  # were others asked to stop meanwhile?
     LINGER = auto()  # have the other agents finished, too?
+    AGAIN = auto()  # from then on another Ctrl-C is a second one
 
 
 @dataclass(frozen=True, slots=True)

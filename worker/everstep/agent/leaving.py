@@ -7,6 +7,9 @@ Who suspends a job asks all its agents, within about a second: so the last word 
 It costs nobody anything to wait for it, because all train meanwhile. Processes that speak are told to leave; the others
 go on in theirs. All others are sent the signal, which a script may answer in its own way.
 
+A terminal's Ctrl-C is answered as SIGTERM where processes speak, so that they save. All others are sent SIGINT, as by
+torchrun, and have a few seconds. A second Ctrl-C kills all at once.
+
 Invariants: an agent that leaves is charged to nobody; one that was asked ends within its grace period; if the store
 does not answer it stops as if it were alone, because a state that was saved is lost to nobody.
 """
@@ -15,9 +18,10 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from typing import assert_never
 
 from everstep.agent.events import Asked, Dismiss, Done, Instruction, Purpose, SayStopping, StepAside, StepOut, Timer
-from everstep.agent.slots import Ending, Life, Notice, State, Step, all_ready, end, kill, which
+from everstep.agent.slots import Ending, Interrupt, Life, Notice, State, Step, all_ready, end, kill, which
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT
 from everstep.rendezvous.participant import Stopping
@@ -25,14 +29,68 @@ from everstep.rendezvous.participant import Stopping
 QUIET_SECONDS = 1.0  # in which nobody else was asked to stop; at most a tenth of the grace period
 NOTICE_SHARE = 1 / 3  # of the grace period, in which it must be known who stays
 QUIET_SHARE = 1 / 10
-GONE = Ending(exit_codes.PREEMPTED, "asked to stop by SIGTERM: the others go on")
+INTERRUPT_SECONDS = 5.0  # from Ctrl-C until processes are killed that do not speak
+SAME_SECONDS = 0.5  # a terminal interrupts a whole group, and some wrappers in it pass that on besides
+GONE = Ending(exit_codes.PREEMPTED, "asked to stop: the others go on")
 
 
 def asked(state: State, event: Asked) -> Step:
     """A signal asks the agent to stop."""
-    can_leave = event.signal == signal.SIGTERM and event.enough and _is_in_place(state)
-    if state.ending is not None or not can_leave:
-        return end(state, _stop(event.signal), event.signal)
+    if event.signal == signal.SIGINT:
+        return _interrupted(state, event)
+    if event.signal == signal.SIGTERM:
+        return _leave_or_stop(state, event.enough)
+    return end(state, _stop(event.signal), event.signal)
+
+
+def advice(state: State, number: int) -> str:
+    """What a person is told who has just sent the signal; before it is decided."""
+    name = signal.Signals(number).name
+    if number != signal.SIGINT:
+        return f"asked to stop by {name}"
+    match state.interrupt:
+        case Interrupt.NONE if state.keeps:
+            return (
+                f"asked to stop by {name}: the processes finish their step, save and stop. Press Ctrl-C again to kill "
+                "them at once, without saving"
+            )
+        case Interrupt.NONE:
+            seconds = min(INTERRUPT_SECONDS, state.config.shutdown_seconds)
+            return (
+                f"asked to stop by {name}, which is passed on; processes that are there in {seconds:g} s are killed. "
+                "Press Ctrl-C again to kill them at once"
+            )
+        case Interrupt.HEARD:
+            return ""
+        case Interrupt.ANSWERED:
+            return f"asked to stop by {name} again: all processes are killed"
+        case _:
+            assert_never(state.interrupt)
+
+
+def hears_again(state: State) -> State:
+    """From now on another Ctrl-C is a second one."""
+    return replace(state, interrupt=Interrupt.ANSWERED)
+
+
+def _interrupted(state: State, event: Asked) -> Step:
+    if state.interrupt is Interrupt.HEARD:
+        return state, ()
+    if state.interrupt is Interrupt.ANSWERED:
+        return end(state, _stop(signal.SIGINT), signal.SIGKILL)
+    state = replace(state, interrupt=Interrupt.HEARD)
+    again = Timer(SAME_SECONDS, Purpose.AGAIN)
+    if not state.keeps:
+        seconds = min(INTERRUPT_SECONDS, state.config.shutdown_seconds)
+        state, told = end(state, _stop(signal.SIGINT), signal.SIGINT)
+        return state, (again, *told, Timer(seconds, Purpose.GRACE))
+    state, told = _leave_or_stop(state, event.enough)
+    return state, (again, *told)
+
+
+def _leave_or_stop(state: State, enough: bool) -> Step:
+    if state.ending is not None or not (enough and _is_in_place(state)):
+        return _stop_all(state)
     if state.notice is not None:  # again: there is less time than was said
         return _go(state) if state.notice.count else (state, ())
     grace = state.config.grace_seconds
@@ -92,7 +150,7 @@ def advance(state: State) -> Step:
             return state, told
         return state, (Done(before.round.number), *told)
     if which(state, Life.EMPTY):
-        return end(state, _stop(signal.SIGTERM), signal.SIGKILL)
+        return end(state, _stop(_asked_by(state)), signal.SIGKILL)
     if state.keeps or not state.over or state.joining or state.round is None:
         return state, ()
     # Processes that do not speak end with their round, and none is started for another.
@@ -107,7 +165,11 @@ def _go(state: State) -> Step:
 
 
 def _stop_all(state: State) -> Step:
-    return end(state, _stop(signal.SIGTERM), signal.SIGTERM)
+    return end(state, _stop(_asked_by(state)), signal.SIGTERM)
+
+
+def _asked_by(state: State) -> int:
+    return signal.SIGTERM if state.interrupt is Interrupt.NONE else signal.SIGINT
 
 
 def _stop(number: int) -> Ending:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from everstep.agent import events as e
-from everstep.agent import stacks
+from everstep.agent import leaving, stacks
 from everstep.agent import state as machine
 from everstep.agent.arguments import Arguments, UsageError
 from everstep.agent.environ import Setting, environment, of_round
@@ -139,7 +139,11 @@ class Agent:
             loop.add_signal_handler(number, self._asked, int(number))
 
     def _asked(self, number: int) -> None:
-        log.info("asked to stop by %s", signal.Signals(number).name)
+        if self._finish is not None and number == signal.SIGINT:  # all processes are gone, the next ends us
+            asyncio.get_running_loop().remove_signal_handler(number)
+            return
+        if said := leaving.advice(self._state, number):
+            log.info("%s", said)
         self._post(e.Asked(number, self._membership.enough_without_us()))
 
     def _exited(self, pid: int, code: int) -> None:

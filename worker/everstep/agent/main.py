@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 
 from everstep.agent.arguments import Arguments, UsageError, read
@@ -53,6 +54,9 @@ def main(argv: list[str] | None = None) -> None:
         code = asyncio.run(_run(arguments))
     except UsageError as e:
         sys.exit(_usage(e))
+    except KeyboardInterrupt:  # Ctrl-C before there are processes to ask, or after their end
+        log.error("interrupted")
+        sys.exit(128 + signal.SIGINT)
     except (RendezvousFailed, WarmError) as e:
         log.error("%s", e)
         sys.exit(1)

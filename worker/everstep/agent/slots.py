@@ -76,6 +76,14 @@ class Notice:
     heard: int = 0
 
 
+class Interrupt(Enum):
+    """What became of a terminal's Ctrl-C (SIGINT)."""
+
+    NONE = auto()  # there was none
+    HEARD = auto()  # just now: another is the same one, which a wrapper has passed on
+    ANSWERED = auto()  # another means: at once
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     config: Config
@@ -95,6 +103,7 @@ class State:
     failure: Failure | None = None  # the last one that was charged
     suspect: Failure | None = None  # perhaps somebody else's, which shows when the next round is formed
     notice: Notice | None = None
+    interrupt: Interrupt = Interrupt.NONE
     ending: Ending | None = None
     finished: bool = False
 

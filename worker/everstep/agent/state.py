@@ -286,6 +286,8 @@ def _elapsed(state: State, timer: Timer) -> Step:
             return leaving.is_late(state)
         case Purpose.QUIET:
             return leaving.is_quiet(state)
+        case Purpose.AGAIN:
+            return leaving.hears_again(state), ()
         case Purpose.LINGER:
             if not state.done or timer.round != number or not stands:
                 return state, ()
