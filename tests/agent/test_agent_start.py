@@ -98,3 +98,16 @@ def test_what_may_be_there_is_left_to_its_process(tmp_path: Path, monkeypatch: p
     ):
         assert problem(found) is None
     assert str(tmp_path) not in sys.path
+
+
+def test_the_agent_repeats_a_refusal_whole_with_the_line_to_write(tmp_path: Path) -> None:
+    line = "write `run.track(model=model)` before the loop"
+    (tmp_path / "train.py").write_text(f"raise RuntimeError('because ' * 60 + {line!r})\n")
+    done, _ = run(tmp_path, "train.py")
+    warned, *_, last = (text for text in done.stderr.splitlines() if "everstep-run: " in text and "because" in text)
+    assert warned.endswith(line)
+    assert line in last
+    (tmp_path / "train.py").write_text("raise RuntimeError('x' * 100_000)\n")
+    done, _ = run(tmp_path, "train.py")
+    told = [text for text in done.stderr.splitlines() if "everstep-run: " in text]
+    assert max(map(len, told)) < 2000

@@ -76,6 +76,22 @@ def test_credentials_are_hidden_and_length_is_bounded(log: Path) -> None:
     assert len(json.loads(text)["error"]) == termination.MAX_ERROR
 
 
+def test_a_long_refusal_is_told_whole_and_several_records_fit_the_kubelets_bound(
+    log: Path, judged: Callable[[str], Loss]
+) -> None:
+    line = "write run.track(model=model)"
+    try:
+        raise RuntimeError("because " * 80 + line)
+    except RuntimeError as e:
+        termination.write_error(e)
+    said = log.read_text()
+    assert json.loads(said)["error"].endswith(line)
+    assert judged(said).detail.endswith(line)
+    log.write_text("")
+    termination.write("e" * 5000, 1, ["l" * 500] * 50)
+    assert 2 * len(log.read_bytes()) < 4096
+
+
 def test_several_processes_of_a_pod_leave_a_line_each(log: Path) -> None:
     for rank in ("0", "1"):
         termination.write("Error: first", 1, [], environ={env.JOB_UID: "u", "RANK": rank})

@@ -24,6 +24,7 @@ from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, 
 
 MAX_MESSAGE = untrusted.MAX_TEXT
 MAX_LINE = 500  # characters of a log line that a status keeps
+MAX_ERROR = 800  # and of an error, which may end with what to write instead
 SIGKILL, SIGTERM = 9, 15
 NODE_SEEN_WITHIN = timedelta(seconds=30)
 # How the kubelet speaks of a container whose end nobody saw, because the node or its runtime restarted.
@@ -204,7 +205,7 @@ def _record_of(line: str) -> _Record | None:
         error = str(body["error"])[:2000]
         return _Record(
             exit_code=int(body["exit_code"]) & 0xFF,
-            text=_shown(error),
+            text=_shown(error, MAX_ERROR),
             peer_lost=bool(_PEER_LOST.search(error)),
             lines=tuple(_shown(line) for line in redact.lines(str(text) for text in list(body.get("lines", ()))[-20:])),
         )
@@ -264,6 +265,6 @@ def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
     return tuple(_shown(line) for line in text[-lines:])
 
 
-def _shown(text: str) -> str:
+def _shown(text: str, limit: int = MAX_LINE) -> str:
     """What a status may quote. Cut after hiding too, because hiding makes a text longer."""
-    return untrusted.encodable(redact.short(text, MAX_LINE))
+    return untrusted.encodable(redact.short(text, limit))

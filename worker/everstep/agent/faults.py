@@ -17,7 +17,7 @@ from everstep.contract import exit_codes
 log = logging.getLogger(__name__)
 
 MAX_ERROR_FILE = 1024 * 1024
-MAX_WHY = 180
+MAX_WHY = 1500  # characters: a refusal whole, with the line to write instead
 
 # What torch, gloo and NCCL say when a peer is gone. A program can print the same for another reason, so such an end is
 # charged after all if nobody else was lost.

@@ -19,7 +19,8 @@ from types import TracebackType
 from everstep.contract import env, redact
 
 LOG = "/dev/termination-log"
-MAX_ERROR = 400  # characters
+MAX_ERROR = 1200  # characters: a refusal whole, with the line to write instead
+MAX_RECORD = 1840  # characters of the error and of the lines before it, which get what the error leaves
 MAX_LINES = 12
 MAX_LINE = 120
 MAX_CONTEXT, MAX_CUT = 100, 4096  # lines, and characters of one, that are looked at: a key has more lines than are kept
@@ -31,12 +32,14 @@ def write(error: str, exit_code: int, lines: list[str], environ: Mapping[str, st
     if env.JOB_UID not in environ:
         return
     shown = redact.lines(line[:MAX_CUT] for line in lines[-MAX_CONTEXT:])
+    said = redact.short(error, MAX_ERROR)
+    kept = min(MAX_LINES, (MAX_RECORD - len(said)) // MAX_LINE)
     record = {
         "everstep": 1,
         "rank": environ.get("RANK", ""),
         "exit_code": exit_code,
-        "error": redact.short(error, MAX_ERROR),
-        "lines": [line[:MAX_LINE] for line in shown[-MAX_LINES:]],
+        "error": said,
+        "lines": [line[:MAX_LINE] for line in shown[-kept:]],
     }
     data = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with contextlib.suppress(OSError):
