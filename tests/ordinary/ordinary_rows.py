@@ -124,6 +124,7 @@ ROWS = (
         "caught_exception",
         kills=("5:backward", "5:optimizer"),
     ),
+    Row("caught_around_step", kills=(), refused=r"step 6 was ended by ValueError: a damaged sample.*`try` away"),
     Row(
         "accumulated_over_steps",
         refused="micro_batch=",

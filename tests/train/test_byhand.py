@@ -102,9 +102,9 @@ def test_a_saved_run_of_two_loaders_is_not_one_of_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("which", "words"),
     [
-        (lambda _: [1, 2], r"loader 0 is a int, whose position nobody can save"),
-        (lambda _: iter([1]), r"is a list_iterator.*run.loader\(dataset, global_batch=…\)"),
-        (lambda _: zip(loader(), loader(), strict=True), r"is a zip.*run.steps\(\(a, b\), …\)"),
+        (lambda _: [1, 2], r"loader 0 is of type int, whose position cannot be saved"),
+        (lambda _: iter([1]), r"is of type list_iterator.*run.loader\(dataset, global_batch=…\)"),
+        (lambda _: zip(loader(), loader(), strict=True), r"is of type zip.*run.steps\(\(a, b\), …\)"),
         (lambda _: (), "no loader in what was passed"),
         (lambda _: [loader()] * 2, "the same loader twice"),
         (lambda run: (loader(), run.loader(OTHER, global_batch=4, micro_batch=2)), "loader 1 has micro_batch="),

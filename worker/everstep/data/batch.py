@@ -22,6 +22,10 @@ class Weight:
     asked: bool = False
 
 
+class BatchLacks(BatchUnusable, AttributeError):
+    """A Batch was used in place of its data. `hasattr` and the like hear that there is no such attribute."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch(Generic[T]):
     """One rank's samples of a step, or one micro-batch of them.
@@ -59,6 +63,18 @@ class Batch(Generic[T]):
             " write `with step as batch:`, `x, y = batch.data` and `batch.scale(loss).backward()`, for a DataLoader as"
             " for what run.loader(…) makes"
         )
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise BatchUnusable(f"batch[{key!r}]: what the loader gives is in `batch.data`. Write `batch.data[{key!r}]`")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise BatchLacks(f"batch.{name}: what the loader gives is in `batch.data`. Write `batch.data.{name}`")
+
+    def keys(self) -> NoReturn:
+        """For `model(**batch)`."""
+        raise BatchUnusable("a Batch is no mapping: what the loader gives is in `batch.data`. Write `**batch.data`")
 
     def to(self, device: Any) -> Batch[T]:
         """This batch with the tensors of its `data` on a device; those of pinned memory are copied in the background.

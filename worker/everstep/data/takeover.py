@@ -142,9 +142,9 @@ def _order(loader: DataLoader[Any], sampler: Any, sizes: frozenset[int]) -> dict
     if iterates is DistributedSampler.__iter__:
         _check_cut(sampler, sizes, samples)
         return {"seed": sampler.seed % 2**64, "shuffle": sampler.shuffle}
-    if iterates is SequentialSampler.__iter__ and len(sampler) == samples:
+    if iterates is SequentialSampler.__iter__ and _size(sampler) == samples:
         return {"shuffle": False}
-    if iterates is RandomSampler.__iter__ and not sampler.replacement and len(sampler) == samples:
+    if iterates is RandomSampler.__iter__ and not sampler.replacement and _size(sampler) == samples:
         return {"seed": seed, "shuffle": True}
     return {"seed": seed, "sampler": sampler}
 

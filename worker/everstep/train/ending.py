@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from everstep.train.step import LoopError, Phase, Step
+from everstep.train.step import LoopError, Phase, Step, failed
 
 LEAST_SECONDS = 20.0  # for the others to come to the end of the same step
 SLOWEST_STEPS = 10.0  # or so many times the slowest step
@@ -30,12 +30,17 @@ def check_error(error: BaseException | None, step: int, goal: int) -> None:
     if error is not None and step < goal:
         raise LoopError(
             f"the run did not come to step {goal}: its loop was ended after step {step} by an error that the script "
-            f"has caught: {error}"
+            f"has caught: {type(error).__name__}: {error}"
         ) from error
 
 
 def check_step(step: Step | None) -> None:
     """Raises `LoopError` if the loop was left in the middle of a step, whose state is nobody's."""
+    if step is not None and step.error is not None and not isinstance(step.error, SystemExit):
+        raise LoopError(
+            f"{failed(step)}, which the script caught outside of the loop: what the step has changed is not whole, and "
+            "the run cannot end there as if it were complete. Take that `try` away, and mend what raises"
+        ) from step.error
     if step is not None and step.phase in (Phase.ENTERED, Phase.FAILED):
         raise LoopError(
             f"the program was ended inside step {step.number}, by sys.exit() or the like: what the step has moved is "

@@ -16,6 +16,7 @@ from everstep.data import Batch, DataError, ElasticLoader
 from everstep.data.assignment import World
 from everstep.data.batch import Weight
 from everstep.data.takeover import TakenOver, name_of
+from everstep.train import mistakes
 from everstep.train.step import LoopError
 
 
@@ -193,11 +194,7 @@ def _loader_of(asked: Any, name: str, ranks: int, world: World, told: frozenset[
     if isinstance(asked, ElasticLoader):
         return asked
     if not isinstance(asked, DataLoader):
-        raise LoopError(
-            f"steps(): loader{name} is a {type(asked).__qualname__}, whose position nobody can save: pass"
-            " run.loader(dataset, global_batch=…), or a torch.utils.data.DataLoader; several as a tuple or a mapping,"
-            " run.steps((a, b), …)"
-        )
+        raise LoopError(mistakes.no_loader(asked, name))
     try:
         return TakenOver(asked, ranks=ranks, world=world, sizes=told)
     except DataError as e:

@@ -29,7 +29,7 @@ from everstep.train.nesting import Nesting
 from everstep.train.randomness import STATE, Randomness, Rng
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS, Reducers
-from everstep.train.step import LoopError, Phase, Step
+from everstep.train.step import LoopError, Phase, Step, failed
 from everstep.train.switches import SWITCHES, Switches
 from everstep.train.world import Place
 from everstep.train.worlds import Steady, World
@@ -193,6 +193,12 @@ class Loops:
         self._boundary.check_handler(step.number)
         if step.phase is Phase.DONE:
             self._by_hand.step_over(step.number)
+        elif step.error is not None:
+            raise LoopError(
+                f"{failed(step)}, which the script caught outside of `with step`: what the step has changed is not "
+                "whole, and the step is not counted. Take that `try` away, and mend what raises. To leave a bad batch "
+                "out, test for it inside the block, and decide on all ranks alike"
+            ) from step.error
         elif step.phase is not Phase.LOST:
             raise LoopError(
                 f"step {step.number} was taken and not completed: write `with step as batch:` around its work"

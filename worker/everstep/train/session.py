@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer
 from everstep.data import ElasticLoader
-from everstep.train import ending, evaluation, once
+from everstep.train import ending, evaluation, mistakes, once
 from everstep.train.boundary import Boundary
 from everstep.train.loops import Loops
 from everstep.train.meshes import make_mesh
@@ -108,11 +108,13 @@ class Run(Loops):
     def device(self) -> torch.device:
         return self.place.device
 
-    def track(self, **objects: Any) -> None:
+    def track(self, *unnamed: Any, **objects: Any) -> None:
         """Name what makes up the training state: modules, optimizers, schedulers, scalers, tensors, anything with
         `state_dict` and `load_state_dict`, and random generators. Before the first step."""
+        if unnamed:
+            raise LoopError(mistakes.unnamed(unnamed, objects, sys._getframe(1)))
         if self._loop:
-            raise LoopError("track() after the first step: what was restored by then is not in the new object")
+            raise LoopError(mistakes.tracked_late(objects))
         for name, value in objects.items():
             if name in RESERVED or name in self._state or name in self._random:
                 what = "reserved" if name in RESERVED else "tracked already"

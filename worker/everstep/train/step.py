@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from enum import Enum, auto
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from everstep.data import Batch, BatchUnusable
+
+MAX_ERROR = 500  # characters of an error that is told with ours
+_OF_BATCH = frozenset({field.name for field in fields(Batch)} | {"last", "to"})
+_ENTER = "a step gives its batch when it is entered. Write `with step as batch:`, and in it"
 
 
 class LoopError(RuntimeError):
     """The training loop uses the session in a way that cannot be right; the text says what to write instead."""
+
+
+class StepUnusable(LoopError, AttributeError, TypeError):
+    """A step was used in place of its batch. `hasattr` and the like hear that there is no such attribute."""
 
 
 class Phase(Enum):
@@ -69,6 +78,19 @@ class Step:
         self._completed = completed
         self._scope = scope
         self._last: Batch[Any] | None = None
+        self.error: BaseException | None = None  # that has ended its block
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        instead = f"`batch.{name}`" if name in _OF_BATCH else "what the loader gives, `batch.data`"
+        raise StepUnusable(f"step.{name}: {_ENTER} {instead}")
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise StepUnusable(f"step[{key!r}]: {_ENTER} `batch.data[{key!r}]`")
+
+    def __iter__(self) -> NoReturn:
+        raise StepUnusable(f"a step is not unpacked: {_ENTER} `x, y = batch.data`")
 
     @property
     def completed(self) -> bool:
@@ -95,14 +117,14 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self.phase = Phase.FAILED
+        self.phase, self.error = Phase.FAILED, error
         self._scope.step_over()
         if isinstance(error, BatchUnusable):  # `with step as (x, y)`
             raise LoopError(str(error)) from error
         if error is not None and not self._scope.step_lost(error):
             return False
         if error is not None or not self._scope.step_ended():
-            self.phase = Phase.LOST
+            self.phase, self.error = Phase.LOST, None
             traceback.clear_frames(trace)  # what the step has computed is of no use, and large
             return True
         if self._batches is not None and (self._last is None or not _is_last(self._last)):
@@ -123,6 +145,12 @@ class Step:
         assert self._batches is not None
         self._last = next(self._batches)
         return self._last
+
+
+def failed(step: Step) -> str:
+    """How its block ended, which is to be an error."""
+    error = step.error
+    return f"step {step.number} was ended by {type(error).__name__}: {str(error)[:MAX_ERROR]}"
 
 
 def _is_last(taken: Any) -> bool:
