@@ -63,7 +63,7 @@ def came(out: Path, began: float, formed: float, restored: float) -> None:
 class Rounds(logging.Handler):
     """The session says of each round how long it took."""
 
-    TOLD = re.compile(r"round \d+: .* formed in (\d+) ms, settled in (\d+) ms")
+    TOLD = re.compile(r"round \d+: .* formed in (\d+) ms, in sync in (\d+) ms")
 
     def __init__(self, out: Path) -> None:
         super().__init__(logging.INFO)

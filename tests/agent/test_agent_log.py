@@ -13,7 +13,7 @@ from everstep.agent.running import Settling
 
 pytestmark = pytest.mark.timeout(240)
 SCRIPT = Path(__file__).parent / "environ_script.py"
-SETTLED = re.compile(r"everstep-run: round (\d+): step \d+, formed in \d+ ms, settled in \d+ ms")
+SETTLED = re.compile(r"everstep-run: round (\d+): step \d+, formed in \d+ ms, in sync in \d+ ms")
 
 
 def whole(run: Job, agents: list[Agent], after: int) -> int:
@@ -69,4 +69,4 @@ def test_a_round_is_told_when_the_last_local_process_trains_and_the_slowest_coun
     assert settling.joined(0, {"round": 3, "step": 7, "formed": 0.02, "settled": 0.5, "how": ""}, 2) is None
     assert settling.joined(0, {"round": 4, "step": 7, "formed": 0.02, "settled": 0.1, "how": "from rank 1"}, 2) is None
     told = settling.joined(1, {"round": 4, "step": 7, "formed": 0.03, "settled": 0.05, "how": "from rank 1"}, 2)
-    assert told == "round 4: step 7, formed in 30 ms, settled in 100 ms, from rank 1"
+    assert told == "round 4: step 7, formed in 30 ms, in sync in 100 ms, from rank 1"

@@ -154,7 +154,7 @@ def test_best_model_that_the_script_saves_by_a_plain_variable_is_warned_of(
     with caplog.at_level(logging.WARNING, "everstep.train"):
         play(tmp_path, body)
     (said,) = [r.getMessage() for r in caplog.records if "best is carried" in r.getMessage()]
-    assert "what is saved depends on it" in said
+    assert "it affects what is saved" in said
 
 
 def test_tracked_list_whose_name_is_bound_anew_is_refused(tmp_path: Path) -> None:

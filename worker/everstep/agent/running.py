@@ -40,4 +40,4 @@ class Settling:
             return None
         formed, settled = (max(times) * 1e3 for times in zip(*self._told.values(), strict=True))
         how = f", {message['how']}" if message.get("how") else ""
-        return f"round {number}: step {step}, formed in {formed:.0f} ms, settled in {settled:.0f} ms{how}"
+        return f"round {number}: step {step}, formed in {formed:.0f} ms, in sync in {settled:.0f} ms{how}"

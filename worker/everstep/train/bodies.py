@@ -254,7 +254,7 @@ def _check_carried(
             if found.bound and found.name.isidentifier():
                 raise LoopError(
                     f"{found.name} is tracked, and line {found.line} of {place.name} gives the name to another object, "
-                    f"which nothing that is tracked holds; {found.use} depends on it (line {found.at}). Change the "
+                    f"which nothing that is tracked holds; it affects {found.use} (line {found.at}). Change the "
                     f"tracked one in its place: `{found.name}[:] = …` of a list, `{found.name}.update(…)` of a dict, "
                     f"`{found.name}.copy_(…)` of a tensor"
                 )
@@ -269,16 +269,16 @@ def _check_carried(
 def _text(place: _Place, found: list[Carried]) -> str:
     said = "; ".join(
         f"{f.name} is carried from step to step in a plain variable (line {f.line} of {place.name} changes it), and "
-        f"{f.use} depends on it (line {f.at})"
+        f"it affects {f.use} (line {f.at})"
         for f in found[:NAMED]
     )
     counts = [f.name for f in found if f.counts]
     if counts:
-        return f"{said}: a process that begins anew counts from 0 again. Use `step.number` in place of {counts[0]}"
+        return f"{said}: a process that replaces a lost one counts from 0. Use `step.number` in place of {counts[0]}"
     kept = ", ".join(f"{word(f.name)!r}: {f.name}" for f in found)
     names = ", ".join(repr(f.name) for f in found)
     return (
-        f"{said}: a process that begins anew does not have it. Write carried = {{{kept}}} and "
+        f"{said}: a process that replaces a lost one starts without it. Write carried = {{{kept}}} and "
         f"run.track(carried=carried) before run.steps(), and use carried[{word(found[0].name)!r}] in the loop; or, if "
         f"nothing is lost with it, run.untracked({names})"
     )
@@ -388,7 +388,7 @@ def _check_module(module: torch.nn.Module, is_untracked: Callable[..., bool]) ->
             continue
         raise LoopError(
             f"{kind.__name__}.{name} is a plain attribute of a module that its forward pass changes (line {found.line} "
-            f"of {Path(inspect.getfile(kind)).name}), and {found.use} depends on it (line {found.at}): no checkpoint "
+            f"of {Path(inspect.getfile(kind)).name}), and it affects {found.use} (line {found.at}): no checkpoint "
             f"holds it. Write self.register_buffer({name!r}, torch.tensor({_held(values, found.name)!r})) in "
             f"{kind.__name__}.__init__, and change it by self.{name}.fill_(…); or, if nothing is lost with it, "
             f"run.untracked({f'{kind.__name__}.{name}'!r})"

@@ -69,9 +69,10 @@ class ByHand:
         if found:
             raise LoopError(
                 f"steps {number - 1} and {number}: {_name(*found[0])} is iterated by the script itself, to train on."
-                " Its position is not saved, so a new process would begin it anew, and it is not cut for the processes"
-                " of the present world, which may all train on the same samples. Pass it to the session: `for step in"
-                " run.steps(loader, …):`, then `with step as batch:` and `x, y = batch.data`; several as"
+                " Its position is not saved, so a new process would start it from the front, and it is not cut for"
+                " the processes of the present world, which may all train on the same samples. Pass it to the"
+                " session: `for step in run.steps(loader, …):`,"
+                " then `with step as batch:` and `x, y = batch.data`; several as"
                 " run.steps((a, b), …). Or make it by run.loader(dataset, global_batch=…). (A loader to evaluate on is"
                 " iterated under torch.no_grad())"
             )

@@ -264,9 +264,9 @@ class Census:
             return
         raise LoopError(
             f"{name}.add_param_group was called in the loop: {name} had {before} groups when run.steps() began, and "
-            f"has {now}. A process that begins anew makes it with {before}, and what was saved does not fit. Call "
-            f"{name}.add_param_group({{'params': …, 'lr': 0.0}}) before run.steps(), and set the group's 'lr' in the "
-            f"step from which it is to be trained; or, if nothing is lost with it, run.untracked({name!r})"
+            f"has {now}. A process that replaces a lost one makes it with {before}, and what was saved does not fit. "
+            f"Call {name}.add_param_group({{'params': …, 'lr': 0.0}}) before run.steps(), and set the group's "
+            f"'lr' in the step from which it is to be trained; or, if nothing is lost with it, run.untracked({name!r})"
         )
 
     def _check_stranger(self, optimizer: Optimizer) -> None:

@@ -78,10 +78,10 @@ class Replicas:
             raise LoopError(
                 f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
                 f"{self._averaged[0][0]} or another, though DistributedDataParallel averages their gradients: "
-                "something that training depends on is not the same on all ranks. A process that is new begins the "
-                "script's own variables anew (a counter that sets a learning rate, the best loss so far, weights kept "
-                "aside): keep them in a dictionary that is tracked, `kept = {'count': 0}` and run.track(kept=kept) "
-                "before run.steps(), or compute them from step.number"
+                "something that training depends on is not the same on all ranks. In a process that replaces a "
+                "lost one the script's own variables are as at its start (a counter that sets a learning rate, the "
+                "best loss so far, weights kept aside): keep them in a dictionary that is tracked, "
+                "`kept = {'count': 0}` and run.track(kept=kept) before run.steps(), or compute them from step.number"
             )
         raise LoopError(
             f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "

@@ -43,8 +43,8 @@ class Finding:
 
     def __str__(self) -> str:
         return (
-            f"{self.name} {self.what}, and nothing that is tracked holds it: a process that begins anew lacks it. "
-            f"Write {self.line}; or, if nothing is lost with it, run.untracked({self.name!r})"
+            f"{self.name} {self.what}, and nothing that is tracked holds it: a process that replaces a lost one starts "
+            f"without it. Write {self.line}; or, if nothing is lost with it, run.untracked({self.name!r})"
         )
 
 

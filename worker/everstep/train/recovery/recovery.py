@@ -211,7 +211,7 @@ class Recovery:
                 continue
             formed, settled = made - self._heard_at, time.monotonic() - made
             log.info(
-                "round %d: rank %d of %d, step %d, formed in %.0f ms, settled in %.0f ms%s",
+                "round %d: rank %d of %d, step %d, formed in %.0f ms, in sync in %.0f ms%s",
                 round_.number, round_.rank, round_.world_size, found, formed * 1e3, settled * 1e3,
                 f", {done}" if done else "",
             )  # fmt: skip
