@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -59,6 +61,22 @@ def under_agents(folder: Path, endpoint: str, script: Path, kill: str = "", limi
     codes = tuple(a.process.wait(30) for a in job.agents)
     log = "".join(f"--- agent {a.number}\n{a.log.read_text(errors='replace')}" for a in job.agents)
     return _ended(folder, codes, log, time.monotonic() - began, hung)
+
+
+def under_one_agent(folder: Path, script: Path, kill: str = "", limit: float = LIMIT) -> Played:
+    """`everstep-run --nproc-per-node=3`, as a user starts it on one machine."""
+    began, hung, log = time.monotonic(), False, folder / "agent.log"
+    with log.open("wb") as out:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "everstep.agent.main", f"--nproc-per-node={SIZE}", str(DRIVER), str(script)],
+            stdout=out, stderr=out, env={**os.environ, **_environ(folder, kill)},
+        )  # fmt: skip
+    try:
+        code = agent.wait(limit)
+    except subprocess.TimeoutExpired:
+        agent.kill()
+        hung, code = True, agent.wait()
+    return _ended(folder, (code,) * SIZE, log.read_text(errors="replace"), time.monotonic() - began, hung)
 
 
 def under_torchrun(folder: Path, script: Path, kill: str = "", limit: float = LIMIT) -> Played:

@@ -1,0 +1,98 @@
+"""Each Python example of docs/how-to-convert.md, as written but for smaller numbers and another folder, in the three
+processes of one `everstep-run`, of which one is killed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from ordinary_play import SIZE, difference, under_one_agent
+
+pytestmark = pytest.mark.timeout(360)
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "how-to-convert.md"
+AROUND = """
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss as loss_function
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sum(1, keepdim=True))
+x_test, y_test = torch.randn(8, 4), torch.randn(8, 1)
+
+
+def Net():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+"""
+CHANGES = {
+    "s3://bucket/run": "commits", "every_steps=100": "every_steps=4", "global_batch=96": "global_batch=24",
+    "micro_batch=8": "micro_batch=4", "AdamW(model.parameters())": "AdamW(model.parameters(), lr=0.05)",
+}  # fmt: skip
+KILLS = {
+    "Gradient accumulation": ("5:backward2", "7:gradients"),
+    "Early stopping": ("5:backward", "8:evaluate", "9:begin"),
+    "Random seeds": ("5:backward", "6:optimizer"),
+    "Variables that the loop changes": ("5:backward", "6:between"),
+}
+
+
+def example(title: str) -> str:
+    section = GUIDE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    for said, here in CHANGES.items():
+        block = block.replace(said, here)
+    return AROUND + str(block)
+
+
+def test_every_example_of_the_guide_is_run() -> None:
+    text = GUIDE.read_text()
+    assert text.count("```python") == len(KILLS)
+    for said in CHANGES:
+        assert said in text
+
+
+def test_extras_that_the_guide_installs_are_there() -> None:
+    (line,) = re.findall(r"pip install '\.\[(.*?)\]'.*", GUIDE.read_text())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(line.split(",")) <= set(extras)
+
+
+@pytest.mark.parametrize("title", KILLS)
+def test_example_whose_rank_is_killed_ends_as_the_undisturbed_one(title: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(example(title))
+    (tmp_path / "undisturbed").mkdir()
+    first = under_one_agent(tmp_path / "undisturbed", script)
+    assert not (found := difference(first, None, "", 0.0)), f"{found}\n{first.log[-3000:]}"
+    for kill in KILLS[title]:
+        folder = tmp_path / kill.replace(":", "-")
+        folder.mkdir()
+        played = under_one_agent(folder, script, kill)
+        assert played.killed, played.log[-3000:]
+        assert not (found := difference(played, first, "", 0.0)), f"{kill}: {found}\n{played.log[-3000:]}"
+        assert played.began == SIZE + 1, f"{kill}: {played.began} processes took steps"
+
+
+def test_early_stopping_stops_early_and_again_when_it_is_started_again(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(example("Early stopping"))
+    steps = 0
+    for _ in range(2):
+        for path in tmp_path.glob("*.pt"):
+            path.unlink()
+        played = under_one_agent(tmp_path, script)
+        assert not (found := difference(played, None, "", 0.0)), f"{found}\n{played.log[-3000:]}"
+        reached = int(played.found[0]["step"])
+        assert 0 < reached < 50 * 4
+        assert reached == (steps or reached)
+        steps = reached
