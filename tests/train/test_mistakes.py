@@ -25,7 +25,13 @@ def taken() -> Iterator[steps.Step]:
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("data", r"`batch\.data`"), ("to", r"`batch\.to`"), ("images", r"`batch\.data`"), ("keys", r"`batch\.data`")],
+    [
+        ("data", r"`batch\.data`"),
+        ("to", r"`batch\.to`"),
+        ("weight", r"`batch\.weight`"),
+        ("images", r"`batch\.data`"),
+        ("keys", r"`batch\.data`"),
+    ],
 )
 def test_step_in_place_of_its_batch_says_how_to_get_the_batch(name: str, instead: str) -> None:
     with pytest.raises(everstep.LoopError, match=rf"step\.{name}: .*`with step as batch:`.*{instead}"):
@@ -67,6 +73,12 @@ def test_batch_in_place_of_its_data_says_where_they_are() -> None:
 def test_what_cannot_be_iterated_again_is_refused_with_what_may_be_passed(passed: Any, said: str) -> None:
     with pytest.raises(everstep.LoopError, match=said):
         next(everstep.start().steps(passed, until=4))
+
+
+@pytest.mark.parametrize("arguments", [(3, BATCHES), (BATCHES, None), (None, 3)])
+def test_epochs_of_other_arguments_says_which_it_takes(arguments: Any) -> None:
+    with pytest.raises(everstep.LoopError, match=r"write `run\.epochs\(loader, 10\)`"):
+        next(everstep.start().epochs(*arguments))
 
 
 class Trainer:

@@ -106,8 +106,11 @@ class Loops:
         What else stands in that body is run once by each process that is there then; what collectives it has belong
         into `run.evaluate(fn)`. See docs/how-to-convert.md.
         """
-        if loader is None or epochs < 0:
-            raise LoopError(f"epochs({loader!r}, {epochs}): the loader that is trained on, and the number of epochs")
+        if loader is None or not isinstance(epochs, int) or epochs < 0:
+            raise LoopError(
+                f"epochs({loader!r}, {epochs!r}): the loader that is trained on, and the number of epochs; write "
+                "`run.epochs(loader, 10)`"
+            )
         with self._looping(loader, None, epochs, nested=True) as (world, nesting):
             while True:
                 feed = self._feed

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 from everstep.data import Batch, BatchUnusable
 
 MAX_ERROR = 500  # characters of an error that is told with ours
-_OF_BATCH = frozenset({field.name for field in fields(Batch)} | {"last", "to"})
+_OF_BATCH = frozenset({field.name for field in fields(Batch)} | {"last", "to", "weight"})
 _ENTER = "a step gives its batch when it is entered. Write `with step as batch:`, and in it"
 
 
