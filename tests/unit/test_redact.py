@@ -201,3 +201,17 @@ def test_time_grows_with_the_length_only(start: str, piece: str) -> None:
 
 def test_more_than_can_be_looked_at_is_left_out() -> None:
     assert len(redact.text("a " * MAX_TEXT)) <= MAX_TEXT
+
+
+@given(text=st.text(alphabet="ab ", max_size=60), limit=st.integers(4, 40))
+def test_sentence_that_is_cut_ends_with_a_whole_word_and_says_so(text: str, limit: int) -> None:
+    found = redact.sentence(text, limit)
+    assert len(found) <= limit
+    assert redact.sentence(found, limit) == found
+    if len(text) <= limit:
+        assert found == text
+    else:
+        kept = found.removesuffix(" …")
+        assert found.endswith(" …")
+        assert text.startswith(kept)
+        assert " " not in text[: limit - 1] or text[len(kept)] == " "

@@ -93,6 +93,15 @@ def short(value: str, limit: int) -> str:
     return text(value[: limit + MARGIN])[:limit]
 
 
+def sentence(value: str, limit: int) -> str:
+    """`text(value)` in at most `limit` characters; what is cut ends with a whole word and " …"."""
+    hidden = short(value, limit + 1)
+    if len(hidden) <= limit:
+        return hidden
+    kept = hidden[: limit - 1]
+    return (kept[: kept.rfind(" ")] if " " in kept else kept[:-1]) + " …"
+
+
 def lines(values: Iterable[str]) -> list[str]:
     """As many lines, hidden together: a PEM block has many."""
     values = [value.replace("\n", " ") for value in values]

@@ -189,7 +189,7 @@ def apply(document: Document, event: Event) -> Document | Refused:
             first = event.outside and document.round == 0
             if not (first or is_here(document, event.by) or _failed_for_good(document, event.by)):
                 return Refused(f"{event.by} is neither in round {document.round} nor waiting: it may not close the job")
-            return replace(document, closed=redact.short(event.why, MAX_REASON))
+            return replace(document, closed=redact.sentence(event.why, MAX_REASON))
         case _:
             return _fence(document, event.by, event.round) or _in_round(document, event)
 
@@ -249,9 +249,9 @@ def _lose(document: Document, agent: str, why: str) -> Document | None:
     gone = document.gone
     history = document.history
     if is_member(document, agent):
-        gone = (*gone, Loss(agent, redact.short(why, MAX_REASON)))
+        gone = (*gone, Loss(agent, redact.sentence(why, MAX_REASON)))
         if agent not in document.done:
-            history = _remember(document, Setback(document.round, agent, redact.short(why, MAX_REASON), False))
+            history = _remember(document, Setback(document.round, agent, redact.sentence(why, MAX_REASON), False))
     if gone is document.gone and len(waiting) == len(document.joining):
         return None
     return replace(document, joining=waiting, gone=gone, history=history)
@@ -285,7 +285,7 @@ def _charge(document: Document, event: Charge) -> Document | Refused:
         return Refused(f"a failure in round {event.round} was charged already", final=True)
     if event.round > document.round:
         return Refused(f"there is no round {event.round} yet", final=True)
-    charged = Setback(event.round, event.agent, redact.short(event.why, MAX_REASON), True)
+    charged = Setback(event.round, event.agent, redact.sentence(event.why, MAX_REASON), True)
     same = [s for s in document.history if (s.round, s.agent) != (event.round, event.agent)]
     return replace(document, restarts=document.restarts + 1, history=(*same, charged)[-MAX_HISTORY:])
 
@@ -302,8 +302,8 @@ def _break(document: Document, by: str, why: str) -> Document | Refused:
         return Refused(f"{by} is not in round {document.round}")
     if document.gone or document.broken is not None:
         return Refused(f"round {document.round} is over already")
-    history = _remember(document, Setback(document.round, by, redact.short(why, MAX_REASON), False))
-    return replace(document, broken=redact.short(why, MAX_REASON), history=history)
+    history = _remember(document, Setback(document.round, by, redact.sentence(why, MAX_REASON), False))
+    return replace(document, broken=redact.sentence(why, MAX_REASON), history=history)
 
 
 def _done(document: Document, agent: str) -> Document | Refused:

@@ -32,7 +32,7 @@ class Preempted(SystemExit):
 
     def __str__(self) -> str:
         kept = "its state is committed" if self.committed else "its state is NOT committed"
-        return f"asked to stop (SIGTERM); stopped after step {self.step}, {kept}"
+        return f"asked to stop; stopped after step {self.step}, {kept}"
 
 
 class Left(Preempted):
@@ -42,7 +42,7 @@ class Left(Preempted):
         super().__init__(step, committed=False)
 
     def __str__(self) -> str:
-        return f"asked to stop (SIGTERM); left after step {self.step}, the others train on"
+        return f"asked to stop; left after step {self.step}, the others train on"
 
 
 class StopSignal:
