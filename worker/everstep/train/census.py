@@ -214,7 +214,7 @@ class Census:
         """What it is, if it is of use for training alone. One without a name may be garbage of something earlier."""
         if isinstance(value, LRScheduler):
             tracked = any(value.optimizer is o for o in self._covered.optimizers.values())
-            return f"a schedule ({type(value).__name__}) of a tracked optimizer" if tracked else None
+            return f"a learning-rate scheduler ({type(value).__name__}) of a tracked optimizer" if tracked else None
         if isinstance(value, torch.amp.GradScaler):
             return "a gradient scaler" if named and value.is_enabled() else None
         average = isinstance(value, torch.optim.swa_utils.AveragedModel)
