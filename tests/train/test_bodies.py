@@ -55,7 +55,7 @@ def test_count_that_weights_the_loss_is_refused_with_its_lines_before_the_first_
     assert (
         f"n is carried from step to step in a plain variable (line {lines.index('            n += 1') + 1} of" in said
     )
-    assert "carried = {'n': n} and run.track(carried=carried)" in said
+    assert "Write carried = {'n': n} behind the line that makes n and run.track(carried=carried)" in said
 
 
 def test_count_is_let_through_where_it_is_said_to_be_untracked(tmp_path: Path) -> None:

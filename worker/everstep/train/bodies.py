@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import linecache
 import logging
-import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,34 +21,38 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from everstep.train.carried import PLAIN, Carried, carried
+from everstep.train.advice import text_of
+from everstep.train.carried import Carried, carried
 from everstep.train.covered import Covered, word
 from everstep.train.holdings import is_script, variables
+from everstep.train.known import PARTS, Known, constant, held, kind_of
+from everstep.train.patterns import path_of
+from everstep.train.scripts import Script
+from everstep.train.sources import code_of, definition, tree_of
 from everstep.train.step import LoopError
-from everstep.train.taints import PARAMETERS, RETURNED, SAVED, STEPS, Script, path_of
+from everstep.train.taints import PARAMETERS, RETURNED, SAVED
 
 log = logging.getLogger("everstep.train")
 
-LARGEST = 2**20  # bytes of a file that is read
-LOOKED_AT = 64  # elements of a container
 MODULES = 10_000
-NAMED = 4  # names in one text
-DECORATORS = 20  # lines of them
 _RANKS = frozenset({"RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _TALKS = frozenset({"print", "info", "debug", "warning", "log", "write", "set_postfix", "set_description"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The loop over steps, or the function that takes one, in the file called `name`; and the variables seen there."""
+    """The loop over steps, or the function that takes one, in `file`; and the variables seen there."""
 
-    name: str
+    file: str
     tree: ast.Module
     loop: ast.stmt
     values: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return Path(self.file).name
 
 
 def check_loop(
@@ -71,20 +73,18 @@ def check_loop(
             if changes:
                 _check_generator(place)
                 _check_rank(place)
-            _check_carried(place, Covered(state), is_untracked, evaluations, nested=nested)
+            texts = _texts_of_loop(place, state, is_untracked, evaluations, nested=nested)
+            texts += [] if nested else _texts_of_modules(state, is_untracked)
+            if texts:
+                raise LoopError(". ".join(texts))
 
 
 def check_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> None:
     """Raises `LoopError` for plain attributes by which a tracked module's forward pass sets its parameters up, or that
     it counts with."""
-    seen = set[type]()
-    modules = (m for target in state.values() if isinstance(target, torch.nn.Module) for m in target.modules())
     with _never_in_the_way():
-        for module in islice(modules, MODULES):
-            kind = type(module)
-            if kind not in seen and not kind.__module__.startswith("torch."):
-                seen.add(kind)
-                _check_module(module, is_untracked)
+        if texts := _texts_of_modules(state, is_untracked):
+            raise LoopError(". ".join(texts))
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def _of_frame(frame: types.FrameType | None) -> Iterator[_Place]:
 
 
 def _of_script(frame: types.FrameType) -> _Place | None:
-    tree, line = _tree(frame.f_code.co_filename), frame.f_lineno
+    tree, line = tree_of(frame.f_code.co_filename), frame.f_lineno
     nodes = list(ast.walk(tree)) if tree is not None else []
     loops = [n for n in nodes if isinstance(n, ast.For) and n.iter.lineno <= line <= _end(n.iter)]
     taken = [n for n in nodes if isinstance(n, ast.While) and n.lineno <= line <= _end(n) and _takes(n, line)]
@@ -123,35 +123,22 @@ def _of_script(frame: types.FrameType) -> _Place | None:
     values: dict[str, Any] = {}
     for name, value in variables(frame):
         values.setdefault(name, value)
-    return _Place(Path(frame.f_code.co_filename).name, tree, found, values)
+    return _Place(frame.f_code.co_filename, tree, found, values)
 
 
 def _of_function(function: Any) -> Iterator[_Place]:
     values: dict[str, Any] = {}
     if isinstance(function, types.MethodType):
         values["self"], function = function.__self__, function.__func__
-    code = _code(function)
-    tree = _tree(code.co_filename) if code is not None else None
+    code = code_of(function)
+    tree = tree_of(code.co_filename) if code is not None else None
     if code is None or tree is None:
         return
-    if (found := _definition(tree, code)) is not None:
+    if (found := definition(tree, code)) is not None:
         function = inspect.unwrap(function)
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         values |= {k: cell.cell_contents for k, cell in cells if cell != types.CellType()}
-        yield _Place(Path(code.co_filename).name, tree, found, {**function.__globals__, **values})
-
-
-def _code(function: Any) -> types.CodeType | None:
-    """Of a function of the script's, without its decorators."""
-    function = inspect.unwrap(function) if callable(function) else None
-    found = isinstance(function, types.FunctionType) and is_script(function.__code__.co_filename)
-    return function.__code__ if found else None
-
-
-def _definition(tree: ast.Module, code: types.CodeType) -> ast.FunctionDef | None:
-    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name)
-    lines = range(code.co_firstlineno, code.co_firstlineno + DECORATORS)
-    return next((n for n in nodes if n.lineno in lines), None)
+        yield _Place(code.co_filename, tree, found, {**function.__globals__, **values})
 
 
 def _between(place: _Place, functions: Collection[Any]) -> Iterator[tuple[ast.FunctionDef, str]]:
@@ -159,21 +146,11 @@ def _between(place: _Place, functions: Collection[Any]) -> Iterator[tuple[ast.Fu
     for function in functions:
         own = function.__self__ if isinstance(function, types.MethodType) else None
         owner = next((name for name, value in place.values.items() if value is own), "") if own is not None else ""
-        code = _code(function.__func__ if isinstance(function, types.MethodType) else function)
+        code = code_of(function.__func__ if isinstance(function, types.MethodType) else function)
         if code is None or Path(code.co_filename).name != place.name or (own is not None and not owner):
             continue
-        if (found := _definition(place.tree, code)) is not None:
+        if (found := definition(place.tree, code)) is not None:
             yield found, owner
-
-
-def _tree(path: str) -> ast.Module | None:
-    text = "".join(linecache.getlines(path))
-    if not text or len(text) > LARGEST:
-        return None
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return None
 
 
 def _end(node: ast.stmt | ast.expr) -> int:
@@ -186,102 +163,45 @@ def _takes(loop: ast.While, line: int) -> bool:
     return any((path_of(n.func) or "").rpartition(".")[2] in ("next", "__next__") for n in calls)
 
 
-# What its variables hold.
-
-_MISSING = object()
-_PARTS = re.compile(r"\[(?:'(?:[^'\\]|\\.)*'|\"[^\"]*\"|-?\w+)\]|\.?[^.\[]+")  # of "a.b['c']"
-
-
-def _held(values: Mapping[str, Any], name: str) -> Any:
-    """What a name with dots stands for; none of the script's code is called for it."""
-    first, *rest = _PARTS.findall(name)
-    value = values.get(first, _MISSING)
-    for part in rest:
-        if not part.startswith("["):
-            value = getattr(value, "__dict__", {}).get(part.lstrip("."), _MISSING)
-        elif isinstance(value, dict):
-            value = value.get(ast.literal_eval(part[1:-1]), _MISSING)
-        elif isinstance(value, list) and (index := ast.literal_eval(part[1:-1])) in range(-len(value), len(value)):
-            value = value[index]
-        else:
-            return _MISSING
-    return value
-
-
-def _kind(value: Any) -> str | None:
-    if value is _MISSING:
-        return None
-    for plain in (bool, int, float, str):
-        if isinstance(value, plain):
-            return plain.__name__
-    kind = type(value)
-    if hasattr(kind, "zero_grad") or hasattr(kind, "get_last_lr") or isinstance(value, torch.amp.GradScaler):
-        return kind.__name__ if isinstance(value, torch.nn.Module) else STEPS
-    if kind.__name__ not in PLAIN:
-        return kind.__name__
-    if kind.__module__ not in ("builtins", "collections"):
-        return "object"
-    elements = value.values() if isinstance(value, Mapping) else value if isinstance(value, Collection) else ()
-    # The census looks at these while they train.
-    heavy = any(isinstance(v, torch.Tensor | torch.nn.Module | np.ndarray) for v in islice(elements, LOOKED_AT))
-    return "object" if heavy else kind.__name__
-
-
-def _constant(values: Mapping[str, Any], name: str) -> Any:
-    value = _held(values, name)
-    return value if value is None or isinstance(value, bool | int | float | str) else ...
-
-
 # What is refused.
 
 
-def _check_carried(
-    place: _Place, covered: Covered, is_untracked: Callable[..., bool], evaluations: Collection[Any], *, nested: bool
-) -> None:
-    def is_tracked(name: str) -> bool:
-        parts = _PARTS.findall(name)
-        held = (_held(place.values, "".join(parts[: i + 1])) for i in range(len(parts)))
-        return any(id(v) in covered.objects for v in held if not isinstance(v, bool | int | float | str | None))
+def _texts_of_loop(
+    place: _Place,
+    state: Mapping[str, Any],
+    is_untracked: Callable[..., bool],
+    evaluations: Collection[Any],
+    *,
+    nested: bool,
+) -> list[str]:
+    covered, values = Covered(state), place.values
+    known = Known(values, place.file, covered.objects)
 
-    script = Script(
-        place.tree, lambda n: _kind(_held(place.values, n)), lambda n: _constant(place.values, n)
-    )  # fmt: skip
+    def is_tracked(name: str) -> bool:
+        parts = PARTS.findall(name)
+        if known.leaves_out(name):
+            return False
+        owners = (held(values, "".join(parts[: i + 1])) for i in range(len(parts)))
+        return any(id(v) in covered.objects for v in owners if not isinstance(v, bool | int | float | str | None))
+
+    script = Script(place.tree, lambda n: kind_of(held(values, n)), lambda n: constant(values, n), known)
+    texts = list[str]()
     lost, saved = list[Carried](), list[Carried]()
     for found in carried(script, place.loop, also=list(_between(place, evaluations))):
         if found.use == RETURNED or is_untracked(found.name) or (nested and _is_of_run(place, found.name)):
             continue
-        if is_tracked(found.name):
-            if found.bound and found.name.isidentifier():
-                raise LoopError(
-                    f"{found.name} is tracked, and line {found.line} of {place.name} gives the name to another object, "
-                    f"which nothing that is tracked holds; it affects {found.use} (line {found.at}). Change the "
-                    f"tracked one in its place: `{found.name}[:] = …` of a list, `{found.name}.update(…)` of a dict, "
-                    f"`{found.name}.copy_(…)` of a tensor"
-                )
-            continue
-        (saved if found.use == SAVED else lost).append(found)
+        if not is_tracked(found.name):
+            (saved if found.use == SAVED else lost).append(found)
+        elif found.bound and found.name.isidentifier():
+            texts.append(
+                f"{found.name} is tracked, and line {found.line} of {place.name} gives the name to another object, "
+                f"which nothing that is tracked holds; it affects {found.use} (line {found.at}). Change the "
+                f"tracked one in its place: `{found.name}[:] = …` of a list, `{found.name}.update(…)` of a dict, "
+                f"`{found.name}.copy_(…)` of a tensor"
+            )
     if saved:
-        log.warning("%s", _text(place, saved))
-    if lost:
-        raise LoopError(_text(place, lost))
-
-
-def _text(place: _Place, found: list[Carried]) -> str:
-    said = "; ".join(
-        f"{f.name} is carried from step to step in a plain variable (line {f.line} of {place.name} changes it), and "
-        f"it affects {f.use} (line {f.at})"
-        for f in found[:NAMED]
-    )
-    counts = [f.name for f in found if f.counts]
-    if counts:
-        return f"{said}: a process that replaces a lost one counts from 0. Use `step.number` in place of {counts[0]}"
-    kept = ", ".join(f"{word(f.name)!r}: {f.name}" for f in found)
-    names = ", ".join(repr(f.name) for f in found)
-    return (
-        f"{said}: a process that replaces a lost one starts without it. Write carried = {{{kept}}} and "
-        f"run.track(carried=carried) before run.steps(), and use carried[{word(found[0].name)!r}] in the loop; or, if "
-        f"nothing is lost with it, run.untracked({names})"
-    )
+        log.warning("%s", text_of(place.name, saved, values, state))
+    return [text_of(place.name, lost, values, state), *texts] if lost else texts
 
 
 def _is_of_run(place: _Place, name: str) -> bool:
@@ -360,36 +280,47 @@ def _only_talks(n: ast.AST) -> bool:
     return False
 
 
-def _check_module(module: torch.nn.Module, is_untracked: Callable[..., bool]) -> None:
+def _texts_of_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> list[str]:
+    seen, texts = set[type](), list[str]()
+    modules = (m for target in state.values() if isinstance(target, torch.nn.Module) for m in target.modules())
+    for module in islice(modules, MODULES):
+        kind = type(module)
+        if kind not in seen and not kind.__module__.startswith("torch."):
+            seen.add(kind)
+            texts += _texts_of_module(module, is_untracked)
+    return texts
+
+
+def _texts_of_module(module: torch.nn.Module, is_untracked: Callable[..., bool]) -> Iterator[str]:
     kind = type(module)
-    code = _code(kind.forward)
+    code = code_of(kind.forward)
     if code is None or kind.get_extra_state is not torch.nn.Module.get_extra_state:
         return
-    tree = _tree(code.co_filename)
-    forward = _definition(tree, code) if tree is not None else None
+    tree = tree_of(code.co_filename)
+    forward = definition(tree, code) if tree is not None else None
     if tree is None or forward is None:
         return
-    held = {name for name, _ in module.named_parameters()}
+    tensors = {name for name, _ in module.named_parameters()}
     for name, part in module.named_modules():
         saved = part._buffers.keys() - part._non_persistent_buffers_set
-        held |= {f"{name}.{buffer}".lstrip(".") for buffer in saved}
+        tensors |= {f"{name}.{buffer}".lstrip(".") for buffer in saved}
     values = {"self": types.SimpleNamespace(**{k: v for k, v in vars(module).items() if k != "training"})}
 
-    def kind_of(name: str) -> str | None:
+    def number(name: str) -> str | None:
         if name == "self":
             return kind.__name__
-        value = _held(values, name)
+        value = held(values, name)
         return type(value).__name__ if isinstance(value, int | float) and value is not True else None
 
-    script = Script(tree, kind_of, lambda n: _constant(values, n))
-    for found in carried(script, forward, {f"self.{name}": PARAMETERS for name in held}):
+    script = Script(tree, number, lambda n: constant(values, n))
+    for found in carried(script, forward, {f"self.{name}": PARAMETERS for name in tensors}):
         name = word(found.name)
         if is_untracked(f"{kind.__name__}.{name}", kind.__name__):
             continue
-        raise LoopError(
+        yield (
             f"{kind.__name__}.{name} is a plain attribute of a module that its forward pass changes (line {found.line} "
             f"of {Path(inspect.getfile(kind)).name}), and it affects {found.use} (line {found.at}): no checkpoint "
-            f"holds it. Write self.register_buffer({name!r}, torch.tensor({_held(values, found.name)!r})) in "
+            f"holds it. Write self.register_buffer({name!r}, torch.tensor({held(values, found.name)!r})) in "
             f"{kind.__name__}.__init__, and change it by self.{name}.fill_(…); or, if nothing is lost with it, "
             f"run.untracked({f'{kind.__name__}.{name}'!r})"
         )

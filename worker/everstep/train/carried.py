@@ -18,28 +18,39 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from everstep.train.caches import Caches
+from everstep.train.calls import Calls
+from everstep.train.patterns import or_itself, path_of
+from everstep.train.scripts import Called, Script, parameters_of
 from everstep.train.taints import (
+    DRAWN,
     ENDS,
+    FORWARD,
+    ITERATORS,
     NONE,
     NUMBER,
     RETURNED,
-    SAVED,
     VARYING,
-    Arguments,
     Scope,
-    Script,
     Spent,
     Taint,
-    Values,
-    or_itself,
-    path_of,
 )
 
-DEPTH = 8  # calls in each other
 # Of what the loop begins with. Tensors, modules and what holds them are watched while they train (`census`).
 PLAIN = frozenset({
     "int", "float", "bool", "str", "NoneType", "list", "tuple", "dict", "set", "deque", "defaultdict", "Counter",
 })  # fmt: skip
+_HARM = (
+    "the gradients",
+    "the parameters",
+    "load_state_dict",
+    "a hyperparameter",
+    FORWARD,
+    DRAWN,
+    "step",
+    "whether",
+    RETURNED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +64,15 @@ class Carried:
     at: int
     bound: bool = True
     counts: bool = False
+    file: str = ""  # of `line`, if it is not the loop's
+    at_file: str = ""
+    own: bool = False  # comes from data, of which each rank has its own
 
 
 @dataclass(slots=True)
 class _Change:
     line: int
+    file: str
     kept: Taint = NONE  # what its new value comes from
     control: Taint = NONE  # what decides whether it is changed
     state: bool = False
@@ -76,22 +91,39 @@ def carried(
     walk = _Walk(script, begin or {}, (), frozenset())
     try:
         walk.run(loop, also)
-        names = {n for n in walk.changes if script.kind(n) in PLAIN} | walk.counts
+        names = {n for n in walk.changes if _is_plain(script, n)} | walk.counts
         flags: frozenset[str] = frozenset()
         for _ in range(2):
             walk = _Walk(script, begin or {}, names, flags)
             walk.run(loop, also)
             flags = frozenset(names - _states(walk.changes) - walk.counts)
     except (Spent, RecursionError):
-        return []
+        return [] if script.alone else carried(script.without_others(), loop, begin, also)
     found: dict[str, Carried] = {}
-    for taint, use, at in sorted(walk.uses, key=lambda u: u[1] == SAVED):
+    for taint, use, at, file in sorted(walk.uses, key=lambda u: harm(u[1])):
         for name in sorted(_behind(taint, walk.changes) & names):
-            change = walk.changes.get(name, _Change(at))
+            change = walk.changes.get(name, _Change(at, file))
             if not change.made:
                 counts = name in walk.counts
-                found.setdefault(name, Carried(name, change.line, use, at, change.bound, counts))
-    return [found[name] for name in sorted(found)]
+                one = Carried(name, change.line, use, at, change.bound, counts, change.file, file, "*" in change.kept)
+                found.setdefault(name, one)
+    return sorted(found.values(), key=lambda f: (harm(f.use), f.name))
+
+
+def _is_plain(script: Script, name: str) -> bool:
+    """Or an element that a dictionary of plain values does not have yet, or an attribute that a function has not."""
+    kind = script.kind(name)
+    owner, dot, _ = name.rpartition(".")
+    if kind is None and name.endswith("]"):
+        kind = script.kind(name[: name.rindex("[")])
+    elif kind is None and dot and script.kind(owner) == "function":
+        return True
+    return kind in PLAIN | ITERATORS
+
+
+def harm(use: str) -> int:
+    """What is summed up in gradients or parameters is lost for good; what the script saves can be saved again."""
+    return next((i for i, what in enumerate(_HARM) if what in use), len(_HARM))
 
 
 def _states(changes: Mapping[str, _Change]) -> set[str]:
@@ -114,7 +146,7 @@ def _behind(taint: Taint, changes: Mapping[str, _Change]) -> Taint:
     return frozenset(found)
 
 
-class _Walk(Values):
+class _Walk(Calls, Caches):
     """`names`: variables that the loop changes. `flags`: those of them that hold a constant, made once."""
 
     def __init__(self, script: Script, begin: Mapping[str, Taint], names: Iterable[str], flags: frozenset[str]) -> None:
@@ -125,8 +157,8 @@ class _Walk(Values):
         self.elements |= {n for n in names if n.endswith("]")}
         self.changes: dict[str, _Change] = {}
         self.counts = set[str]()  # indices of an enumeration of steps
-        self._calls: list[str] = []
-        self._made = 0
+        self._calls = []
+        self._attributes: dict[str, tuple[int, str]] = {}  # of modules, that a forward pass computes with
 
     def run(self, loop: ast.stmt, also: Iterable[tuple[ast.FunctionDef, str]]) -> None:
         match loop:
@@ -138,13 +170,15 @@ class _Walk(Values):
             case ast.FunctionDef():
                 self._scopes.append(Scope(inner=True))
                 self._bind_locals(loop)
-                for parameter in _parameters(loop):
+                for parameter in parameters_of(loop):
                     if parameter != "self":
                         self._write(self._scopes[-1].names[parameter], VARYING, loop.lineno)
                 self._block(loop.body)
                 self._scopes.pop()
         for function, owner in also:
-            self._enter(function, [], dict.fromkeys(_parameters(function), VARYING), owner)
+            self._enter(Called(function, owner), [], dict.fromkeys(parameters_of(function), VARYING))
+        for key, (line, file) in self._attributes.items():  # as the next step finds them
+            self.uses.append((self.env.get(key, NONE), FORWARD, line, file))
 
     def _loop_target(self, loop: ast.For) -> None:
         call, target = loop.iter, loop.target
@@ -226,6 +260,9 @@ class _Walk(Values):
         """Taken once at least: an empty one is rare, and its variables would all seem to be carried."""
         of = path_of(s.iter.func) if isinstance(s.iter, ast.Call) else path_of(s.iter)
         value = self._value(s.iter)
+        for part in ast.walk(s.iter):
+            if isinstance(part, ast.Name | ast.Attribute):
+                self._advance(part)
         if not value and of != "range" and self.script.kind(of or "") not in ("list", "tuple", "dict"):
             value = VARYING
         if (of or "").endswith(".steps"):
@@ -243,8 +280,8 @@ class _Walk(Values):
     def _branches(self, s: ast.If) -> None:
         test = self._test(s.test)
         said = self._decided(s.test)
-        if said is not None:
-            self._block(s.body if said else s.orelse)
+        if said is not None or self._is_of_current(s):
+            self._block(s.orelse if said is False else s.body)
         else:
             self._either(test, s.body, s.orelse)
 
@@ -305,6 +342,7 @@ class _Walk(Values):
                 if "@parameters" in self._value(target.value):
                     self._use(value | self._control, "the parameters", target.lineno)
                 self._write(key, value, target.lineno, source)
+                self._set_of_module(target, key, value)
             case ast.Subscript():
                 held = self._value(target.value)
                 if "@groups" in held:
@@ -316,6 +354,21 @@ class _Walk(Values):
                     self._write(key, value, target.lineno, source)
                 elif (root := self._root(target)) is not None and not self._is_memo(target, source):
                     self._mutate(root, value | self._value(target.slice), target.lineno)
+
+    def _set_of_module(self, target: ast.Attribute, key: str, value: Taint) -> None:
+        """The switches of a module are part of the state. What it sets itself, its own text says (`check_modules`)."""
+        own = isinstance(target.value, ast.Name) and target.value.id == "self"
+        if (own and any(name.endswith(".forward") for name in self._calls)) or target.attr in (
+            "training",
+            "requires_grad",
+        ):
+            return
+        holder = self._key(target.value) or ""
+        if self.script.known.computes_with(holder, target.attr):
+            self._attributes.setdefault(key, (target.lineno, self._file))
+        elif "@modules" not in self._value(target.value):
+            return
+        self._use(value | self._control, FORWARD, target.lineno)
 
     def _write(self, key: str, value: Taint, line: int, source: ast.AST | None = None) -> None:
         """A constant that is made in the first step, and kept, is not another one for what decided that."""
@@ -337,55 +390,10 @@ class _Walk(Values):
             self.env[part] = self.env.get(part, NONE) | value | self._control
 
     def _change(self, key: str, value: Taint, line: int) -> _Change:
-        change = self.changes.setdefault(key, _Change(line))
+        change = self.changes.setdefault(key, _Change(line, self._file))
         change.kept |= frozenset(t.lstrip("?") for t in value if t[0] not in "#@")
         change.control |= frozenset(t for t in self._control if t[0] not in "#@")
         return change
 
     def _is_changed(self, key: str) -> bool:
         return key in self.changes
-
-    # Functions of the same file.
-
-    def _enter(
-        self, function: ast.FunctionDef, arguments: Arguments, keywords: Mapping[str | None, Taint], owner: str
-    ) -> Taint:
-        given = frozenset[str]().union(*(taint for _, taint in arguments), *keywords.values())
-        if len(self._calls) >= DEPTH or function.name in self._calls:
-            return given
-        scope = Scope(inner=True)
-        keys = [self._key(a) for a, _ in arguments]
-        if any(function is f for s in self._scopes for f in s.functions.values()):
-            scope.names |= self._scopes[-1].names  # a closure of what is walked through
-        self._scopes.append(scope)
-        self._calls.append(function.name)
-        bound = self._bind_locals(function)
-        names = _parameters(function)
-        if owner and names:
-            scope.names[names.pop(0)] = owner
-        for name, key, (_, taint) in zip(names, keys, arguments, strict=False):
-            if key is not None and name not in bound:
-                scope.names[name] = key
-            else:
-                self.env[scope.names[name]] = taint
-        for keyword, taint in keywords.items():
-            if keyword in scope.names and scope.names[keyword] != owner:
-                self.env[scope.names[keyword]] = taint
-        self._block(function.body)
-        self._calls.pop()
-        self._scopes.pop()
-        return scope.returned
-
-    def _bind_locals(self, function: ast.FunctionDef) -> set[str]:
-        """Each call has its own. Those that it binds."""
-        self._made += 1
-        shared = {n for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for n in node.names}
-        bound = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        for name in (bound | set(_parameters(function))) - shared - {"self"}:
-            self._scopes[-1].names[name] = f"{function.name}#{self._made}.{name}"
-        return bound
-
-
-def _parameters(function: ast.FunctionDef) -> list[str]:
-    a = function.args
-    return [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs)]

@@ -2,18 +2,19 @@
 
 A name is a variable's as the step before left it; "?name" one that holds a constant which is made once. The marks: "*"
 comes from data, parameters or random numbers and is another one in each step; "#" is a function of the step's number;
-"@groups" are an optimizer's groups of parameters, "@parameters" are parameters.
+"@groups" are an optimizer's groups of parameters, "@parameters" are parameters, "@modules" are modules.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from everstep.train.patterns import is_property, path_of, root_of
+from everstep.train.scripts import Called, Script
 
 BUDGET = 30_000  # nodes that are looked at, of a script with all its calls
 Taint = frozenset[str]
@@ -22,6 +23,12 @@ NONE: Taint = frozenset()
 VARYING: Taint = frozenset({"*"})
 NUMBER: Taint = frozenset({"#"})
 GROUPS, PARAMETERS = frozenset({"@groups"}), frozenset({"@parameters", "*"})
+MODULES = frozenset({"@modules"})
+# Kinds of what `next` advances, and no checkpoint holds.
+ITERATORS = frozenset({
+    "count", "cycle", "chain", "islice", "accumulate", "pairwise", "starmap", "takewhile", "zip_longest", "enumerate",
+    "zip", "map", "filter", "generator", "list_iterator", "tuple_iterator", "range_iterator", "list_reverseiterator",
+})  # fmt: skip
 _SHAPES = frozenset({
     "shape", "size", "device", "dtype", "ndim", "numel", "dim", "completed", "new_zeros", "new_ones", "new_empty",
     "zeros_like", "ones_like", "empty_like", "isinstance", "hasattr", "len", "type", "id", "callable", "world_size",
@@ -34,47 +41,11 @@ _MUTATE = frozenset({
 _LEAVE = frozenset({"sys.exit", "exit", "quit", "os._exit"})
 SAVED = "what is saved"
 ENDS = "whether the loop ends"
+FORWARD = "the forward pass"
+DRAWN = "what is drawn at random"
+_SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed", "seed_all", "set_seed", "seed_everything"})
 RETURNED = "what is returned"
 STEPS = "Optimizer"  # the kind of all that moves training by its `step`: optimizers, schedules, scalers
-
-
-class Script:
-    """A file of the script's. `kind(name)`: the name of the class of what `name` ("best", "self.best") is before the
-    loop; None if there is no such thing. `decided(test)`: what a test says that only constants are in, as far as can be
-    told."""
-
-    def __init__(
-        self,
-        tree: ast.Module,
-        kind: Callable[[str], str | None],
-        decided: Callable[[str], Any] = lambda _: ...,
-    ) -> None:
-        self.functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-        self.classes = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
-        self.asked = set(_asked(tree))
-        self._assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
-        imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
-        self.known = (
-            {a.asname or a.name for n in imports for a in n.names} | self.classes.keys() | vars(builtins).keys()
-        )
-        self.kind = kind
-        self.decided = decided
-
-    def source(self, e: ast.expr) -> ast.expr:
-        """What a name stands for that is assigned once in the file; else itself."""
-        found = [n.value for n in self._assigned if isinstance(e, ast.Name) and e.id in map(path_of, n.targets)]
-        return found[0] if len(found) == 1 else e
-
-    def method(self, kind: str | None, name: str) -> ast.FunctionDef | None:
-        """Of a class of the file, or of the first of its bases there that has it."""
-        held, seen = self.classes.get(kind or ""), set[str]()
-        while held is not None and held.name not in seen:
-            seen.add(held.name)
-            for n in held.body:
-                if isinstance(n, ast.FunctionDef) and n.name == name:
-                    return None if any(path_of(d) in ("staticmethod", "classmethod") for d in n.decorator_list) else n
-            held = next((self.classes[b] for b in map(path_of, held.bases) if b in self.classes), None)
-        return None
 
 
 @dataclass(slots=True)
@@ -83,6 +54,7 @@ class Scope:
 
     names: dict[str, str] = field(default_factory=dict)
     functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
+    of: Called | None = None
     returned: Taint = NONE
     loops: int = 0  # of its own, around the statement in hand
     inner: bool = False  # a call's, not the loop's own
@@ -99,7 +71,7 @@ class Values:
         self.script = script
         self.env: dict[str, Taint] = {}
         self.elements = set[str]()  # names in it that end with a constant key
-        self.uses: list[tuple[Taint, str, int]] = []
+        self.uses: list[tuple[Taint, str, int, str]] = []  # with the line and, if it is another, the file
         self._control: Taint = NONE  # what decides whether the statement in hand is reached
         self._scopes = [Scope()]
         self._spent = 0
@@ -114,14 +86,18 @@ class Values:
     def _is_changed(self, key: str) -> bool: ...
 
     @abstractmethod
-    def _enter(
-        self, function: ast.FunctionDef, arguments: Arguments, keywords: Mapping[str | None, Taint], owner: str
-    ) -> Taint: ...
+    def _enter(self, called: Called, arguments: Arguments, keywords: Mapping[str | None, Taint]) -> Taint: ...
 
     def _use(self, taint: Taint, what: str, line: int) -> None:
         plain = frozenset(t for t in taint if t[0] not in "?*#@")
         if plain:
-            self.uses.append((plain, what, line))
+            self.uses.append((plain, what, line, self._file))
+
+    @property
+    def _file(self) -> str:
+        """Of the statement in hand, if it is not the loop's."""
+        of = self._scopes[-1].of
+        return of.file if of is not None else ""
 
     def _test(self, e: ast.expr) -> Taint:
         """What decides a branch: there a flag counts for what it says."""
@@ -184,17 +160,17 @@ class Values:
         if e.attr in ("number", "step"):
             return NUMBER
         if (owner := self._key(e.value)) is not None and (method := self._method_of(owner, e.attr)) is not None:
-            return self._enter(method, [], {}, owner) if _is_property(method) else NONE
+            return self._enter(method, [], {}) if is_property(method.function) else NONE
         return self._value(e.value)
 
     def _call(self, e: ast.Call) -> Taint:
         path = path_of(e.func) or ""
         arguments = [(a, self._value(a)) for a in e.args]
-        keywords = {k.arg: self._value(k.value) for k in e.keywords}
+        keywords = self._keywords(e)
         given = frozenset[str]().union(*(taint for _, taint in arguments), *keywords.values())
         for argument in (*e.args, *(k.value for k in e.keywords)):  # a closure that is called there
             if isinstance(argument, ast.Name) and (inner := self._function(argument.id)) is not None:
-                given |= self._enter(inner, [], {}, "")
+                given |= self._enter(inner, [], {})
         if path in _LEAVE:
             self._use(self._control, ENDS, e.lineno)
         if isinstance(e.func, ast.Attribute):
@@ -202,16 +178,31 @@ class Values:
         if not isinstance(e.func, ast.Name):
             return given | self._value(e.func)
         name = e.func.id
-        if (function := self._function(name)) is not None:
-            return self._enter(function, arguments, keywords, "")
-        if (called := self._called(e.func)) is not None:
-            return self._enter(called[1], arguments, keywords, called[0])
+        if (called := self._function(name) or self._called(e.func)) is not None:
+            return self._enter(called, arguments, keywords)
+        if name == "len":  # of a tensor it is part of its shape; a list grows
+            return frozenset(t for t in given if t[0] not in "*#@")
         if name in _SHAPES:
             return NONE
+        if name == "getattr" and len(arguments) > 1 and isinstance(e.args[1], ast.Constant):
+            source = ast.Attribute(e.args[0], str(e.args[1].value), ast.Load())
+            return self._value(ast.copy_location(source, e)) | arguments[-1][1]
+        given |= self._builtin(name, e, arguments, given)
         if name.endswith("_") and "@parameters" in given:
             self._use(given | self._control, "the parameters", e.lineno)
-        varies = name not in self.script.known or name.startswith((*_DRAWS, "next"))
+        varies = name not in self.script.imported or name.startswith((*_DRAWS, "next"))
         return given | self._value(e.func) | (VARYING if varies else NONE)
+
+    def _builtin(self, name: str, e: ast.Call, arguments: Arguments, given: Taint) -> Taint:
+        if name in _SEEDS:
+            self._use(given | self._control, DRAWN, e.lineno)
+        if name == "next" and arguments:
+            self._advance(e.args[0])
+            return self._value(e.args[0])
+        if name == "setattr" and len(arguments) == 3 and isinstance(e.args[1], ast.Constant):
+            target = ast.Attribute(e.args[0], str(e.args[1].value), ast.Store())
+            self._assign(ast.copy_location(target, e), arguments[2][1], e.args[2])
+        return NONE
 
     def _method(
         self,
@@ -222,15 +213,18 @@ class Values:
         keywords: Mapping[str | None, Taint],
     ) -> Taint:
         name, owner = func.attr, self._key(func.value)
-        if owner is not None and (method := self._method_of(owner, name)) is not None:
-            return self._enter(method, arguments, keywords, owner)
-        if (called := self._called(func)) is not None:
-            return self._enter(called[1], arguments, keywords, called[0])
+        called = self._method_of(owner, name) if owner is not None else None
+        if called is not None or (called := self._called(func)) is not None:
+            return self._enter(called, arguments, keywords)
+        if name in ("__next__", "send"):
+            self._advance(func.value)
         receiver = self._value(func.value)
         if name in _SHAPES:
             return NONE
         if name in ("parameters", "named_parameters"):
             return PARAMETERS
+        if name in ("modules", "named_modules", "children", "named_children"):
+            return receiver | MODULES
         self._reach(name, receiver, given, path_of(func.value) or "", e.lineno)
         # What is frozen or thawed is part of the state (`switches`).
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
@@ -241,28 +235,47 @@ class Values:
         varies = name.startswith(_DRAWS) or name in ("state_dict", "item") or owner == "self"
         return receiver | given | (VARYING if varies else NONE)
 
-    def _called(self, func: ast.expr) -> tuple[str, ast.FunctionDef] | None:
-        """An object of a class of the file, and what runs when it is called."""
+    def _keywords(self, e: ast.Call) -> dict[str | None, Taint]:
+        """By None what `**options` may hold beside its elements that are known."""
+        found: dict[str | None, Taint] = {}
+        for k in e.keywords:
+            value = self._value(k.value)
+            key = self._key(k.value) if k.arg is None else None
+            known = [n for n in self.elements if key is not None and n.startswith(f"{key}['")]
+            found |= {n[len(f"{key}['") : -2]: self._whole(n) for n in known}
+            if not known:
+                found[k.arg] = found.get(k.arg, NONE) | value
+        return found
+
+    def _advance(self, e: ast.expr) -> None:
+        key = self._key(e)
+        if key is not None and self.script.kind(key) in ITERATORS:
+            self._mutate(key, NONE, e.lineno)
+
+    def _called(self, func: ast.expr) -> Called | None:
+        """What runs when it is called: an object of a class of the file, or a function that the file does not tell."""
         owner = self._key(func)
-        for name in ("__call__", "forward") if owner is not None else ():
-            if owner is not None and (method := self._method_of(owner, name)) is not None:
-                return owner, method
-        return None
+        if owner is None or "#" in owner:
+            return None
+        methods = (self._method_of(owner, name) for name in ("__call__", "forward"))
+        return next((m for m in methods if m is not None), None) or self.script.known.called(owner)
 
     def _reach(self, name: str, receiver: Taint, given: Taint, path: str, line: int) -> None:
         """What is trained is moved by this call, if its name says so."""
-        if name == "backward":
+        if name in _SEEDS:
+            self._use(given | self._control, DRAWN, line)
+        elif name == "backward":
             self._use(receiver | given | self._control, "the gradients", line)
         elif name == "update" and "@groups" in receiver:
             self._use(given | self._control, "a hyperparameter", line)
         elif name == "load_state_dict":
             self._use(given | self._control, f"{path}.load_state_dict", line)
-        elif name in ("save", "save_pretrained", "save_checkpoint"):
+        elif name in ("save", "save_pretrained", "save_checkpoint", "save_model", "save_state", "save_weights"):
             self._use(self._control, SAVED, line)
         elif path in ("dist", "torch.distributed"):
             self._use(self._control, f"whether {path}.{name} is called", line)
-        elif name == "step" and (self._key_kind(path) or STEPS) == STEPS:
-            self._use(given | self._control, f"{path}.step()", line)
+        elif (name == "step" or name.startswith("step_")) and (self._key_kind(path) or STEPS) == STEPS:
+            self._use(given | self._control, f"{path}.{name}()", line)
 
     def _decided(self, e: ast.expr) -> bool | None:
         """What a test says in all steps, if nothing that it asks for is changed by the loop."""
@@ -297,34 +310,24 @@ class Values:
             return ...
         return self.script.decided(key)
 
-    def _is_memo(self, target: ast.Subscript, source: ast.AST | None) -> bool:
-        """Whether it keeps, behind `if key not in kept:`, what follows from the key: a new process makes it again."""
-        asked = (ast.unparse(target.slice), ast.unparse(target.value))
-        if asked not in self.script.asked or not isinstance(source, ast.expr):
-            return False
-        source = self.script.source(source)
-        parts = {ast.unparse(n) for n in ast.walk(source) if isinstance(n, ast.expr)}
-        if asked[0] not in parts or asked[1] in parts:
-            return False  # that it is there says something by itself; or it follows from what was there
-        before = dict(self.env)
-        for part in ast.walk(target.slice):
-            if isinstance(part, ast.expr) and (key := self._key(part)) is not None:
-                self.env[key] = NONE
-        follows = not self._value(source)
-        self.env = before
-        return follows
-
-    def _function(self, name: str) -> ast.FunctionDef | None:
+    def _function(self, name: str) -> Called | None:
         """Of the same file, or of the function that is walked through."""
-        found = (s.functions[name] for s in reversed(self._scopes) if name in s.functions)
-        return next(found, self.script.functions.get(name))
+        for scope in reversed(self._scopes):
+            if name in scope.functions:
+                # A closure of what is walked through.
+                return Called(scope.functions[name], names=self._scopes[-1].names)
+        of = self._scopes[-1].of
+        if of is not None and of.module:
+            return of.sibling(name)
+        found = self.script.functions.get(name)
+        return Called(found, name=name) if found is not None else None
 
     def _key_kind(self, path: str) -> str | None:
         first = re.split(r"[.\[]", path, maxsplit=1)[0]
         return self.script.kind(self._scopes[-1].names.get(first, first) + path[len(first) :]) if path else None
 
-    def _method_of(self, owner: str, name: str) -> ast.FunctionDef | None:
-        return self.script.method(self.script.kind(owner), name) if "#" not in owner else None
+    def _method_of(self, owner: str, name: str) -> Called | None:
+        return self.script.method(owner, name) if "#" not in owner else None
 
     def _key(self, e: ast.expr) -> str | None:
         """The name under which the loop would write it."""
@@ -335,55 +338,9 @@ class Values:
         return self._scopes[-1].names.get(first, first) + path[len(first) :]
 
     def _root(self, e: ast.expr) -> str | None:
-        while isinstance(e, ast.Subscript) and self._key(e) is None:
-            e = e.value
-        return self._key(e)
+        return self._key(root_of(e))
 
     def _spend(self) -> None:
         self._spent += 1
         if self._spent > BUDGET:
             raise Spent
-
-
-def _asked(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Keys and containers, as written, where a file finds out whether the key is there."""
-    for n in ast.walk(tree):
-        match n:
-            case ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[container]):
-                yield ast.unparse(key), ast.unparse(container)
-            case ast.Call(func=ast.Attribute(value=container, attr="get"), args=[key, *_]):
-                yield ast.unparse(key), ast.unparse(container)
-            case ast.Try(handlers=[ast.ExceptHandler(type=ast.Name(id="KeyError"))]):
-                reads = (part for s in n.body for part in ast.walk(s) if isinstance(part, ast.Subscript))
-                yield from ((ast.unparse(part.slice), ast.unparse(part.value)) for part in reads)
-
-
-def _is_property(method: ast.FunctionDef) -> bool:
-    return any((path_of(d) or "").endswith("property") for d in method.decorator_list)
-
-
-def or_itself(source: ast.AST | None, key: str) -> bool:
-    """Whether it is what it was, or something else: `x = x or 1`."""
-    match source:
-        case ast.BoolOp(values=operands):
-            pass
-        case ast.IfExp():
-            operands = [source.body, source.orelse]
-        case _:
-            return False
-    others = [o for o in operands if path_of(o) != key]
-    return len(others) < len(operands) and not any(path_of(n) == key for o in others for n in ast.walk(o))
-
-
-def path_of(e: ast.AST) -> str | None:
-    """ "a.b['c']", if it is written so."""
-    match e:
-        case ast.Name():
-            return e.id
-        case ast.Attribute():
-            owner = path_of(e.value)
-            return None if owner is None else f"{owner}.{e.attr}"
-        case ast.Subscript(slice=ast.Constant(value=str() | int() as key)):
-            owner = path_of(e.value)
-            return None if owner is None else f"{owner}[{key!r}]"
-    return None

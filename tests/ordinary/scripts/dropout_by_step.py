@@ -1,0 +1,24 @@
+"""Sets the dropout by the number of the step."""
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    drop = torch.nn.Dropout(0.5)
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), drop, torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            drop.p = 0.5 / (step.number + 1)
+            batch.scale(mse_loss(model(data), target)).backward()
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,37 @@
+"""Asks the generator for all its values before the loop, as its refusal says."""
+
+import itertools
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def weights_of():
+    weight = 1.0
+    while True:
+        yield weight
+        weight *= 0.9
+
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weights = weights_of()
+    weights_values = list(itertools.islice(weights, 12))
+    carried = {"weights": 0}
+    run.track(model=model, optimizer=optimizer, carried=carried)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            weight = weights_values[carried["weights"]]
+            carried["weights"] += 1
+            batch.scale(mse_loss(model(data), target) * weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
