@@ -134,6 +134,8 @@ def train(wanted: Wanted) -> None:
                 diary.write(kind="from", step=run.step, digest=digest(inner, optimizer, scheduler))
             with step as batch:
                 optimizer.zero_grad(set_to_none=True)
+                # A sum, and no mean over the rows: the batch's weight is asked, and must not be used.
+                assert batch.weight > 0
                 # DDP divides by the number of ranks.
                 (model(*(t.float() for t in batch.data)) * run.world_size).backward()
                 optimizer.step()

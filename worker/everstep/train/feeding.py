@@ -96,7 +96,8 @@ class Feed:
                 f"step {step}: the loss was not weighted by its batch's weight, which is {why} (ranks or micro-batches "
                 "with other numbers of samples): the gradient is not that of the mean over the global batch. Write "
                 "`batch.scale(loss).backward()`, or `run.scale(loss)` where there is no batch at hand; the loss is a "
-                "mean over the batch's rows, and is not divided by the number of micro-batches"
+                "mean over the batch's rows, and is not divided by the number of micro-batches. A loss that is "
+                "weighted in another way (a sum over the rows) says so by reading batch.weight"
             )
 
     def acknowledge(self) -> None:
