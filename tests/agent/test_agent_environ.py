@@ -34,6 +34,11 @@ def places(run: Job, agents: list[Agent], after: int) -> dict[int, dict[str, Any
     return dict(run.until(found, f"no world of agents {[a.number for a in agents]}"))
 
 
+def leading(run: Job, agents: list[Agent]) -> tuple[Agent, int]:
+    """The process that is rank 0, and its agent. One that was replaced is not the first of its agent's by age."""
+    return next((a, pid) for a in agents for pid in a.trainers() if run.steps(pid)[-1]["rank"] == 0)
+
+
 def told(steps: dict[int, dict[str, Any]], name: str) -> list[str]:
     return [steps[rank]["environ"][name] for rank in sorted(steps)]
 
@@ -64,15 +69,15 @@ def test_survivors_and_newcomers_know_their_place_by_their_environment(job: Call
     rounds = [check(first, 3)]
 
     # Rank 0 alone, with its neighbour on the same agent among the survivors.
-    leader = next(a for a in agents if run.steps(a.trainers()[0])[-1]["rank"] == 0)
-    survivors = {pid for a in agents for pid in a.trainers()} - {leader.trainers()[0]}
-    run.strike(leader.trainers()[0])
+    _, first_process = leading(run, agents)
+    survivors = {pid for a in agents for pid in a.trainers()} - {first_process}
+    run.strike(first_process)
     again = places(run, agents, rounds[-1])
     assert survivors < {pid for a in agents for pid in a.trainers()}, "a survivor lost its process"
     rounds.append(check(again, 3))
 
     # The agent of rank 0, which hosted the round's store: the survivors move down.
-    leader = next(a for a in agents if run.steps(a.trainers()[0])[-1]["rank"] == 0)
+    leader, _ = leading(run, agents)
     run.kill(leader)
     left = [a for a in agents if a is not leader]
     fewer = places(run, left, rounds[-1])

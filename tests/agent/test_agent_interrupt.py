@@ -104,7 +104,8 @@ def test_ctrl_c_before_there_are_processes_leaves_nothing_behind_and_no_tracebac
     script.parent.mkdir()
     script.write_text("")
     log = script.with_name("log")
-    agent = start(log, str(script))
+    # Of two agents the other never comes.
+    agent = start(log, "--nnodes=2", "--rdzv-backend=etcd-v3", "--rdzv-endpoint=127.0.0.1:9", str(script))
     until(lambda: children(agent.pid), log)
     below = children(agent.pid)
     agent.send_signal(signal.SIGINT)
