@@ -46,6 +46,18 @@ def switches(state: dict[str, Any]) -> Any:
     )
 
 
+@pytest.mark.parametrize("having", [(), ("first.weight",), ("first.weight", "norm.bias", "first.bias")])
+def test_parameters_that_have_a_gradient_have_one_of_zeros_in_another_process(having: tuple[str, ...]) -> None:
+    giver, receiver = script(), script()
+    for name in having:
+        giver["model"].get_parameter(name).grad = torch.ones_like(giver["model"].get_parameter(name))
+    receiver["model"].norm.weight.grad = torch.ones(2)
+    hand_over(giver, receiver)
+    found = {name: p.grad for name, p in receiver["model"].named_parameters() if p.grad is not None}
+    assert sorted(found) == sorted(having)
+    assert not any(g.any() for g in found.values())
+
+
 def test_what_was_switched_in_the_loop_comes_with_the_state() -> None:
     giver, receiver = script(), script()
     model = giver["model"]

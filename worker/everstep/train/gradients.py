@@ -111,7 +111,7 @@ class Gradients:
         """Let those of these that have none have gradients of zeros."""
         for p, has, sparse in zip(self._all, there[::2], there[1::2], strict=True):
             if has and p.grad is None:
-                p.grad = _no_rows(p) if sparse else torch.zeros_like(p)
+                p.grad = zero_gradient(p, sparse=sparse)
 
     @property
     def present(self) -> list[bool]:
@@ -156,8 +156,10 @@ def _look(parameter: torch.Tensor, found: list[torch.Tensor]) -> Callable[[torch
     return hook
 
 
-def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
-    """Zeros as an embedding with `sparse=True` has them; its optimizer refuses others."""
+def zero_gradient(parameter: torch.Tensor, *, sparse: bool) -> torch.Tensor:
+    """`sparse`: as an embedding with `sparse=True` has them; its optimizer refuses others."""
+    if not sparse:
+        return torch.zeros_like(parameter)
     values = parameter.detach().new_zeros((0, *parameter.shape[1:]))
     rows = torch.zeros((1, 0), dtype=torch.int64, device=values.device)
     return torch.sparse_coo_tensor(rows, values, parameter.shape)

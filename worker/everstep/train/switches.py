@@ -1,5 +1,6 @@
 """What a script switches in tracked modules while it trains, and `state_dict` does not say: which parameters require
-gradients, which modules are in training mode, how large a buffer is.
+gradients, which modules are in training mode, how large a buffer is, which parameters have a gradient at all: an
+optimizer moves one whose gradient is zero (decay, momentum), and leaves one alone that has none.
 
 A process that comes later has these as its script sets them before the loop: it would train what the others have
 frozen. So what was switched since the loop began is part of the training state. What a script sets before its loop is
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,10 +23,12 @@ import xxhash
 from torch.nn.parameter import is_lazy
 
 from everstep.checkpoint.state import bare
+from everstep.train.gradients import zero_gradient
 
 log = logging.getLogger("everstep.train")
 
 SWITCHES: Final = "switches"  # the name in a commit
+GRADIENTS = "gradients"  # among what was switched
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,13 @@ class Switches:
             for known, now in ((began.required, _required(began.module)), (began.buffers, _buffers(began.module))):
                 if known != now:
                     found |= {f"{began.name}.{k}": v for k, v in now.items() if k in known and v != known[k]}
+        if gradients := self._gradients():
+            found[GRADIENTS] = gradients
         return {"began": self._digest, "switched": json.dumps(found, sort_keys=True)}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         wanted = json.loads(state["switched"])
+        gradients = wanted.pop(GRADIENTS, {})
         if state["began"] != self._digest:
             if wanted:
                 log.warning(
@@ -88,8 +94,29 @@ class Switches:
                     p.requires_grad_(to)
             for k, kind in began.buffers.items():
                 _make_room(began.module, k, wanted.get(f"{began.name}.{k}", kind))
+        for name, p in self._parameters():
+            has = name not in gradients["without"] if "without" in gradients else name in gradients.get("with", ())
+            if has is not (p.grad is not None):
+                p.grad = zero_gradient(p, sparse=name in gradients.get("sparse", ())) if has else None
         for target in self._state.values():
             _align(target)
+
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for began in self._modules:
+            for key in began.required:
+                if (p := began.module._parameters.get(key)) is not None and not is_lazy(p):
+                    yield f"{began.name}.{key}", p
+
+    def _gradients(self) -> dict[str, list[str]]:
+        """Which parameters have one, in few words: mostly all or none do."""
+        parameters = list(self._parameters())
+        found = {"with": [name for name, p in parameters if p.grad is not None]}
+        if not found["with"]:
+            return {}
+        if len(found["with"]) > len(parameters) // 2:
+            found = {"without": [name for name, p in parameters if p.grad is None]}
+        sparse = [name for name, p in parameters if p.grad is not None and p.grad.is_sparse]
+        return found | {"sparse": sparse} if sparse else found
 
 
 def _required(module: torch.nn.Module) -> dict[str, bool]:

@@ -40,9 +40,10 @@ def _says_so(error: BaseException) -> bool:
 class Answer(c10d.Work):
     """What a collective returns: ends when gloo's work does, or when the round is abandoned."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, check: Callable[[str], None] | None = None) -> None:
         super().__init__()
         self._value = value
+        self._check = check
         self.call = Call(0, "")
         self.work: Any = None  # gloo's
         self._error: PeerLost | None = None
@@ -56,7 +57,10 @@ class Answer(c10d.Work):
         self._trigger.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the collective is over; `timeout` is the group's, not the caller's. Raises `PeerLost`."""
+        """Until the collective is over; `timeout` is the group's, not the caller's. Raises `PeerLost`; `check` raises
+        if it is no longer to be waited for."""
+        if self._check is not None:
+            self._check(self.call.what)
         try:
             self._future.wait()
         except RuntimeError:

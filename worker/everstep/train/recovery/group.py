@@ -145,7 +145,7 @@ class RecoverableGroup(dist.ProcessGroup):
             self._scope.collective(name)
         if self.on_begin is not None:
             self.on_begin(name, value)
-        flight, answer = self._flight, Answer(value)
+        flight, answer = self._flight, Answer(value, self._waits(name))
         with flight.lock:
             inner, lost = self._inner, flight.lost
             device = _on_device(same or value)
@@ -177,6 +177,13 @@ class RecoverableGroup(dist.ProcessGroup):
         else:
             future.add_done_callback(lambda done: flight.ended(answer, done.value))
         return answer
+
+    def _waits(self, name: str) -> Callable[[str], None] | None:
+        scope = self._scope
+        if scope is None:
+            return None
+        begun = scope.entered
+        return lambda what: scope.waits(begun, what or name)
 
     def _run_on_device(self, answer: Answer, collective: Callable[..., Any], *arguments: Any) -> Any:
         """NCCL orders its work by streams and has an abort of its own: its answers need none of ours."""

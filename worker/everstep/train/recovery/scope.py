@@ -43,6 +43,7 @@ class Scope:
     def __init__(self) -> None:
         self.where = At.BUILDING
         self.others = True
+        self.entered = 0  # steps and evaluations, those that come again among them
         self.refused: LoopError | None = None  # the newest collective's, in the loop: a script may catch it
         self._thread = threading.get_ident()
 
@@ -53,15 +54,16 @@ class Scope:
 
     def enter(self, where: At) -> None:
         self.where = where
+        self.entered += where is At.STEP
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """What is called in it is called again if a peer is lost."""
-        self.where = At.STEP
+        self.enter(At.STEP)
         try:
             yield
         finally:
-            self.where = At.BETWEEN
+            self.enter(At.BETWEEN)
 
     def collective(self, name: str) -> None:
         """One begins that is not `free`. Raises `LoopError` if it cannot be right."""
@@ -71,6 +73,18 @@ class Scope:
             if self.where is At.BETWEEN:
                 self.refused = e
             raise
+
+    def waits(self, begun: int, name: str) -> None:
+        """The script waits for a collective that it began when `begun` steps were entered. Raises `LoopError` unless
+        that is the step in hand: were a peer lost in between, the collective would not be repeated."""
+        if begun == self.entered or not self.others:
+            return
+        asked = script_asks(sys._getframe(2))
+        raise LoopError(
+            f"{name} was begun in an earlier step and is waited for in this one"
+            f"{asked.at if asked is not None else ''}: if a peer is lost in between, nobody repeats it. Wait for it in "
+            "its own step, before its block ends"
+        )
 
     def _check(self, name: str) -> None:
         if not self.others or self.where is At.OVER:
