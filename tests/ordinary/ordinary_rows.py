@@ -1,8 +1,4 @@
-"""The table: what must hold for each script of `scripts/`.
-
-A row that does not hold yet names the owner of its mend, and what happens today; its test is then expected to fail, and
-fails when it no longer does: take the mark away with the mend.
-"""
+"""The table: what must hold for each script of `scripts/`."""
 
 from __future__ import annotations
 
@@ -21,8 +17,6 @@ class Row:
     """`script` ends as undisturbed with rank 1 killed at each of `kills` ("STEP:POINT", see `ordinary_driver.POINTS`);
     or, where `refused` is a regular expression, it is refused before that, with a text that has it. With `or_same` it
     may do either.
-
-    `owner` of a row that does not hold, and what happens `today`; `torchrun_owner` if it does not under torchrun.
     """
 
     script: str
@@ -30,10 +24,7 @@ class Row:
     refused: str = ""
     or_same: bool = False
     late: bool = False  # what is wrong cannot show before a peer was lost, and is refused then
-    owner: str = ""
-    today: str = ""
     torchrun: bool = True
-    torchrun_owner: str = ""
     apart: str = ""  # a regular expression for names of what each rank has for itself, and has again after the kill
     lines: Mapping[str, int] = field(default_factory=dict)  # of files that the script writes
     near: float = 2e-5  # where bits are not compared: what is lost or made twice differs by more
