@@ -15,6 +15,7 @@ from everstep.train.boundary import Boundary
 from everstep.train.census import Census
 from everstep.train.cuts import Cuts
 from everstep.train.feeding import Feed
+from everstep.train.hooks import Hooks
 from everstep.train.pace import Pace, Slow
 from everstep.train.randomness import settle
 from everstep.train.recovery.agreement import NoState, Quality
@@ -60,6 +61,7 @@ class Recovering:
         self._census.start()
         self._boundary.track(self._state)
         self._boundary.check_by(self._recovery.check)
+        self._hooks = Hooks(self._state, self._census.is_untracked)
         self._replicas = Replicas(self._state, self._reducers.alive(), self._census.is_untracked)
         Reduction(self._state, self._reducers, self._census, lasts=False)
         self._reducers.learn()  # of a backward pass that the script made before
@@ -163,6 +165,7 @@ class Recovering:
         self._reducers.learn()
         size = self._recovery.members.world_size
         self._replicas.completed(size, self._boundary.same, last=last)
+        self._hooks.check()
         if self._feed is not None:
             self._feed.completed(size, self._boundary.same)
         self._census.completed(size, self._boundary.same)

@@ -20,6 +20,7 @@ from everstep.train.boundary import Boundary
 from everstep.train.census import Census
 from everstep.train.feeding import Feed
 from everstep.train.gradients import Gradients
+from everstep.train.hooks import Hooks
 from everstep.train.randomness import settle
 from everstep.train.recovery import wrapped
 from everstep.train.recovery.reducers import Reducers
@@ -86,8 +87,10 @@ class Steady:
         self._began, self._slowest = 0.0, 0.0  # seconds
 
     def begin(self) -> None:
+        self._hooks: Hooks | None = None
         if kept := self._boundary.saves:
             self._census.start()
+            self._hooks = Hooks(self._state, self._census.is_untracked)
             wrapped.check_hooks(self._reducers.alive(), self._census.is_untracked)
         self._replicas = Replicas(self._state, self._reducers.alive(), self._census.is_untracked, kept=kept)
         if self._size > 1:
@@ -164,6 +167,8 @@ class Steady:
         self._all_left_out()
         self._reducers.learn()
         self._replicas.completed(self._size, self._boundary.same, last=last)
+        if self._hooks is not None:
+            self._hooks.check()
         if self._feed is not None:
             self._feed.completed(self._size, self._boundary.same)
         self._census.completed(self._size, self._boundary.same)
