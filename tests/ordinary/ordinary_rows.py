@@ -283,6 +283,8 @@ ROWS = (
     Row("zero_grad_first", kills=("5:backward", "5:optimizer")),
     Row("zero_grad_in_place", long=True),
     Row("sparse_zeroed"),
+    Row("dataset_changed", refused=r"dataset\.scale.*track\("),
+    Row("dataset_changed_advised", kills=("3:backward", "3:optimizer", "5:backward")),
     Row("hook_in_loop", refused=r"hook.*before run\.steps"),
     Row("hook_in_loop_advised", kills=("3:backward", "5:optimizer")),
     Row("optimizer_hook_in_loop", refused=r"hook clip.*on optimizer.*before run\.steps"),

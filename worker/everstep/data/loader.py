@@ -223,6 +223,11 @@ class ElasticLoader:
         newest = draws.newest if isinstance(draws, Draws) else None
         return None if newest is None else (newest[0], digest(newest[1]))
 
+    @property
+    def dataset(self) -> Any:
+        """What was passed."""
+        return self._dataset
+
     def reads(self, dataset: Any) -> bool:
         """Whether this is what the loader's own DataLoader reads from."""
         return dataset is self._options["dataset"]

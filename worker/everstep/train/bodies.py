@@ -61,19 +61,21 @@ def check_loop(
     state: Mapping[str, Any],
     is_untracked: Callable[..., bool],
     evaluations: Collection[Any] = (),
+    data: Collection[int] = (),
     *,
     changes: bool,
     nested: bool,
 ) -> None:
     """Raises `LoopError` for what is wrong by the text of the loop that `frame` is called from, or of the `function`
-    that takes a step. `evaluations`: functions that are called between two steps. `changes`: the world may change.
+    that takes a step. `evaluations`: functions that are called between two steps; `data`: ids of the datasets that are
+    trained on. `changes`: the world may change.
     `nested`: it is called from a loop over epochs."""
     with _never_in_the_way():
         for place in _of_function(function) if function is not None else _of_frame(frame):
             if changes:
                 _check_generator(place)
                 _check_rank(place)
-            texts = _texts_of_loop(place, state, is_untracked, evaluations, nested=nested)
+            texts = _texts_of_loop(place, state, is_untracked, evaluations, data, nested=nested)
             texts += [] if nested else _texts_of_modules(state, is_untracked)
             if texts:
                 raise LoopError(". ".join(texts))
@@ -171,18 +173,21 @@ def _texts_of_loop(
     state: Mapping[str, Any],
     is_untracked: Callable[..., bool],
     evaluations: Collection[Any],
+    data: Collection[int],
     *,
     nested: bool,
 ) -> list[str]:
     covered, values = Covered(state), place.values
-    known = Known(values, place.file, covered.objects)
+    known = Known(values, place.file, covered.objects, data)
+    # A loader is tracked for its position, and not for what it reads.
+    kept = covered.objects - (set(data) - {id(target) for target in state.values()})
 
     def is_tracked(name: str) -> bool:
         parts = PARTS.findall(name)
         if known.leaves_out(name):
             return False
         owners = (held(values, "".join(parts[: i + 1])) for i in range(len(parts)))
-        return any(id(v) in covered.objects for v in owners if not isinstance(v, bool | int | float | str | None))
+        return any(id(v) in kept for v in owners if not isinstance(v, bool | int | float | str | None))
 
     script = Script(place.tree, lambda n: kind_of(held(values, n)), lambda n: constant(values, n), known)
     texts = list[str]()

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 
 from everstep.train.caches import Caches
 from everstep.train.calls import Calls
+from everstep.train.changes import Change, behind, states_of
 from everstep.train.patterns import or_itself, path_of
 from everstep.train.scripts import Called, Script, parameters_of
 from everstep.train.taints import (
+    DATA,
     DRAWN,
     ENDS,
     FORWARD,
@@ -69,17 +71,6 @@ class Carried:
     own: bool = False  # comes from data, of which each rank has its own
 
 
-@dataclass(slots=True)
-class _Change:
-    line: int
-    file: str
-    kept: Taint = NONE  # what its new value comes from
-    control: Taint = NONE  # what decides whether it is changed
-    state: bool = False
-    bound: bool = False
-    made: bool = False  # an object of a class, which the census knows
-
-
 def carried(
     script: Script,
     loop: ast.stmt,
@@ -96,13 +87,13 @@ def carried(
         for _ in range(2):
             walk = _Walk(script, begin or {}, names, flags)
             walk.run(loop, also)
-            flags = frozenset(names - _states(walk.changes) - walk.counts)
+            flags = frozenset(names - states_of(walk.changes) - walk.counts)
     except (Spent, RecursionError):
         return [] if script.alone else carried(script.without_others(), loop, begin, also)
     found: dict[str, Carried] = {}
     for taint, use, at, file in sorted(walk.uses, key=lambda u: harm(u[1])):
-        for name in sorted(_behind(taint, walk.changes) & names):
-            change = walk.changes.get(name, _Change(at, file))
+        for name in sorted(behind(taint, walk.changes) & names):
+            change = walk.changes.get(name, Change(at, file))
             if not change.made:
                 counts = name in walk.counts
                 one = Carried(name, change.line, use, at, change.bound, counts, change.file, file, "*" in change.kept)
@@ -126,26 +117,6 @@ def harm(use: str) -> int:
     return next((i for i, what in enumerate(_HARM) if what in use), len(_HARM))
 
 
-def _states(changes: Mapping[str, _Change]) -> set[str]:
-    """Of what is changed, what a new process could not make as it is: not constants that are made once."""
-    found = {name for name, c in changes.items() if c.state or "*" in c.kept | c.control or name in c.kept}
-    while more := {n for n, c in changes.items() if n not in found and (c.kept | c.control) & (found - {n})}:
-        found |= more
-    return found
-
-
-def _behind(taint: Taint, changes: Mapping[str, _Change]) -> Taint:
-    """With the variables from which these were changed."""
-    found = set(taint)
-    waiting = list(taint)
-    while waiting:
-        change = changes.get(waiting.pop())
-        for name in (change.kept | change.control) - found if change is not None else ():
-            found.add(name)
-            waiting.append(name)
-    return frozenset(found)
-
-
 class _Walk(Calls, Caches):
     """`names`: variables that the loop changes. `flags`: those of them that hold a constant, made once."""
 
@@ -155,10 +126,11 @@ class _Walk(Calls, Caches):
         self.env |= begin
         self.env |= {n: frozenset({f"?{n}" if n in flags else n}) for n in names}
         self.elements |= {n for n in names if n.endswith("]")}
-        self.changes: dict[str, _Change] = {}
+        self.changes: dict[str, Change] = {}
         self.counts = set[str]()  # indices of an enumeration of steps
         self._calls = []
-        self._attributes: dict[str, tuple[int, str]] = {}  # of modules, that a forward pass computes with
+        self._attributes: dict[str, tuple[str, int, str]] = {}  # of modules and datasets, that are read elsewhere
+        self._inside = False  # a step, whose batch was read before
 
     def run(self, loop: ast.stmt, also: Iterable[tuple[ast.FunctionDef, str]]) -> None:
         match loop:
@@ -168,6 +140,7 @@ class _Walk(Calls, Caches):
             case ast.While():
                 self._block(loop.body)
             case ast.FunctionDef():
+                self._inside = True
                 self._scopes.append(Scope(inner=True))
                 self._bind_locals(loop)
                 for parameter in parameters_of(loop):
@@ -177,8 +150,8 @@ class _Walk(Calls, Caches):
                 self._scopes.pop()
         for function, owner in also:
             self._enter(Called(function, owner), [], dict.fromkeys(parameters_of(function), VARYING))
-        for key, (line, file) in self._attributes.items():  # as the next step finds them
-            self.uses.append((self.env.get(key, NONE), FORWARD, line, file))
+        for key, use in self._attributes.items():  # as the next step finds them
+            self.uses.append((self.env.get(key, NONE), *use))
 
     def _loop_target(self, loop: ast.For) -> None:
         call, target = loop.iter, loop.target
@@ -228,7 +201,9 @@ class _Walk(Calls, Caches):
                     value = self._value(item.context_expr)
                     if item.optional_vars is not None:
                         self._assign(item.optional_vars, value, None)
+                before, self._inside = self._inside, True
                 self._block(s.body)
+                self._inside = before
             case ast.Try():
                 self._block(s.body)
                 for handler in s.handlers:
@@ -364,8 +339,13 @@ class _Walk(Calls, Caches):
         ):
             return
         holder = self._key(target.value) or ""
+        if self.script.known.gives_by(holder, target.attr):
+            self._attributes[key] = DATA, target.lineno, self._file
+            if self._inside and (value or self._control):
+                self.uses.append((frozenset({key}), *self._attributes[key]))
+            return
         if self.script.known.computes_with(holder, target.attr):
-            self._attributes.setdefault(key, (target.lineno, self._file))
+            self._attributes.setdefault(key, (FORWARD, target.lineno, self._file))
         elif "@modules" not in self._value(target.value):
             return
         self._use(value | self._control, FORWARD, target.lineno)
@@ -389,8 +369,8 @@ class _Walk(Calls, Caches):
         for part in (key, *(k for k in self.env if k.startswith(f"{key}["))):
             self.env[part] = self.env.get(part, NONE) | value | self._control
 
-    def _change(self, key: str, value: Taint, line: int) -> _Change:
-        change = self.changes.setdefault(key, _Change(line, self._file))
+    def _change(self, key: str, value: Taint, line: int) -> Change:
+        change = self.changes.setdefault(key, Change(line, self._file))
         change.kept |= frozenset(t.lstrip("?") for t in value if t[0] not in "#@")
         change.control |= frozenset(t for t in self._control if t[0] not in "#@")
         return change

@@ -122,6 +122,15 @@ class Feed:
         """Whether one of the loaders' own DataLoaders reads from this."""
         return any(loader.reads(dataset) for loader in self._loaders.values())
 
+    @property
+    def datasets(self) -> set[int]:
+        """The ids of those that the loaders read, with those inside of them (subsets, concatenations)."""
+        found = [loader.dataset for loader in self._loaders.values()]
+        for one in found:
+            inside = [getattr(one, "dataset", None), *(getattr(one, "datasets", None) or ())]
+            found += [d for d in inside if d is not None and not any(d is f for f in found)]
+        return {id(one) for one in found}
+
     def is_of(self, asked: Any) -> bool:
         """Whether this is what was passed to `steps`."""
         return asked is self._asked

@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from everstep.train.scripts import Called, Unknown, functions_of, globals_of, is
 from everstep.train.sources import code_of, definition, tree_of
 from everstep.train.taints import ITERATORS, STEPS
 
+GIVE = ("__getitem__", "__getitems__", "__iter__")  # of a dataset
 LOOKED_AT = 64  # elements of a container
 MISSING = object()
 PARTS = re.compile(r"\[(?:'(?:[^'\\]|\\.)*'|\"[^\"]*\"|-?\w+)\]|\.?[^.\[]+")  # of "a.b['c']"
@@ -147,12 +148,16 @@ def _reads_loader(value: Any, depth: int = 0) -> bool:
 
 
 class Known(Unknown):
-    """Of `values`, as the file called `file` sees them. `moving`: ids of what training moves."""
+    """Of `values`, as the file called `file` sees them. `moving`: ids of what training moves; `data`: of the datasets
+    that it reads."""
 
-    def __init__(self, values: Mapping[str, Any], file: str, moving: Collection[int]) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], file: str, moving: Collection[int], data: Collection[int] = ()
+    ) -> None:
         self._values = values
         self._file = file
         self._moving = moving
+        self._data = data
 
     def called(self, name: str, method: str = "") -> Called | None:
         owner = held(self._values, name)
@@ -200,8 +205,17 @@ class Known(Unknown):
         tree = tree_of(forward.co_filename) if forward is not None else None
         if tree is None:  # a library's
             return attribute in vars(module)
-        reads = (n for f in _forward(tree, type(module)) for n in ast.walk(f) if isinstance(n, ast.Attribute))
-        return any(isinstance(n.ctx, ast.Load) and n.attr == attribute for n in reads)
+        return _reads(_with_methods(tree, type(module), "forward"), attribute)
+
+    def gives_by(self, name: str, attribute: str) -> bool:
+        dataset = held(self._values, name)
+        if id(dataset) not in self._data:
+            return False
+        found = [f.__code__ for method in GIVE if (f := _of_class(dataset, method)) is not None]
+        trees = [(code.co_name, tree) for code in found if (tree := tree_of(code.co_filename)) is not None]
+        if not trees:  # a library's
+            return attribute in getattr(dataset, "__dict__", {})
+        return any(_reads(_with_methods(tree, type(dataset), method), attribute) for method, tree in trees)
 
     def leaves_out(self, name: str) -> bool:
         """Whether `name` is an attribute of an object whose `state_dict` does not return it."""
@@ -225,13 +239,18 @@ class Known(Unknown):
         return True
 
 
-def _forward(tree: ast.Module, kind: type) -> list[ast.FunctionDef]:
-    """With the methods that it calls."""
+def _reads(functions: Iterable[ast.FunctionDef], attribute: str) -> bool:
+    found = (n for f in functions for n in ast.walk(f) if isinstance(n, ast.Attribute))
+    return any(isinstance(n.ctx, ast.Load) and n.attr == attribute for n in found)
+
+
+def _with_methods(tree: ast.Module, kind: type, method: str) -> list[ast.FunctionDef]:
+    """One, and those that it calls."""
     classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == kind.__name__]
     methods = {n.name: n for c in classes for n in c.body if isinstance(n, ast.FunctionDef)}
-    found = [methods["forward"]] if "forward" in methods else []
-    for method in found:
-        names = [n.attr for n in ast.walk(method) if isinstance(n, ast.Attribute)]
+    found = [methods[method]] if method in methods else []
+    for one in found:
+        names = [n.attr for n in ast.walk(one) if isinstance(n, ast.Attribute)]
         found += [methods[n] for n in dict.fromkeys(names) if n in methods and methods[n] not in found]
     return found
 

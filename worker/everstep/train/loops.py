@@ -280,6 +280,7 @@ class Loops:
         function = self._function if self._nesting.nested is nested else None
         bodies.check_loop(
             sys._getframe(1), function, self._state, self._census.is_untracked, self._called,
+            self._feed.datasets if self._feed is not None else (),
             changes=self._recovery is not None, nested=nested,
         )  # fmt: skip
         if not nested:

@@ -52,6 +52,11 @@ class Unknown:
         del name, attribute
         return False
 
+    def gives_by(self, name: str, attribute: str) -> bool:
+        """Whether `name` is a dataset that is trained on, whose samples may depend on this plain attribute."""
+        del name, attribute
+        return False
+
 
 class Script:
     """A file of the script's. `kind(name)`: the name of the class of what `name` ("best", "self.best") is before the

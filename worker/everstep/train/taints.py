@@ -42,6 +42,7 @@ _LEAVE = frozenset({"sys.exit", "exit", "quit", "os._exit"})
 SAVED = "what is saved"
 ENDS = "whether the loop ends"
 FORWARD = "the forward pass"
+DATA = "what the dataset gives, where it is read in this process (num_workers=0)"
 DRAWN = "what is drawn at random"
 _SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed", "seed_all", "set_seed", "seed_everything"})
 RETURNED = "what is returned"
