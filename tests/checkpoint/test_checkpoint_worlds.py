@@ -50,6 +50,19 @@ def test_state_saved_by_eight_ranks_loads_bit_identical_on_other_numbers_and_kin
         assert {(r["step"], r["digest"]) for r in world} == {(3, saved[0]["digest"])}, len(world)
 
 
+def test_state_that_tensor_parallelism_has_cut_is_written_once_by_all_replicas_and_loads_elsewhere(
+    tmp_path: Path,
+) -> None:
+    # A replica's own mesh does not tell that other replicas hold the same.
+    root = tmp_path / "store"
+    specs = [f"load:{n}:{root}:kind={kind}" for n, kind in ((4, "tensor2"), (6, "tensor3"), (2, "ddp"), (2, "fsdp"))]
+    saved, *loaded = run(tmp_path / "out", f"save:4:{root}:kind=tensor2", *specs)
+    assert len(sizes(root)) == 4
+    assert max(sizes(root)) / min(sizes(root)) < 1.2, "replicas write an even part each"
+    for world in loaded:
+        assert {(r["step"], r["digest"]) for r in world} == {(3, saved[0]["digest"])}, len(world)
+
+
 def test_replicated_state_is_read_once_by_the_world_and_not_once_by_each_rank(tmp_path: Path) -> None:
     root = tmp_path / "store"
     worlds = [f"load:{n}:{root}:kind=ddp:far=yes" for n in (1, 2, 4)]

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
@@ -63,8 +64,16 @@ def network(seed: int) -> torch.nn.Module:
 
 
 def state(kind: str, seed: int, **options: Any) -> State:
-    """Model and optimizer, replicated ("ddp") or sharded ("fsdp")."""
+    """Model and optimizer, replicated ("ddp") or sharded ("fsdp"; "tensor3": replicas of three shards each, by tensor
+    parallelism)."""
     model: torch.nn.Module = network(seed)
+    if kind.startswith("tensor"):
+        shards = int(kind.removeprefix("tensor"))
+        mesh = init_device_mesh(
+            "cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "tensor")
+        )
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(output_layouts=Replicate()),
+                                                   "2": RowwiseParallel(input_layouts=Replicate())})  # fmt: skip
     if kind == "fsdp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model:  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ once a DTensor is met: they cost seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from everstep.checkpoint.boxes import Box, whole
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.manifest import Entry
+
+REPLICATE: Final = "replicate"  # that of `Run.mesh`
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,23 @@ def holding(name: str, tensor: Any, group: Any = None) -> Holding | None:
     same = mesh.mesh[
         tuple(slice(None) if p.is_replicate() else c for p, c in zip(tensor.placements, here, strict=True))
     ]
-    ranks = [int(r) for r in same.flatten().tolist()]
+    ranks = [int(r) for r in _replicas(mesh, same).flatten().tolist()]
     if group is not None:
         ranks = [dist.get_group_rank(group, r) for r in ranks]
     return Holding(box, local, tuple(sorted(ranks)))
+
+
+def _replicas(mesh: Any, ranks: torch.Tensor) -> torch.Tensor:
+    """With tensor parallelism a tensor's mesh is one replica's part of a larger one, whose dimension `REPLICATE` has
+    the others: the ranks of all of them that hold what these do. Other dimensions, a pipeline's, hold other tensors."""
+    root = mesh._get_root_mesh()
+    names = root.mesh_dim_names or ()
+    if REPLICATE not in names or REPLICATE in (mesh.mesh_dim_names or ()):
+        return ranks
+    at = names.index(REPLICATE)
+    rows = root.mesh.movedim(at, 0).flatten(1)
+    found: torch.Tensor = rows[:, torch.isin(rows[root.get_coordinate()[at]], ranks)]
+    return found
 
 
 def reads(entry: Entry, box: Box) -> list[Read]:
