@@ -168,15 +168,22 @@ def content(value: Any, *, tracked: bool = True) -> Any:
     """What of a value must be the same at the end; None if it may be anything."""
     if isinstance(value, torch.nn.Module):
         tensors = itertools.chain(value.named_parameters(), value.named_buffers())
-        return {name.removeprefix("module."): t.detach().clone() for name, t in tensors}
+        return {name.removeprefix("module."): here(t.detach()).clone() for name, t in tensors}
     schedule = torch.optim.lr_scheduler.LRScheduler
     if isinstance(value, torch.optim.Optimizer | schedule | torch.amp.GradScaler):
-        return value.state_dict()
+        return here(value.state_dict())
     if isinstance(value, torch.Tensor) and (tracked or isinstance(value, torch.nn.Parameter)):
         return value.detach().clone()
     if tracked:
         return value.state_dict() if hasattr(value, "state_dict") else value
     return None
+
+
+def here(value: Any) -> Any:
+    """What this process holds of it, where it is cut over processes."""
+    if isinstance(value, dict):
+        return {key: here(one) for key, one in value.items()}
+    return value.to_local() if hasattr(value, "placements") else value
 
 
 def install(findings: Findings, killer: Killer) -> None:

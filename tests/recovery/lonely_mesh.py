@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from everstep.train.recovery.group import RecoverableGroup
 from everstep.train.recovery.mesh import RecoverableMesh
+from everstep.train.shape import SHARD
 
 _asked: list[RecoverableGroup] = []
 
@@ -27,10 +28,10 @@ def world_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def mesh_of(shards: int, provisional: int = 0) -> RecoverableMesh:
+def mesh_of(shards: int, provisional: int = 0, kind: str = SHARD) -> RecoverableMesh:
     def new_group(description: str) -> RecoverableGroup:
         _asked.append(RecoverableGroup())
         dist.new_group([0], backend="meshtest", group_desc=description)
         return _asked[-1]
 
-    return RecoverableMesh(shards, provisional, "cpu", RecoverableGroup(), new_group)
+    return RecoverableMesh(shards, provisional, "cpu", RecoverableGroup(), new_group, kind)

@@ -1,5 +1,5 @@
 """A training script with FSDP2 as people write it: HSDP over the session's mesh, uneven shards, accumulation, clipping,
-a schedule. It says after each step what its shard is.
+a schedule; or with tensor parallelism. It says after each step what its shard is.
 
 `exact`: gradients are sums of small integers, so they have the same bits however a batch is cut.
 """
@@ -18,6 +18,8 @@ import torch.distributed as dist
 import xxhash
 from recovery_script import Diary, become_a_script, leave_time
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, gelu
 from torch.utils.data import Dataset
 
@@ -34,7 +36,8 @@ class Wanted:
 
     steps: int = 10**9
     shard: int = 2
-    width: int = 33
+    tensor: bool = False  # cut by tensor parallelism
+    width: int = 33  # even with tensor parallelism
     exact: bool = False
     url: str | None = None
     every_steps: int | None = None
@@ -103,6 +106,9 @@ class Products(torch.nn.Module):
 def build(wanted: Wanted, run: Any) -> Any:
     torch.manual_seed(wanted.first if wanted.first is not None else os.getpid())
     model = Products(wanted.width) if wanted.exact else Layers(wanted.width)
+    if wanted.tensor:
+        plan = {"a": ColwiseParallel(), "b": RowwiseParallel(), "c": ColwiseParallel(output_layouts=Replicate())}
+        return parallelize_module(model, run.mesh(tensor=wanted.shard)["tensor"], plan)
     if wanted.foreign == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415
 
@@ -172,10 +178,13 @@ def train(wanted: Wanted) -> None:
             leave_time(wanted, step.number)
             with step as batches:
                 for batch in batches if micro else [batches]:
-                    model.set_requires_gradient_sync(batch.last)
+                    if not wanted.tensor:
+                        model.set_requires_gradient_sync(batch.last)
                     batch.scale(model.loss(*batch.data)).backward()
                     time.sleep(wanted.pause)
-                if not wanted.exact:
+                if wanted.tensor:
+                    run.average_gradients(model)
+                elif not wanted.exact:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 for i, optimizer in enumerate(optimizers):
                     time.sleep(wanted.halves * i)

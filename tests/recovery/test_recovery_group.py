@@ -25,6 +25,12 @@ COLLECTIVES: dict[str, Callable[[RecoverableGroup], Any]] = {
     "scatter": lambda g: g.scatter([torch.zeros(3)], [[torch.ones(3), torch.ones(3)]] if g.rank() == 0 else []),
     "reduce_scatter": lambda g: g.reduce_scatter([torch.zeros(3)], [[torch.ones(3), torch.ones(3)]]),
     "reduce_scatter_base": lambda g: g._reduce_scatter_base(torch.zeros(3), torch.ones(6)),
+    "allgather_into_tensor_coalesced": lambda g: g.allgather_into_tensor_coalesced(
+        [torch.zeros(6), torch.zeros(2)], [torch.ones(3), torch.ones(1)]
+    ),
+    "reduce_scatter_tensor_coalesced": lambda g: g.reduce_scatter_tensor_coalesced(
+        [torch.zeros(3), torch.zeros(1)], [torch.ones(6), torch.ones(2)]
+    ),
     "alltoall_base": lambda g: g.alltoall_base(torch.zeros(4), torch.ones(4), [], []),
     "barrier": lambda g: g.barrier(),
 }

@@ -7,12 +7,16 @@ import torch
 import torch.distributed as dist
 from lonely_mesh import mesh_of
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from everstep.train.meshes import likely_rank
-from everstep.train.recovery import forming
+from everstep.train.recovery import forming, tensor_parallel
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.fsdp import NotRecoverable, ShardedObjects, check
 from everstep.train.recovery.mesh import RecoverableMesh
+from everstep.train.shape import TENSOR
+from everstep.train.step import LoopError
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -96,6 +100,8 @@ def gathered(model: Any) -> list[torch.Tensor]:
 def test_step_that_failed_with_gradients_half_accumulated_leaves_nothing_behind() -> None:
     mesh = mesh_of(1)
     model = sharded(mesh)
+    for group in mesh.groups:
+        group.on_begin = None  # as in a step
     x = torch.randn(6, 4)
 
     def step(model: Any) -> None:
@@ -119,6 +125,69 @@ def test_step_that_failed_with_gradients_half_accumulated_leaves_nothing_behind(
         assert torch.allclose(mine.grad.to_local(), theirs.grad)
     for group in mesh.groups:
         group.abandon("the test is over")
+
+
+def cut(mesh: RecoverableMesh) -> Any:
+    tensor_parallel._forget_local_shapes()  # torch keeps an equal mesh of another test: a process has one
+    torch.manual_seed(0)
+    plan = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("a", "b")}
+    return parallelize_module(Net(), mesh.over, plan)
+
+
+def test_model_is_cut_by_tensor_parallelism_in_a_process_that_has_met_nobody() -> None:
+    torch.manual_seed(0)
+    whole = Net()
+    for shard in range(2):
+        model = cut(mesh_of(2, shard, TENSOR))
+        assert model.a.weight.shape == (7, 4)
+        assert model.a.weight.to_local().equal(whole.a.weight.chunk(2)[shard])
+        assert shapes(model)[2:] == [torch.Size([1 - shard, 7]), torch.Size([1 - shard])]
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_cut_module_that_holds_another_shard_has_the_parts_that_it_would_have_been_built_with(shards: int) -> None:
+    for first in range(shards):
+        for then in range(shards):
+            mesh = mesh_of(shards, first, TENSOR)
+            model = cut(mesh)
+            optimizer = torch.optim.AdamW(model.parameters())
+            before = list(model.parameters())
+            mesh.move(then, 2 * shards)
+            ShardedObjects({"model": model, "optimizer": optimizer}, mesh.over).hold(then)
+            assert shapes(model) == shapes(cut(mesh_of(shards, then, TENSOR)))
+            assert all(p is was for p, was in zip(model.parameters(), before, strict=True))
+            assert all(p.to_local().requires_grad for p in model.parameters())
+
+
+def test_operations_of_a_cut_module_are_computed_anew_for_another_part() -> None:
+    mesh = mesh_of(2, 0, TENSOR)
+    model = cut(mesh)
+    for shard, rows in ((0, 4), (1, 3), (0, 4)):
+        mesh.move(shard, 2)
+        ShardedObjects({"model": model}, mesh.over).hold(shard)
+        assert model.a.bias.view(7).to_local().shape == (rows,)
+
+
+def test_state_that_is_cut_over_the_tensor_mesh_is_accepted_and_other_placements_are_refused() -> None:
+    mesh = mesh_of(2, 0, TENSOR)
+    model = cut(mesh)
+    check({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, mesh.over)
+    with pytest.raises(NotRecoverable, match=r"run\.mesh\(tensor=N\)"):
+        check({"model": model}, None)
+    with pytest.raises(NotRecoverable, match=r"model\.a\.weight is sharded over .* run\.average_gradients\(model\)"):
+        check({"model": fully_shard(Net(), mesh=mesh.device_mesh["replicate"])}, mesh.over)
+    partial = torch.nn.ParameterList([DTensor.from_local(torch.ones(2), mesh.over, [Partial()], run_check=False)])
+    with pytest.raises(NotRecoverable, match=r"placement P.*Shard and Replicate"):
+        check({"model": partial}, mesh.over)
+    with pytest.raises(NotRecoverable, match=r"Call parallelize_module\(\)"):
+        check({"model": Net()}, mesh.over)
+
+
+def test_collective_over_a_mesh_that_has_met_nobody_is_refused_by_its_line() -> None:
+    mesh = mesh_of(2, 0, TENSOR)
+    for group in mesh.groups:
+        with pytest.raises(LoopError, match=r"\(test_recovery_mesh\.py:\d+\) over a group of run\.mesh\(\)"):
+            dist.all_reduce(torch.ones(1), group=group)
 
 
 def test_state_over_the_sessions_mesh_is_accepted_and_any_other_is_refused() -> None:

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.timeout(180 + 15 * KILLS)
 SCRIPT = str(Path(__file__).with_name("sharded_script.py"))
 
 Play = Callable[..., Agents]
+TENSOR = {"tensor": True, "width": 32}
 
 
 @pytest.fixture
@@ -91,8 +92,11 @@ def whole_state(width: int) -> int:
     return 3 * 4 * elements
 
 
-def test_healthy_replica_goes_on_and_who_comes_back_gets_only_its_own_shard(job: Callable[..., Agents]) -> None:
-    agents = job()
+@pytest.mark.parametrize("wanted", [{}, TENSOR], ids=["fsdp", "tensor"])
+def test_healthy_replica_goes_on_and_who_comes_back_gets_only_its_own_shard(
+    job: Callable[..., Agents], wanted: dict[str, Any]
+) -> None:
+    agents = job(**wanted)
     _, _, *healthy = agents.members
     before = [p.pid for p in healthy]
     steps = [len(agents.steps(p)) for p in healthy]
@@ -113,7 +117,7 @@ def test_healthy_replica_goes_on_and_who_comes_back_gets_only_its_own_shard(job:
     (zero,), (one,) = received(agents, partner), received(agents, agents.members[3])
     assert (zero[:2], one[:2]) == ((0, 0), (1, 1)), "each from the member of the healthy replica that has its shard"
     # Its half of the state, and a few small tensors (step counters, the buffer).
-    half = whole_state(33) / 2
+    half = whole_state(wanted.get("width", 33)) / 2
     assert all(0.9 * half < size < 1.2 * half for size in (zero[2], one[2]))
     assert agents.differing() == {}
 
@@ -122,6 +126,7 @@ def test_healthy_replica_goes_on_and_who_comes_back_gets_only_its_own_shard(job:
     "wanted",
     [
         pytest.param({}, id="plain"),
+        pytest.param(TENSOR, id="tensor"),
         pytest.param({"halves": 0.005}, id="two-optimizers", marks=pytest.mark.long),
         pytest.param({"reduced": True, "micro_batches": False}, id="bfloat16", marks=pytest.mark.long),
     ],
@@ -191,8 +196,11 @@ def _deaf(agents: Agents, p: Process) -> bool:
     return any(e["kind"] == "deaf" for e in p.events(agents.folder))
 
 
-def test_shards_left_of_two_broken_replicas_make_a_whole_one(job: Callable[..., Agents]) -> None:
-    agents = job()
+@pytest.mark.parametrize("wanted", [{}, TENSOR], ids=["fsdp", "tensor"])
+def test_shards_left_of_two_broken_replicas_make_a_whole_one(
+    job: Callable[..., Agents], wanted: dict[str, Any]
+) -> None:
+    agents = job(**wanted)
     a, b, c, d = agents.members
     for p in (b, c):
         os.kill(p.pid, signal.SIGKILL)
@@ -235,6 +243,31 @@ def test_no_replica_whole_restores_the_newest_commit_in_the_same_processes(
     agents.wait(lambda: newest_commit(tmp_path / "c") > before, "no commit of two replicas")
     # Steps that were made twice have the same bits, too.
     assert agents.differing() == {}
+
+
+def test_member_that_becomes_another_shard_of_a_commit_is_cut_anew(job: Callable[..., Agents], tmp_path: Path) -> None:
+    # One of the model's layers has three rows, of which shard 0 has two.
+    agents = job(url=str(tmp_path / "c"), every_steps=20, pause=0.005, **TENSOR)
+    a, b, c, d = agents.members
+    agents.wait(lambda: newest_commit(tmp_path / "c") >= 20, "no commits")
+    for p in (b, d):
+        os.kill(p.pid, signal.SIGKILL)
+    agents.announce([a, c])
+    settled(agents)
+    assert [{e["shard"] for e in agents.steps(p)} for p in (a, c)] == [{0}, {0, 1}]
+    assert "no state is whole" in agents.log(c)
+    before = agents.steps(a)[-1]["step"]
+    agents.wait(lambda: newest_commit(tmp_path / "c") > before, "no commit of one replica")
+    agents.announce([a, c, newcomer(agents), newcomer(agents)], whole=True)
+    settled(agents)
+    agents.announce([*agents.members[2:], newcomer(agents), newcomer(agents)], whole=True)
+    settled(agents)
+    alike: dict[tuple[int, int], set[str]] = {}
+    for p in agents.members:
+        for e in agents.steps(p):
+            alike.setdefault((e["step"], e["shard"]), set()).add(e["digest"])
+    assert alike
+    assert all(len(digests) == 1 for digests in alike.values())
 
 
 def test_no_replica_whole_and_no_commit_ends_the_processes_and_says_why(job: Callable[..., Agents]) -> None:

@@ -18,6 +18,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 import everstep, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss as criterion
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +42,7 @@ dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 CHANGES = {
     "s3://bucket/run": "commits", "until=10_000": "until=4", "global_batch=512": "global_batch=8",
     "every=500": "every=2", "num_workers=2": "num_workers=0", "shard=8": "shard=1",
+    "tensor=8": "tensor=1",
 }  # fmt: skip
 
 
@@ -52,11 +54,11 @@ def blocks() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 @pytest.mark.timeout(240)
 def test_a_block_of_the_page_runs_as_it_is_written(number: int, tmp_path: Path) -> None:
     found = blocks()
-    assert len(found) == 4
+    assert len(found) == 5
     (tmp_path / "train.py").write_text(AROUND + found[number] + "\nprint('steps', run.step)\n")
     ended = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False

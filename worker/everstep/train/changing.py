@@ -62,7 +62,8 @@ class Recovering:
         self._boundary.track(self._state)
         self._boundary.check_by(self._recovery.check)
         self._hooks = Hooks(self._state, self._census.is_untracked)
-        self._replicas = Replicas(self._state, self._reducers.alive(), self._census.is_untracked)
+        alive = self._reducers.alive()
+        self._replicas = Replicas(self._state, alive, self._census.is_untracked, shape=self._cuts.shape)
         Reduction(self._state, self._reducers, self._census, lasts=False)
         self._reducers.learn()  # of a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
@@ -164,7 +165,7 @@ class Recovering:
         self._all_left_out()
         self._reducers.learn()
         size = self._recovery.members.world_size
-        self._replicas.completed(size, self._boundary.same, last=last)
+        self._replicas.completed(size, self._boundary.same, self._boundary.gather, last=last)
         self._hooks.check()
         if self._feed is not None:
             self._feed.completed(size, self._boundary.same)
@@ -274,9 +275,9 @@ class Recovering:
         self._replicas.moved()
         self._census.moved()
         self._pace.moved(self._recovery.main.waited)
+        world = self._cuts.reshard(members.rank, members.world_size)
         if self._feed is not None:
-            self._feed.reshard(members.rank, members.world_size)
-        self._cuts.reshard(members.rank, members.world_size)
+            self._feed.reshard(world.rank, world.size)
 
     def _start(self) -> int | None:
         step = self._boundary.restore(self._state)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch.utils.data import DistributedSampler
 
 from everstep.data.assignment import World
+from everstep.train.shape import Shape
 from everstep.train.step import LoopError
 
 _make = DistributedSampler.__init__
@@ -41,6 +42,7 @@ class Cuts:
 
     def __init__(self, most: int | None) -> None:
         self._most = most
+        self.shape = Shape()  # of the mesh, if the run has one
         self._loaders = weakref.WeakSet[Cut]()
         self._samplers = weakref.WeakSet[DistributedSampler[Any]]()
         self._fixed = weakref.WeakKeyDictionary[DistributedSampler[Any], World | None]()  # made in which world
@@ -52,14 +54,20 @@ class Cuts:
         """A loader that `run.loader` made, say."""
         self._loaders.add(loader)
 
-    def reshard(self, rank: int, world_size: int) -> None:
-        """The world has changed."""
-        self._world = World(rank, world_size)
+    @property
+    def made(self) -> bool:
+        """Whether there is anything to cut."""
+        return bool(self._loaders or self._samplers)
+
+    def reshard(self, rank: int, world_size: int) -> World:
+        """The world has changed; what this process has to read in it."""
+        self._world = self.shape.reads_as(rank, world_size)
         for loader in list(self._loaders):
             if loader.world != self._world:
-                loader.reshard(rank, world_size)
+                loader.reshard(self._world.rank, self._world.size)
         for sampler in list(self._samplers):
-            _cut(sampler, rank, world_size)
+            _cut(sampler, self._world.rank, self._world.size)
+        return self._world
 
     def end(self) -> None:
         """There is no other world after this one."""
@@ -75,7 +83,7 @@ class Cuts:
             if all(place is None for place in places):
                 cuts._samplers.add(sampler)
                 if cuts._world is None:
-                    _cut(sampler, 0, cuts._most or 1)
+                    _cut(sampler, 0, cuts.shape.reads_as(0, cuts._most or 1).size)
             else:
                 cuts._fixed[sampler] = cuts._world
 

@@ -25,10 +25,12 @@ from everstep.train.changing import Recovering
 from everstep.train.cuts import Cuts
 from everstep.train.evaluation import Evaluations
 from everstep.train.feeding import Feed, feed_of
+from everstep.train.meshes import make_mesh
 from everstep.train.nesting import Nesting
 from everstep.train.randomness import STATE, Randomness, Rng
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS, Reducers
+from everstep.train.shape import Shape
 from everstep.train.step import LoopError, Phase, Step, failed
 from everstep.train.switches import SWITCHES, Switches
 from everstep.train.world import Place
@@ -49,7 +51,8 @@ class Loops:
         self._switches = self._state[SWITCHES] = Switches(self._state)
         self._untracked = set[str]()
         self._census = Census(self._state, self._untracked)
-        self._mesh: tuple[int, Any] | None = None
+        self._mesh: Any = None
+        self._asked = self._shape = Shape()  # of the mesh: as the script said, and as it is in this process
         self._loop = False
         self._cuts = Cuts(place.most if recovery is not None else None)
         self._by_hand = ByHand(worlds_change=recovery is not None)
@@ -231,8 +234,9 @@ class Loops:
     def _join_world(self, loader: Any, nested: bool) -> tuple[Feed | None, World]:
         """The data, and the world that has the state now."""
         # What a script may have told a sampler in good faith.
-        told = frozenset({1, self.place.most} if self._recovery is not None else {self.place.world_size})
-        feed = feed_of(loader, self.place.most, self._cut(), told, self.place.sizes)
+        most = self._most_readers
+        told = frozenset({1, most} if self._recovery is not None else {most})
+        feed = feed_of(loader, most, self._cut(), told, self._shape.of_sizes(self.place.sizes))
         self._loop, self._feed = True, feed
         if feed is not None:
             self._state["data"] = feed.saved
@@ -245,7 +249,9 @@ class Loops:
         self._random.start()
         self._switches.start()
         between = self._between
-        world: World = Steady(self._boundary, self._state, reducers, feed, self.place.world_size, between, self._census)
+        world: World = Steady(
+            self._boundary, self._state, reducers, feed, self.place.world_size, between, self._census, self._shape
+        )
         if self._recovery is not None:
             self._recovery.program.evaluations = len(self._evaluations)
             world = Recovering(
@@ -327,7 +333,23 @@ class Loops:
 
     def _cut(self) -> Cut:
         """What this process has to read of the data, in the present world."""
-        return Cut(self._rank, dist.get_world_size() if self._recovery is not None else self.place.world_size)
+        size = dist.get_world_size() if self._recovery is not None else self.place.world_size
+        return self._shape.reads_as(self._rank, size)
+
+    @property
+    def _most_readers(self) -> int:
+        """Parts that the data is cut into, in the largest world that the job may have."""
+        return max(self._shape.of_sizes(self.place.sizes), default=1)
+
+    def _make_mesh(self, shape: Shape) -> None:
+        if shape.readers > 1:
+            if self._cuts.made:
+                raise LoopError(f"{shape} after a loader or a sampler was made: make the mesh first, because the ranks "
+                                "of a replica read the same data")  # fmt: skip
+            self._random.share(shape)
+        self._asked = shape
+        self._shape, self._mesh = make_mesh(self.place, self._recovery, shape)
+        self._cuts.shape = self._random.shape = self._shape
 
 
 def _check_goal(loader: Any, until: int | None, epochs: int | None) -> None:

@@ -1,7 +1,7 @@
 """The mesh that a script shards its model over, in each kind of world.
 
 Where peers may be lost it is ours, and lasts from round to round; elsewhere it is torch's own. Invariant: it has two
-dimensions, "replicate" and "shard", and neighbours in rank hold the shards of one replica.
+dimensions, "replicate" and "shard" or "tensor", and neighbours in rank hold the shards of one replica.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from everstep.contract import env
-from everstep.train.recovery.mesh import NAMES
 from everstep.train.recovery.recovery import Recovery
+from everstep.train.shape import REPLICATE, Shape
 from everstep.train.step import LoopError
 from everstep.train.world import Place
 
@@ -30,12 +30,13 @@ def likely_rank(environ: Mapping[str, str]) -> int:
     return worker * processes + int(environ.get("LOCAL_RANK", "0"))
 
 
-def make_mesh(place: Place, recovery: Recovery | None, shard: int) -> Any:
-    """Of `shard` shards. A process that runs alone, without a launcher, holds all of them as one."""
-    if shard < 1:
-        raise LoopError(f"mesh(shard={shard}): the number of shards, 1 or more, is expected")
+def make_mesh(place: Place, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any]:
+    """The mesh, and its shape: a process that runs alone, without a launcher, holds all shards as one."""
     if recovery is not None:
-        return recovery.mesh(shard, likely_rank(os.environ), place.device.type)
+        if env.MOST_PROCESSES in os.environ and all(size % shape.shards for size in place.sizes):
+            raise LoopError(f"{shape}: the job has {_words(place.sizes)} processes, which are no whole replicas; start "
+                            "a multiple")  # fmt: skip
+        return shape, recovery.mesh(shape.shards, likely_rank(os.environ), place.device.type, shape.kind)
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  few scripts shard
 
     if not dist.is_initialized():
@@ -43,7 +44,12 @@ def make_mesh(place: Place, recovery: Recovery | None, shard: int) -> Any:
             "gloo" if place.device.type == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1
         )
         atexit.register(dist.destroy_process_group)
-        shard = 1
-    if place.world_size % shard:
-        raise LoopError(f"mesh(shard={shard}): {place.world_size} processes are no whole replicas; start a multiple")
-    return init_device_mesh(place.device.type, (place.world_size // shard, shard), mesh_dim_names=NAMES)
+        shape = Shape(shape.kind)
+    if place.world_size % shape.shards:
+        raise LoopError(f"{shape}: {place.world_size} processes are no whole replicas; start a multiple")
+    sizes = (place.world_size // shape.shards, shape.shards)
+    return shape, init_device_mesh(place.device.type, sizes, mesh_dim_names=(REPLICATE, shape.kind))
+
+
+def _words(sizes: range) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"

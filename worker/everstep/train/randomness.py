@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from everstep.checkpoint import RngState
+from everstep.train.shape import Shape
 from everstep.train.step import LoopError
 from everstep.train.twister import Twister
 
@@ -171,6 +172,13 @@ class Randomness:
         self._shared: torch.Generator | None = None
         self._untouched: bytes | None = None  # the shared generator, as it was made before the first step
         self._step: int | None = None
+        self.shape = Shape()  # of the run's mesh: the ranks of a replica draw alike
+
+    def share(self, shape: Shape) -> None:
+        """Ranks are to draw alike. Raises `LoopError` where the session does not set the generators."""
+        if not self.each_step:
+            raise LoopError(f"{shape} and start(rng=…): the ranks of a replica must draw the same numbers (dropout), "
+                            "which the session sees to; leave `rng=` out, or write rng='rank'")  # fmt: skip
 
     def track(self, name: str, generator: Any) -> Any:
         """Take a generator that the script tracks under `name`; what its commits hold for that, None for nothing."""
@@ -219,6 +227,7 @@ class Randomness:
 
     def begin(self, step: int, rank: int) -> None:
         """Set all generators for step number `step`, of the process that is rank `rank` now."""
+        rank //= self.shape.readers
         at = step - self._first
         if not self._ahead or rank != self._rank or not 0 <= at < AHEAD:
             self._ahead = [(s.seed, s.ahead(key, step, 0 if alike else rank, AHEAD)) for s, key, alike in self._ready]

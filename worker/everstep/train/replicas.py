@@ -27,8 +27,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import bare, capture
+from everstep.train.randomness import Gather
 from everstep.train.recovery import digests
 from everstep.train.recovery.things import ELSEWHERE
+from everstep.train.shape import Shape
 from everstep.train.step import LoopError
 
 BYTES = 2**16  # of each tensor: what drifts, drifts everywhere
@@ -46,12 +48,22 @@ class Replicas:
         is_free: Callable[[str], bool] = lambda _: False,
         *,
         kept: bool = True,
+        shape: Shape | None = None,
     ) -> None:
+        self._shape = shape or Shape()
         parallels = {id(p) for ddp in parallel for p in cared_for(ddp)}
-        self._own = [(name, p) for name, p in _trainable(state) if id(p) not in parallels][:TENSORS]
+        own = [(name, p) for name, p in _trainable(state) if id(p) not in parallels][:TENSORS]
+        # What tensor parallelism has cut, or keeps whole on each rank of a replica: nobody averages its gradients.
+        self._cut = [(name, p) for name, p, cut in _by_tensor(state, self._shape) if cut][:TENSORS]
+        whole = [(name, p) for name, p, cut in _by_tensor(state, self._shape) if not cut][:TENSORS]
+        self._own: list[tuple[str, torch.Tensor]] = [*own, *whole]
         self._averaged = [(name, p) for name, p in _trainable(state) if id(p) in parallels][:TENSORS]
         # Kept by their modules, because a forward pass may put another buffer in the place of one.
         self._apart = [m for ddp in parallel if kept and not ddp.broadcast_buffers for m in ddp.module.modules()]
+        if kept and self._shape.readers > 1:
+            inside = {id(m) for ddp in parallel for m in ddp.module.modules()}
+            tracked = (m for t in state.values() if isinstance(t, torch.nn.Module) for m in bare(t).modules())
+            self._apart += [m for m in tracked if id(m) not in inside]
         self._values = {key: target for key, target in state.items() if kept and is_plain(key, target)}
         self._names = _names(state)
         self._is_free = is_free
@@ -61,10 +73,13 @@ class Replicas:
         """The world is another one, whose members begin with equal parameters."""
         self._steps = 0
 
-    def completed(self, world_size: int, same: Callable[[int], bool], *, last: bool = False) -> None:
-        """A step is complete on all ranks. `same`: whether all ranks say this number of 63 bits; collective. `last`: no
-        step follows. Raises `LoopError` if they have other parameters than each other."""
-        if not (self._own or self._averaged or self._apart or self._values) or world_size == 1:
+    def completed(
+        self, world_size: int, same: Callable[[int], bool], gather: Gather | None = None, *, last: bool = False
+    ) -> None:
+        """A step is complete on all ranks. `same`: whether all ranks say this number of 63 bits; `gather`: what each
+        rank says; both collective. `last`: no step follows. Raises `LoopError` if they have other parameters than each
+        other."""
+        if not (self._own or self._averaged or self._apart or self._values or self._cut) or world_size == 1:
             return
         self._steps += 1
         if self._steps & (self._steps - 1) and not last:
@@ -72,6 +87,8 @@ class Replicas:
         if self._apart:
             self._compare_buffers(same)
         self._compare_values(same)
+        if self._shape.readers > 1 and gather is not None:
+            self._compare_shards(gather)
         if same(_digest(p for _, p in [*self._own, *self._averaged])):
             return
         if not self._own or same(_digest(p for _, p in self._own)):
@@ -83,12 +100,31 @@ class Replicas:
                 "best loss so far, weights kept aside): keep them in a dictionary that is tracked, "
                 "`kept = {'count': 0}` and run.track(kept=kept) before run.steps(), or compute them from step.number"
             )
+        if self._shape.readers > 1:
+            raise LoopError(
+                f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
+                f"{self._own[0][0]} or another that each of them has whole: its gradients are averaged by nobody, or "
+                f"are not the same on the {self._shape.readers} ranks of a replica. Write run.average_gradients(model) "
+                "behind the last backward() of a step; what sees a part of the sequence only is cut by "
+                "SequenceParallel(), and what is drawn or decided must not depend on run.rank"
+            )
         raise LoopError(
             f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
             f"{self._own[0][0]} among them: nobody averages their gradients. Wrap the module before steps(), "
             "`model = DistributedDataParallel(model)`, and call what it returns, also where the world is one process "
             "now and grows later; or average the gradients in each step"
         )
+
+    def _compare_shards(self, gather: Gather) -> None:
+        """The replicas', shard by shard."""
+        shards = self._shape.readers
+        told = gather((_digest(p for _, p in self._cut),))
+        if len({(rank % shards, digest) for rank, (digest,) in enumerate(told)}) > shards:
+            raise LoopError(
+                f"after step {self._steps} of this world its {len(told) // shards} replicas hold different parameters, "
+                f"{self._cut[0][0]} or another: their gradients are averaged by nobody. Write "
+                "`run.average_gradients(model)` behind the last backward() of a step, before what reads gradients"
+            )
 
     def _compare_values(self, same: Callable[[int], bool]) -> None:
         """Of tracked dictionaries, lists, tensors, and objects that are neither modules nor torch's own."""
@@ -118,6 +154,13 @@ class Replicas:
             half = held[: len(held) // 2]
             held = held[len(half) :] if same(_digest(b for _, b in half)) else half
         name = held[0][0]
+        if self._shape.readers > 1:
+            raise LoopError(
+                f"after step {self._steps} of this world each rank has another {name}: of a model that is cut over "
+                "run.mesh(tensor=N) nobody makes the replicas' buffers alike. A replica's own is lost with it, and no "
+                "commit holds it. Take a layer without such a buffer, LayerNorm for BatchNorm; or, if it may be lost, "
+                f"say so: run.untracked({name!r})"
+            )
         raise LoopError(
             f"after step {self._steps} of this world each rank has another {name}, because its DistributedDataParallel "
             "was made with broadcast_buffers=False: a rank's own is lost with its process, and no commit holds it. "
@@ -133,7 +176,7 @@ def _digest(tensors: Iterable[torch.Tensor]) -> int:
     found = xxhash.xxh3_64()
     for tensor in tensors:
         if not is_lazy(tensor):
-            part = tensor.detach().reshape(-1)[: BYTES // tensor.element_size()].contiguous().cpu()
+            part = digests.local(tensor).reshape(-1)[: BYTES // tensor.element_size()].contiguous().cpu()
             data: Any = part.view(torch.uint8).numpy()
             found.update(data)
     return found.intdigest() >> 1
@@ -181,3 +224,12 @@ def _trainable(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Paramet
                 # FSDP's flat parameters are each rank's own part.
                 if p.requires_grad and not is_sharded(p) and not getattr(p, "_is_flat_param", False):
                     yield f"{key}.{name}", p
+
+
+def _by_tensor(state: Mapping[str, Any], shape: Shape) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """The tracked modules' DTensors, if tensor parallelism has made them, and whether a rank has only a part."""
+    for key, value in state.items() if shape.readers > 1 else ():
+        if isinstance(value, torch.nn.Module):
+            for name, p in value.named_parameters():
+                if is_sharded(p):
+                    yield f"{key}.{name}", p, any(placement.is_shard() for placement in p.placements)  # type: ignore[attr-defined]

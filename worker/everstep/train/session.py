@@ -30,15 +30,16 @@ import torch.distributed as dist
 from everstep.checkpoint import Checkpointer
 from everstep.data import ElasticLoader
 from everstep.train import ending, evaluation, mistakes, once
+from everstep.train.averaging import average
 from everstep.train.boundary import Boundary
 from everstep.train.loops import Loops
-from everstep.train.meshes import make_mesh
 from everstep.train.randomness import STATE, Rng, source_of
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS
 from everstep.train.recovery.rounds import AgentRounds
 from everstep.train.recovery.scope import UNKNOWN
 from everstep.train.report import Reporter
+from everstep.train.shape import TENSOR, asked
 from everstep.train.step import LoopError
 from everstep.train.switches import SWITCHES
 from everstep.train.world import leave_group, most_processes, take_place
@@ -134,18 +135,27 @@ class Run(Loops):
         refusal gives, that of a variable (`"probe"`, with all that it holds) or that of a class. At any time."""
         self._untracked.update(names)
 
-    def mesh(self, *, shard: int) -> Any:
-        """The `DeviceMesh` of replicas × shards for FSDP2: `fully_shard(model, mesh=run.mesh(shard=8))`. One a run;
-        before the model is built. See docs/reference/session.md."""
+    def mesh(self, *, shard: int | None = None, tensor: int | None = None) -> Any:
+        """The `DeviceMesh` of replicas × shards: `fully_shard(model, mesh=run.mesh(shard=8))` for FSDP2, or
+        `parallelize_module(model, run.mesh(tensor=8)["tensor"], plan)` for tensor parallelism. One a run; before the
+        model is built. See docs/reference/session.md."""
+        shape = asked(shard, tensor)
         if self._mesh is None:
             if self._loop:
                 raise LoopError("mesh() after the first step: make the mesh before the model that is sharded over it")
-            self._mesh = shard, make_mesh(self.place, self._recovery, shard)
-        if self._mesh[0] != shard:
-            raise LoopError(
-                f"mesh(shard={shard}): this run has a mesh of {self._mesh[0]} shards; use one for all modules"
-            )
-        return self._mesh[1]
+            self._make_mesh(shape)
+        if self._asked != shape:
+            raise LoopError(f"{shape}: this run has {self._asked}; use one mesh for all modules")
+        return self._mesh
+
+    def average_gradients(self, *modules: torch.nn.Module) -> None:
+        """Average the gradients of these over the replicas of `run.mesh(tensor=N)`, in place, as
+        DistributedDataParallel does where a model is not cut. Behind the last `backward()` of a step, before what reads
+        gradients. Collective."""
+        if self._mesh is None or self._shape.kind != TENSOR:
+            raise LoopError("average_gradients(): for a model that is cut over run.mesh(tensor=N)['tensor']. Of others "
+                            "DistributedDataParallel, or fully_shard, averages them")  # fmt: skip
+        average(modules, self._mesh)
 
     def loader(self, dataset: Any, *, global_batch: int, seed: int = 0, **options: Any) -> ElasticLoader:
         """An `ElasticLoader` cut for this rank; pass it to `steps`."""
@@ -171,7 +181,7 @@ class Run(Loops):
         loop of `epochs` and outside of an epoch's steps. `loader`: a DataLoader, each of whose batches, of this rank's
         share of it, `fn` is called with; what it returns then is nothing.
         """
-        call = fn if loader is None else evaluation.over(fn, loader, self.place.most, self._cut)
+        call = fn if loader is None else evaluation.over(fn, loader, self._most_readers, self._cut)
         if every is None:
             self._evaluate_now(call)
         elif self._loop:

@@ -26,6 +26,7 @@ from everstep.train.recovery import wrapped
 from everstep.train.recovery.reducers import Reducers
 from everstep.train.reduction import Reduction
 from everstep.train.replicas import Replicas
+from everstep.train.shape import Shape
 from everstep.train.step import Phase, Scope
 
 
@@ -76,7 +77,9 @@ class Steady:
         world_size: int,
         between: Between,
         census: Census,
+        shape: Shape,
     ) -> None:
+        self._shape = shape
         self._boundary = boundary
         self._state = state
         self._reducers = reducers
@@ -92,7 +95,8 @@ class Steady:
             self._census.start()
             self._hooks = Hooks(self._state, self._census.is_untracked)
             wrapped.check_hooks(self._reducers.alive(), self._census.is_untracked)
-        self._replicas = Replicas(self._state, self._reducers.alive(), self._census.is_untracked, kept=kept)
+        alive, is_free = self._reducers.alive(), self._census.is_untracked
+        self._replicas = Replicas(self._state, alive, is_free, kept=kept, shape=self._shape)
         if self._size > 1:
             Reduction(self._state, self._reducers, self._census, lasts=True)
         self._reducers.learn()  # of a backward pass that the script made before
@@ -166,7 +170,7 @@ class Steady:
     def _completed(self, *, last: bool = False) -> None:
         self._all_left_out()
         self._reducers.learn()
-        self._replicas.completed(self._size, self._boundary.same, last=last)
+        self._replicas.completed(self._size, self._boundary.same, self._boundary.gather, last=last)
         if self._hooks is not None:
             self._hooks.check()
         if self._feed is not None:

@@ -25,7 +25,9 @@ from everstep.train.step import LoopError
 
 _NO_MESH = (
     "a mesh that the script makes has the world in which it was made: this process alone. For replicas × shards write "
-    "`mesh = run.mesh(shard=N)`; tensor and pipeline parallelism cannot go on when a peer is lost"
+    "`mesh = run.mesh(shard=N)` for FSDP2, or `mesh = run.mesh(tensor=N)` for tensor parallelism. Meshes of more "
+    "dimensions and pipelines cannot go on when a peer is lost: run them under torchrun, which starts all processes "
+    "again from the last commit"
 )
 _NO_INIT = "everstep.start() has made the process group: delete this line"
 _NO_JOIN = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -96,6 +96,36 @@ class Answer(c10d.Work):
         if self._error is not None:
             raise self._error
         return self._value
+
+
+class Together(c10d.Work):
+    """Several answers as one."""
+
+    def __init__(self, answers: Sequence[Any]) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until all are over. Raises `PeerLost`."""
+        return all(answer.wait(timeout) for answer in self._answers)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.collect_all([answer.get_future() for answer in self._answers])
+
+    def is_completed(self) -> bool:
+        return all(answer.is_completed() for answer in self._answers)
+
+    def is_success(self) -> bool:
+        return all(answer.is_success() for answer in self._answers)
+
+    def exception(self) -> PeerLost | None:
+        return next((e for answer in self._answers if (e := answer.exception()) is not None), None)
+
+    def result(self) -> Any:
+        return [answer.result() for answer in self._answers]
+
+    def synchronize(self) -> None:
+        self.wait()
 
 
 class Waiting:

@@ -16,6 +16,8 @@ import torch
 from torch._prims_common import make_contiguous_strides_for
 
 from everstep.checkpoint.sharding import is_sharded
+from everstep.train.recovery.tensor_parallel import Cut
+from everstep.train.shape import TENSOR
 
 # What shards without DTensors: in the world of one in which a script builds its objects it takes itself for whole, and
 # later reduces nothing.
@@ -27,8 +29,9 @@ class NotRecoverable(RuntimeError):
 
 
 def check(state: Mapping[str, Any], device_mesh: Any) -> None:
-    """Refuse a state that is sharded over anything but `device_mesh` (None: that is sharded at all): taken for
-    replicated it would be trained wrong without an error. Raises `NotRecoverable`."""
+    """Refuse a state that is sharded over anything but `device_mesh`, which is `RecoverableMesh.over` (None: that is
+    sharded at all): taken for replicated it would be trained wrong without an error. Raises `NotRecoverable`."""
+    by_tensor = device_mesh is not None and device_mesh.mesh_dim_names == (TENSOR,)
     for key, target in state.items():
         parts = target.modules() if isinstance(target, torch.nn.Module) else [target]
         for part in parts:
@@ -39,16 +42,31 @@ def check(state: Mapping[str, Any], device_mesh: Any) -> None:
                         "with mesh=run.mesh(shard=N)"
                     )
         for name, tensor in _tensors(key, target):
-            if is_sharded(tensor) and (device_mesh is None or tensor.device_mesh != device_mesh):
+            if not is_sharded(tensor):
+                continue
+            if by_tensor and tensor.device_mesh != device_mesh:
+                raise NotRecoverable(
+                    f"{name} is sharded over {tensor.device_mesh}, and the run's mesh is run.mesh(tensor=N), whose "
+                    '["tensor"] alone a model may be cut over: `parallelize_module(model, mesh["tensor"], plan)`. FSDP '
+                    "and tensor parallelism in one run, and replicate(), cannot go on when a peer is lost: average the "
+                    "gradients over the replicas with run.average_gradients(model)"
+                )
+            if device_mesh is None or tensor.device_mesh != device_mesh:
                 raise NotRecoverable(
                     f"{name} is sharded over {tensor.device_mesh}, which cannot change when a peer is lost. Make the "
-                    "mesh with run.mesh(shard=N), and shard over all of it"
+                    "mesh with run.mesh(shard=N), and shard over all of it; or, for tensor parallelism, with "
+                    'run.mesh(tensor=N), and cut over mesh["tensor"]'
+                )
+            if by_tensor and not all(p.is_replicate() or type(p).__name__ == "Shard" for p in tensor.placements):
+                raise NotRecoverable(
+                    f"{name} has the placement {tensor.placements[0]}: of tensor parallelism Shard and Replicate can "
+                    "go on when a peer is lost"
                 )
     if device_mesh is not None:
-        _check_tracked(state)
+        _check_tracked(state, "parallelize_module()" if by_tensor else "fully_shard()")
 
 
-def _check_tracked(state: Mapping[str, Any]) -> None:
+def _check_tracked(state: Mapping[str, Any], call: str) -> None:
     """Refuse a sharded job whose steps cannot be voted on or taken back, because what makes them is not in sight."""
     modules = {id(p) for t in state.values() if isinstance(t, torch.nn.Module) for p in t.parameters() if is_sharded(p)}
     stepped = [(key, p) for key, t in state.items() if isinstance(t, torch.optim.Optimizer)
@@ -56,7 +74,7 @@ def _check_tracked(state: Mapping[str, Any]) -> None:
     if not modules or not stepped:
         raise NotRecoverable(
             f"run.mesh() was called, and no {'optimizer' if modules else 'module'} that is sharded over it is tracked. "
-            "Call fully_shard(), make the optimizer of what it returns, and pass both themselves to run.track()"
+            f"Call {call}, make the optimizer of what it returns, and pass both themselves to run.track()"
         )
     for key, parameter in stepped:
         if id(parameter) not in modules:
@@ -70,11 +88,16 @@ def _check_tracked(state: Mapping[str, Any]) -> None:
 
 
 class ShardedObjects:
-    """The FSDP2 modules among the tracked objects, and the optimizers."""
+    """The FSDP2 modules among the tracked objects, those that are cut over `mesh["tensor"]`, and the optimizers."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], over: Any = None) -> None:
         self._optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
         self._modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
+        self._cut = Cut(self._modules if over is not None and over.mesh_dim_names == (TENSOR,) else (), over)
+
+    def arrived(self) -> None:
+        """Wait for what gradients are computed from. Raises `PeerLost`."""
+        self._cut.arrived()
 
     def reset(self) -> None:
         """The step in hand failed."""
@@ -104,6 +127,7 @@ class ShardedObjects:
             parameter.contiguous_sharded_stride = make_contiguous_strides_for(size)
             padded = parameter._sharded_param_data.zero_().view(parameter.padded_sharded_param_size)
             parameter.sharded_param._local_tensor = padded.narrow(axis, 0, size[axis])
+        self._cut.hold(shard)
         for optimizer in self._optimizers:
             optimizer.state.clear()  # of another shape, perhaps
 

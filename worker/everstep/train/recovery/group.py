@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from everstep.contract.calls import Call, Page
-from everstep.train.recovery.flight import Answer, Flight, PeerLost, Waiting
+from everstep.train.recovery.flight import Answer, Flight, PeerLost, Together, Waiting
 from everstep.train.recovery.scope import Scope
 
 BACKEND = "everstep"
@@ -259,7 +259,9 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        return self._run("allgather_into_tensor_coalesced", outputs, inputs, outputs, inputs, opts)
+        if _on_device(inputs):
+            return self._run("allgather_into_tensor_coalesced", outputs, inputs, outputs, inputs, opts)
+        return self._in_turn(self._allgather_base, outputs, inputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
         return self._run("gather", outputs, inputs, outputs, inputs, opts or c10d.GatherOptions())
@@ -278,7 +280,14 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        return self._run("reduce_scatter_tensor_coalesced", outputs, outputs, outputs, inputs, opts)
+        if _on_device(inputs):
+            return self._run("reduce_scatter_tensor_coalesced", outputs, outputs, outputs, inputs, opts)
+        return self._in_turn(self._reduce_scatter_base, outputs, inputs, opts)
+
+    def _in_turn(self, collective: Callable[..., Any], outputs: Any, inputs: Any, opts: Any) -> Any:
+        """What DTensors ask for, of one tensor mostly, and gloo's Python group does not have: one for each tensor."""
+        answers = [collective(output, input, opts) for output, input in zip(outputs, inputs, strict=True)]
+        return answers[0] if len(answers) == 1 else Together(answers)
 
     # How much goes from whom to whom may differ between members.
 

@@ -1,5 +1,5 @@
-"""The mesh of a sharded job: replicas × shards. A script keeps the same `DeviceMesh`, and so FSDP2 and all DTensors do,
-while the members of its two process groups change.
+"""The mesh of a sharded job: replicas × shards, FSDP2's or those of tensor parallelism. A script keeps the same
+`DeviceMesh`, and so FSDP2 and all DTensors do, while the members of its two process groups change.
 
 Shards are neighbours in rank: rank r holds shard r % shards, in replica r // shards. Before its first round a process
 has no rank; it builds its objects with a shard number that may turn out to be another. Uses names of torch's that are
@@ -10,6 +10,7 @@ Invariant: between `move` and the next, coordinates, the ranks of both groups an
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -17,15 +18,17 @@ from typing import Any, cast
 import torch
 from torch.distributed import distributed_c10d
 
+from everstep.train.recovery import tensor_parallel
 from everstep.train.recovery.forming import Part
 from everstep.train.recovery.group import RecoverableGroup
-
-NAMES = ("replicate", "shard")
+from everstep.train.recovery.scope import script_asks
+from everstep.train.shape import REPLICATE, SHARD, TENSOR
+from everstep.train.step import LoopError
 
 
 class RecoverableMesh:
-    """`device_mesh` is what a script passes to `fully_shard`. `new_group` registers a group with c10d,
-    which learns of `everyone`'s ranks here: the checkpoint engine asks for them where state is sharded."""
+    """`device_mesh` is what a script passes to `fully_shard`, or takes `["tensor"]` of. `new_group` registers a group
+    with c10d, which learns of `everyone`'s ranks here: the checkpoint engine asks for them where state is sharded."""
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class RecoverableMesh:
         device: str,
         everyone: RecoverableGroup,
         new_group: Callable[[str], RecoverableGroup],
+        kind: str = SHARD,
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415  few scripts shard
 
@@ -41,13 +45,16 @@ class RecoverableMesh:
         self.shards = shards
         self.shard = provisional % shards
         self.replicate_group = new_group("mesh_replicate")
-        self.shard_group = new_group("mesh_shard")
+        self.shard_group = new_group(f"mesh_{kind}")
+        for group in self.groups:
+            group.on_begin = _refuse
         # This process is rank 0 of a world of one; the other ranks of the mesh do not exist yet.
         others = iter(range(1, shards))
         row = [0 if i == self.shard else next(others) for i in range(shards)]
         self._place((0, 1), (self.shard, shards), {0: 0}, {rank: i for i, rank in enumerate(row)})
         groups: list[Any] = [self.replicate_group, self.shard_group]
-        self.device_mesh = cast("Any", DeviceMesh.from_group(groups, device, mesh=[row], mesh_dim_names=NAMES))
+        names = (REPLICATE, kind)
+        self.device_mesh = cast("Any", DeviceMesh.from_group(groups, device, mesh=[row], mesh_dim_names=names))
         # The meshes of one dimension that the script, and FSDP2, cut out of this one.
         self._parts: list[weakref.ref[Any]] = []  # no set: they are equal, and what they are equal by changes
         cut = self.device_mesh._create_sub_mesh
@@ -58,6 +65,11 @@ class RecoverableMesh:
             return part
 
         self.device_mesh._create_sub_mesh = cut_and_noted
+        # What parameters are cut over: FSDP2 knows of the replicas, tensor parallelism does not.
+        self.over: Any = self.device_mesh[TENSOR] if kind == TENSOR else self.device_mesh
+        self._moved = False
+        if kind == TENSOR:
+            tensor_parallel.cut_alone(lambda group: group is self.shard_group and not self._moved)
 
     @property
     def groups(self) -> tuple[RecoverableGroup, RecoverableGroup]:
@@ -78,6 +90,7 @@ class RecoverableMesh:
     def move(self, rank: int, world_size: int) -> None:
         """This process has another rank, or the world another size. What was computed with the mesh stays valid: only
         the number of replicas differs, and the place of a process that has not trained."""
+        self._moved = True
         replicas = world_size // self.shards
         replica, self.shard = divmod(rank, self.shards)
         row = {replica * self.shards + i: i for i in range(self.shards)}
@@ -88,7 +101,7 @@ class RecoverableMesh:
         _relayout(self.device_mesh, ranks, rank)
         self._parts = [reference for reference in self._parts if reference() is not None]
         for part in filter(None, (reference() for reference in self._parts)):
-            _relayout(part, ranks[:, self.shard] if part.mesh_dim_names == NAMES[:1] else ranks[replica], rank)
+            _relayout(part, ranks[:, self.shard] if part.mesh_dim_names == (REPLICATE,) else ranks[replica], rank)
 
     def _place(
         self, replicate: tuple[int, int], shard: tuple[int, int], column: dict[int, int], row: dict[int, int]
@@ -99,6 +112,17 @@ class RecoverableMesh:
         ):
             group.place(rank, size)
             _world().pg_group_ranks[group] = ranks
+
+
+def _refuse(name: str, _: Any) -> None:
+    """A collective begins, and this process has met nobody."""
+    asked = script_asks(sys._getframe(1))
+    raise LoopError(
+        f"{name}{asked.at if asked is not None else ''} over a group of run.mesh(): before steps() this process is "
+        "alone, and nobody else is in it. DistributedDataParallel is for models that are not cut: write "
+        "run.average_gradients(model) behind the last backward() of a step for one that is cut over "
+        "run.mesh(tensor=N); fully_shard averages by itself. What else is to be reduced belongs inside `with step:`"
+    )
 
 
 def _world() -> Any:

@@ -95,7 +95,7 @@ def _spell(name: str, placement: Any) -> int | None:
     if placement.is_replicate():
         return None
     if type(placement).__name__ != "Shard":
-        raise TransferFailed(f"{name}: placement {placement} cannot be sent; FSDP2 alone shards by axis")
+        raise TransferFailed(f"{name}: placement {placement} cannot be sent: it does not shard by axis")
     axis: int = placement.dim
     return axis
 

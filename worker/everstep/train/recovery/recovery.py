@@ -96,17 +96,17 @@ class Recovery:
         """Make `main` the default group, of a world of one for now. The job may come to have `most` processes."""
         self.program.begin(most)
 
-    def mesh(self, shards: int, provisional: int, device: str) -> Any:
+    def mesh(self, shards: int, provisional: int, device: str, kind: str) -> Any:
         """The `DeviceMesh` of a job whose state is cut into shards. Once, before `track`."""
         assert self._sharded is None
-        mesh = RecoverableMesh(shards, provisional, device, self.control, self.program.for_mesh)
-        self._sharded = Sharded(mesh, self.members)
-        return mesh.device_mesh
+        made = RecoverableMesh(shards, provisional, device, self.control, self.program.for_mesh, kind)
+        self._sharded = Sharded(made, self.members)
+        return made.device_mesh
 
     def track(self, state: Mapping[str, Any], reducers: Reducers) -> None:
         """What makes up the training state, and the script's DDP objects. Once, before the first `enter`. Raises
         `NotRecoverable`."""
-        fsdp.check(state, self._sharded.mesh.device_mesh if self._sharded is not None else None)
+        fsdp.check(state, self._sharded.mesh.over if self._sharded is not None else None)
         if self._sharded is not None:
             self._sharded.track(state)
         self._state = state
@@ -254,8 +254,7 @@ class Recovery:
         parts = self.program.parts(round_.rank, round_.world_size)
         if self._sharded is not None:
             parts = (*self._sharded.mesh.parts(round_.rank, round_.world_size), *parts)
-        overtaken = partial(self._overtaken, round_.number)
-        return forming.form(round_, overtaken, FORM_SECONDS, parts, self.program.made)
+        return forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS, parts, self.program.made)
 
     def _did_not_come(self, round_: Round, why: Exception) -> None:
         log.warning("round %d did not come about here: %s", round_.number, why)
@@ -309,6 +308,7 @@ class Recovery:
         step = self.replay.step
         if self._sharded.may_make(step):
             return  # as it was for the step's first optimizer
+        self._sharded.arrived()
         self.check()
         if not (self.replay.undoes or self._all_make(step)):
             raise PeerLost("a peer was lost while the members voted for this step, and none of them has made it")

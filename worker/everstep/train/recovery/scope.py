@@ -123,7 +123,11 @@ class Scope:
         if self.where is not At.BUILDING or not self.others:
             return
         asked = script_asks(sys._getframe(1))
-        if asked is None or asked.library:
+        if asked is None:
+            return
+        if asked.pipeline:
+            raise LoopError(f"{asked.pipeline}{asked.at}: {NO_PIPELINE}")
+        if asked.library:
             return
         if asked.function in ("get_rank", "get_world_size"):
             raise LoopError(f"dist.{asked.function}(){asked.at}: {UNKNOWN}")
@@ -136,9 +140,16 @@ UNKNOWN = (
     "ranks change when a peer is lost. Ask run.rank and run.world_size inside the loop. To prepare files, write "
     "run.once(fn, each='machine'); to do something in one process of the job, run.once(fn)"
 )
+NO_PIPELINE = (
+    "a pipeline's stages are bound to the ranks of one world, and cannot go on when a peer is lost. Run it under "
+    "torchrun, which starts all processes again from the last commit; or cut the layers by tensor parallelism over "
+    "`run.mesh(tensor=N)`, or by FSDP2 over `run.mesh(shard=N)`"
+)
 NO_SUBGROUPS = (
     "a group of some ranks cannot follow a world whose ranks change when a peer is lost. Write dist.new_group() for a "
-    "group of all ranks, which is made anew in each round; for sharding `run.mesh(shard=N)`"
+    "group of all ranks, which is made anew in each round; for sharding `run.mesh(shard=N)`. With tensor parallelism, "
+    '`mesh = run.mesh(tensor=N)`, the ranks of a replica have a group in `mesh.get_group("tensor")`, and the replicas '
+    'in `mesh.get_group("replicate")`'
 )
 
 
@@ -151,6 +162,7 @@ class Asked:
     own: bool
     library: bool
     at: str  # " (train.py:31)"
+    pipeline: str = ""  # what of torch's pipelines it makes
 
 
 def script_asks(frame: FrameType | None) -> Asked | None:
@@ -174,5 +186,8 @@ def _asked(frame: FrameType, entry: FrameType | None) -> Asked:
     if entry is not None:
         function, module = entry.f_code.co_name, str(entry.f_globals.get("__name__", ""))
     file = frame.f_code.co_filename
+    pipeline = ""
+    if entry is not None and module.startswith("torch.distributed.pipelining"):
+        pipeline = entry.f_code.co_qualname.removesuffix(".__init__")
     library = file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED)
-    return Asked(function, module.startswith(_OWN), library, f" ({file.rpartition('/')[2]}:{frame.f_lineno})")
+    return Asked(function, module.startswith(_OWN), library, f" ({file.rpartition('/')[2]}:{frame.f_lineno})", pipeline)

@@ -16,12 +16,15 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everstep.train.recovery import covering, fsdp, parcels
+import xxhash
+
+from everstep.train.recovery import covering, fsdp, parcels, tensor_parallel
 from everstep.train.recovery.agreement import NoState, Quality
 from everstep.train.recovery.covering import NEW, Cover, Held
-from everstep.train.recovery.digests import state_digest
+from everstep.train.recovery.digests import content, state_digest
 from everstep.train.recovery.members import Members
 from everstep.train.recovery.mesh import RecoverableMesh
+from everstep.train.step import LoopError
 
 log = logging.getLogger("everstep.train")
 
@@ -43,7 +46,7 @@ class Sharded:
     def track(self, state: Mapping[str, Any]) -> None:
         """What makes up the training state."""
         self._state = state
-        self._objects = fsdp.ShardedObjects(state)
+        self._objects = fsdp.ShardedObjects(state, self.mesh.over)
 
     def may_undo(self) -> bool:
         """Whether this member may copy its shard when a step begins: all do, or none."""
@@ -60,6 +63,10 @@ class Sharded:
         self._voted = (step, round_)
         self._undoes = self._members.maximum(0 if can_undo else 1) == 0
         self._made = (step + 1, round_)
+
+    def arrived(self) -> None:
+        """Wait for the gradients of the step in hand: what is voted for can be made. Raises `PeerLost`."""
+        self._objects.arrived()
 
     def may_make(self, step: int) -> bool:
         """Whether this member knows already that step number `step` is to be made."""
@@ -88,14 +95,29 @@ class Sharded:
                 "ranks %s hold other parameters than their counterparts after the same step %d; they take theirs",
                 found.diverged, found.step,
             )  # fmt: skip
-        parcel = parcels.exchange(self._state, found.gifts, self.mesh.device_mesh, self._members)
+        parcel = parcels.exchange(self._state, found.gifts, self.mesh.over, self._members)
         self._take(parcel)
+        if covering.fresh(told):
+            self._check_alike()
         self._made = (found.step, found.made)
         done = found.step
         if covering.fresh(told):
             done = start() or 0
             self._made = (done, round_)
         return done, _words(found, parcel, self.holds)
+
+    def _check_alike(self) -> None:
+        """What the scripts have made of parameters that are not cut is the same on all ranks. Raises `LoopError`."""
+        if self.mesh.over is self.mesh.device_mesh:
+            return  # FSDP2 cuts all
+        whole = dict(tensor_parallel.whole_here(self._state))
+        mine = xxhash.xxh3_64_intdigest(b"".join(content(t).to_bytes(8, "little") for t in whole.values())) >> 1
+        if len({digest for (digest,) in self._members.gather((mine,))}) > 1:
+            raise LoopError(
+                f"the ranks of a replica begin with other values of {next(iter(whole))} or another parameter that "
+                'mesh["tensor"] does not cut, and would train apart: seed all processes alike before the model is '
+                "built, `torch.manual_seed(0)`, as tensor parallelism asks of every script"
+            )
 
     def _standing(self, step: int, quality: Quality) -> list[Held]:
         """What all members hold, once none of them is undecided."""
@@ -132,7 +154,7 @@ class Sharded:
             self._objects.hold(self.mesh.shard)
         self.holds = self.mesh.shard
         if parcel is not None:
-            parcels.unpack(self._state, parcel, self.mesh.device_mesh, self._members.rank)
+            parcels.unpack(self._state, parcel, self.mesh.over, self._members.rank)
 
 
 def _words(found: Cover, parcel: parcels.Parcel | None, shard: int) -> str:

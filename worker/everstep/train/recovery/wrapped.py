@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from everstep.checkpoint.sharding import is_sharded
 from everstep.train.recovery.group import RecoverableGroup
 from everstep.train.step import LoopError
 
@@ -35,14 +36,17 @@ def check(parallel: Iterable[DistributedDataParallel]) -> None:
                 f"torch.compile of DistributedDataParallel({name}): the compiled code holds the process group of the "
                 "world in which it was compiled. Compile inside: `DistributedDataParallel(torch.compile(model))`"
             )
+        _check_cut(ddp)
         _check_hooks(ddp, None)
         _check_builtin(ddp, name)
 
 
 def check_hooks(parallel: Iterable[DistributedDataParallel], is_free: Callable[[str], bool]) -> None:
-    """In a world that lasts, with commits. Raises `LoopError` for the first hook with a state, which no commit has.
+    """In a world that lasts, with commits. Raises `LoopError` for the first hook with a state, which no commit has, and
+    for a module that DDP takes parameters out of.
     `is_free`: whether the script has said of this name that it may be lost."""
     for ddp in parallel:
+        _check_cut(ddp)
         _check_hooks(ddp, is_free)
 
 
@@ -58,6 +62,19 @@ def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None) -> None:
             f"each rank has of its own in a {kind}, which is lost with its process, and no other rank has it. Use a "
             "hook without a state: `register_comm_hook(None, default_hooks.bf16_compress_hook)`"
             + (f"; or, if it may be lost, say so: run.untracked({kind!r})" if is_free is not None else "")
+        )
+
+
+def _check_cut(ddp: Any) -> None:
+    """With `device_mesh=` torch 2.13 puts local tensors in the place of a cut module's parameters, and attributes that
+    are no parameters in place of those in the first forward pass: neither `state_dict` nor `parameters` has them."""
+    found = next((n for n, p in ddp.module.named_parameters() if is_sharded(p) or hasattr(p, "_st_info")), None)
+    if found is not None:
+        raise LoopError(
+            f"DistributedDataParallel({type(ddp.module).__name__}): {found} is cut by tensor parallelism, and torch "
+            "takes such parameters out of the module in its first forward pass: no commit, and no process that comes "
+            "later, would have them. Leave DistributedDataParallel out, make the mesh with run.mesh(tensor=N), and "
+            "write run.average_gradients(model) behind the last backward() of a step"
         )
 
 

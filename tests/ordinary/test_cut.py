@@ -1,0 +1,171 @@
+"""Scripts whose model tensor parallelism has cut: two replicas of two processes each, with a rank killed. They end with
+the bits of the undisturbed run, which are those of a run under torchrun, and near those of one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agent_job import Job
+from ordinary_play import DRIVER, _compare, _environ, parent_is_ready
+from ranks import Ranks
+from warm_python import warm
+
+pytestmark = pytest.mark.timeout(360)
+SCRIPTS = Path(__file__).parent / "cut"
+SIZE = 4
+LIMIT = 200.0  # seconds that a run may take, on a machine that does much else
+KILLS = ("0@5:backward", "1@5:gradients", "2@5:optimizer")
+DISTRIBUTED = "__import__('torch.distributed.pipelining').distributed"
+MORE = ("1@5:backward", "2@5:backward", "0@5:gradients", "2@5:gradients", "0@5:optimizer", "1@5:optimizer", "1@5:tail",
+        "2@5:between")  # fmt: skip
+
+
+def found(folder: Path) -> list[dict[str, Any]]:
+    """What each rank has ended with, by rank."""
+    told = [torch.load(path, weights_only=False) for path in folder.glob("*.pt")]
+    return sorted(told, key=lambda one: int(one["rank"]))
+
+
+def under_agent(folder: Path, script: Path, kill: str = "", size: int = SIZE) -> tuple[int, str]:
+    """One agent with all processes; its exit code, and what was said."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "everstep.agent.main", f"--nproc-per-node={size}", "--max-restarts=0"]
+    with (folder / "log").open("wb") as out:
+        ended = subprocess.run(
+            [*command, str(DRIVER), str(script)], stdout=out, stderr=out, timeout=LIMIT, check=False,
+            env={**os.environ, **_environ(folder, kill)},
+        )  # fmt: skip
+    return ended.returncode, (folder / "log").read_text(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cut")
+
+
+@cache
+def undisturbed(folder: Path, name: str, size: int = SIZE) -> list[dict[str, Any]]:
+    code, log = under_agent(folder / f"{name}-{size}", SCRIPTS / f"{name}.py", size=size)
+    assert code == 0, log[-3000:]
+    return found(folder / f"{name}-{size}")
+
+
+def differences(some: list[dict[str, Any]], others: list[dict[str, Any]], near: float = 0.0) -> str:
+    assert [one["rank"] for one in some] == [one["rank"] for one in others]
+    assert all(one["step"] == 12 for one in (*some, *others))
+    pairs = ((f"rank {a['rank']}: ", _compare(a["found"], b["found"], near)) for a, b in zip(some, others, strict=True))
+    return "; ".join(f"{rank}{what}" for rank, what in pairs if what)
+
+
+@pytest.mark.parametrize("kill", [*KILLS, *(pytest.param(kill, marks=pytest.mark.long) for kill in MORE)])
+def test_rank_killed_is_replaced_and_the_run_ends_with_the_undisturbed_bits(
+    kill: str, tmp_path: Path, folder: Path
+) -> None:
+    code, log = under_agent(tmp_path / "killed", SCRIPTS / "tensor_parallel.py", kill)
+    assert code == 0, log[-3000:]
+    assert (tmp_path / "killed" / "killed").exists()
+    assert differences(found(tmp_path / "killed"), undisturbed(folder, "tensor_parallel")) == ""
+    assert len(list((tmp_path / "killed").glob("*.began"))) == SIZE + 1, "one process was replaced, and three went on"
+
+
+@pytest.mark.parametrize("kill", ["0@5:backward", "1@5:gradients", "3@5:optimizer"])
+def test_sequence_parallel_script_with_groups_of_its_own_ends_with_the_undisturbed_bits(
+    kill: str, tmp_path: Path, folder: Path
+) -> None:
+    # An embedding of eleven rows is cut unevenly; a norm's gradients are sums not yet made.
+    code, log = under_agent(tmp_path / "killed", SCRIPTS / "sequence_parallel.py", kill)
+    assert code == 0, log[-3000:]
+    assert (tmp_path / "killed" / "killed").exists()
+    assert differences(found(tmp_path / "killed"), undisturbed(folder, "sequence_parallel")) == ""
+    assert len(list((tmp_path / "killed").glob("*.began"))) == SIZE + 1, "one process was replaced, and three went on"
+
+
+@pytest.mark.parametrize("kill", ["0@5:backward", "2@5:optimizer"])
+def test_agent_of_each_replica_replaces_its_own_process(kill: str, tmp_path: Path, folder: Path, endpoint: str) -> None:
+    parent_is_ready()
+    with Job(
+        tmp_path, endpoint, str(DRIVER), str(SCRIPTS / "tensor_parallel.py"), nodes="2",
+        flags=("--nproc-per-node=2", "--max-restarts=0"), environ=_environ(tmp_path, kill),
+    ) as job:  # fmt: skip
+        job.start(2)
+        job.until(lambda: all(a.process.poll() is not None for a in job.agents), "the agents do not end")
+        assert [a.process.poll() for a in job.agents] == [0, 0]
+    assert (tmp_path / "killed").exists()
+    assert differences(found(tmp_path), undisturbed(folder, "tensor_parallel")) == ""
+
+
+@pytest.mark.parametrize(("kill", "size"), [("1@6:backward", 2), ("1+3@6:backward", 4)])
+def test_shard_that_nobody_holds_comes_from_the_commit_in_the_same_processes(
+    kill: str, size: int, tmp_path: Path, folder: Path
+) -> None:
+    code, log = under_agent(tmp_path / "killed", SCRIPTS / "tensor_parallel.py", kill, size)
+    assert code == 0, log[-3000:]
+    assert "no state is whole" in log
+    assert differences(found(tmp_path / "killed"), undisturbed(folder, "tensor_parallel", size)) == ""
+    assert len(list((tmp_path / "killed").glob("*.began"))) == size + len(kill.partition("@")[0].split("+"))
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel"])
+def test_undisturbed_run_has_the_bits_of_one_under_torchrun(name: str, tmp_path: Path, folder: Path) -> None:
+    parent_is_ready()
+    environ = {**os.environ, **_environ(tmp_path, "")}
+    ranks = Ranks(warm(), SIZE, (DRIVER, SCRIPTS / f"{name}.py"), tmp_path / "log", environ)
+    try:
+        ranks.wait(LIMIT)
+    finally:
+        ranks.kill()
+    assert differences(found(tmp_path), undisturbed(folder, name)) == ""
+
+
+def test_run_computes_what_one_process_does(tmp_path: Path) -> None:
+    # Without dropout, which draws for other rows. Batches of nine: replicas have five and four, with their weights.
+    script = tmp_path / "script.py"
+    script.write_text((SCRIPTS / "tensor_parallel.py").read_text().replace("Dropout(0.1)", "Dropout(0.0)"))
+    code, log = under_agent(tmp_path / "four", script)
+    assert code == 0, log[-3000:]
+    (tmp_path / "one").mkdir()
+    environ = {**os.environ, **_environ(tmp_path / "one", "")}
+    subprocess.run([sys.executable, str(DRIVER), str(script)], env=environ, check=True, timeout=LIMIT)
+    (alone,) = (one["found"]["tracked model"] for one in found(tmp_path / "one"))
+    first, second = (one["found"]["tracked model"] for one in found(tmp_path / "four")[:2])
+    for name, whole in alone.items():
+        axis = next((a for a, n in enumerate(whole.shape) if first[name].shape[a] != n), None)
+        ours = first[name] if axis is None else torch.cat([first[name], second[name]], axis)
+        assert torch.allclose(ours, whole, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("            run.average_gradients(model)\n", "", "model.1.up.weight or another: .*run.average_gradients"),
+        ("    torch.manual_seed(0)\n", "", "model.0.weight or another .*torch.manual_seed"),
+        ("tensor=2", "tensor=2, shard=2", r"mesh\(shard=2, tensor=2\)"),
+        ("tensor=2", "tensor=3", "4 processes, which are no whole replicas"),
+        ("LayerNorm", "BatchNorm1d", "model.1.norm.running_mean.*run.untracked"),
+        ("every_steps=4", 'every_steps=4, rng="saved"', "leave `rng=` out"),
+        ("run.mesh(tensor=2)", f"{DISTRIBUTED}.device_mesh.init_device_mesh('cpu', (2, 1, 2))", r"run.mesh\(tensor=N"),
+        ("    optimizer = ", f"    {DISTRIBUTED}.fsdp.fully_shard(model, mesh=mesh['replicate'])\n    optimizer = ",
+         "run.average_gradients"),
+        ("    optimizer = ", "    torch.nn.parallel.DistributedDataParallel(model, device_mesh=mesh['replicate'])\n"
+         "    optimizer = ", "run.average_gradients"),
+        ("    optimizer = ", f"    {DISTRIBUTED}.pipelining.PipelineStage(model, 0, 2, run.device)\n    optimizer = ",
+         "PipelineStage .*run.mesh"),
+    ],
+    ids=["unaveraged", "unseeded", "both", "three", "buffers", "rng", "own-mesh", "fsdp", "ddp", "pipeline"],
+)  # fmt: skip
+def test_what_cannot_be_right_is_refused_by_name(old: str, new: str, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    text = (SCRIPTS / "tensor_parallel.py").read_text()
+    assert old in text
+    script.write_text(text.replace(old, new, 1))
+    code, log = under_agent(tmp_path / "run", script)
+    assert code != 0
+    assert re.search(f"(LoopError|NotRecoverable): .*{said}", log), log[-3000:]

@@ -1,0 +1,103 @@
+"""What tensor parallelism (`parallelize_module`) keeps from step to step: cut where a process is alone, and cut anew
+for another shard.
+
+The parameters are DTensors over `run.mesh(tensor=N)["tensor"]`, whose group is ours; a DTensor asks its mesh for where
+it is in each of its operations. Uses names of torch's that are not public; `tests/recovery/test_recovery_mesh.py`
+watches them.
+
+Invariant: what a process cuts before its first round it cuts out of what it has itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.sharding import is_sharded
+
+
+def cut_alone(alone: Callable[[Any], bool]) -> None:
+    """torch sends what it cuts from the first rank of the mesh, for ranks that have other numbers there. While
+    `alone(group)` there is nobody to receive from: each process takes its part of its own, as with
+    `src_data_rank=None`."""
+    placement_types: Any = import_module("torch.distributed.tensor.placement_types")  # few scripts cut
+    scatter, broadcast = placement_types.mesh_scatter, placement_types.mesh_broadcast
+
+    def mesh_scatter(output: Any, scatter_list: Any, mesh: Any, mesh_dim: int = 0, *given: Any, **named: Any) -> Any:
+        if not alone(mesh.get_group(mesh_dim)):
+            return scatter(output, scatter_list, mesh, mesh_dim, *given, **named)
+        if not output.is_meta:
+            output.copy_(scatter_list[mesh.get_coordinate()[mesh_dim]])
+        return None
+
+    def mesh_broadcast(tensor: Any, mesh: Any, mesh_dim: int = 0, *given: Any, **named: Any) -> Any:
+        if not alone(mesh.get_group(mesh_dim)):
+            return broadcast(tensor, mesh, mesh_dim, *given, **named)
+        return None
+
+    placement_types.mesh_scatter = mesh_scatter
+    placement_types.mesh_broadcast = mesh_broadcast
+
+
+class Cut:
+    """The DTensors of some modules that are cut over `mesh`, of one dimension."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], mesh: Any) -> None:
+        self._modules = list(modules)
+        self._mesh = mesh
+
+    @torch.no_grad()
+    def hold(self, shard: int) -> None:
+        """This process has another shard from now on. What it holds is of no use until it is filled."""
+        for tensor in self.tensors():
+            local = tensor._local_tensor
+            shape = part_of(tensor, shard, self._mesh.size())
+            if local.shape != shape:
+                tensor._local_tensor = local.new_zeros(shape).requires_grad_(local.requires_grad)
+                _forget_local_shapes()
+
+    def arrived(self) -> None:
+        """Wait for the sums that gradients are, or were computed from. Raises `PeerLost`."""
+        for parameter in (p for module in self._modules for p in module.parameters()):
+            grad: Any = parameter.grad
+            if hasattr(grad, "trigger_wait"):
+                parameter.grad = grad.trigger_wait()
+            elif is_sharded(grad) and hasattr(grad._local_tensor, "trigger_wait"):
+                grad._local_tensor = grad._local_tensor.trigger_wait()
+
+    def tensors(self) -> Iterator[Any]:
+        seen: set[int] = set()
+        for module in self._modules:
+            tensors: Iterable[Any] = (*module.parameters(), *module.buffers())
+            for tensor in tensors:
+                if id(tensor) not in seen and is_sharded(tensor) and tensor.device_mesh == self._mesh:
+                    seen.add(id(tensor))
+                    yield tensor
+
+
+def _forget_local_shapes() -> None:
+    """torch keeps how it has computed an operation before: with the shapes that this process's parts had then."""
+    import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+
+
+def part_of(tensor: Any, shard: int, shards: int) -> torch.Size:
+    """The shape of what holder number `shard` has of a DTensor over a mesh of one dimension."""
+    size, (placement,) = list(tensor.shape), tensor.placements
+    if placement.is_shard():
+        each = -(-size[placement.dim] // shards)
+        size[placement.dim] = max(0, min(each, size[placement.dim] - shard * each))
+    return torch.Size(size)
+
+
+def whole_here(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that each rank of a replica has whole, as DTensors or not: what they are in this process."""
+    for key, target in state.items():
+        if isinstance(target, torch.nn.Module):
+            for name, tensor in target.named_parameters():
+                if not is_sharded(tensor):
+                    yield f"{key}.{name}", tensor.detach()
+                elif all(p.is_replicate() for p in tensor.placements):  # type: ignore[attr-defined]
+                    yield f"{key}.{name}", tensor.detach().to_local()  # type: ignore[attr-defined]
