@@ -77,10 +77,12 @@ Leadership: TypeAlias = Leading | Following
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A Lease as last read, and when it was first seen to be like that, on this replica's own clock."""
+    """A Lease as last read, and when it was first seen to be like that, or to be `missing` since, on this replica's own
+    clock."""
 
     lease: Lease
     at: float
+    missing: bool = False
 
 
 def address_of(identity: str) -> str | None:
@@ -246,16 +248,20 @@ class LeaderElector:
 
     async def _create(self, sent: float) -> None:
         state = self.state()
-        if not isinstance(state, Leading) and self._seen is not None and not self._is_free(self._seen):
-            self._follow("the Lease was deleted; its last holder may still believe in it")
-            return
+        if not isinstance(state, Leading) and self._seen is not None:
+            if not self._seen.missing:
+                # While this replica was cut off, others may have renewed or taken it: time counts from now.
+                self._seen = _Seen(self._seen.lease, self._clock.monotonic(), missing=True)
+            if self._clock.monotonic() < self._seen.at + self._patience(self._seen):
+                self._follow("the Lease was deleted; its last holder may still believe in it")
+                return
         epoch = state.epoch if isinstance(state, Leading) else self._state.epoch + 1
         self._won(await self._client.create(LEASES, self._namespace, self._body(None, epoch=epoch)), sent)
 
     def _observe(self, lease: Lease) -> None:
         # Time counts from when *this* replica saw the record change; what is written in it is not believed.
         seen = self._seen
-        if seen is None or seen.lease.metadata.resource_version != lease.metadata.resource_version:
+        if seen is None or seen.missing or seen.lease.metadata.resource_version != lease.metadata.resource_version:
             self._seen = _Seen(lease, self._clock.monotonic())
 
     def _is_free(self, seen: _Seen) -> bool:
@@ -265,6 +271,8 @@ class LeaderElector:
 
     def _patience(self, seen: _Seen) -> float:
         """Seconds without a renewal after which the Lease may be taken."""
+        if seen.missing:  # who held it last is not known
+            return self._timing.duration
         duration = seen.lease.spec.lease_duration_seconds or self._timing.duration
         return min(duration, self._timing.silent) if self._holder_is_gone(seen) else duration
 
