@@ -13,7 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "cluster"))
 sys.path.insert(0, str(Path(__file__).parent / "warm"))
+sys.path.insert(0, str(Path(__file__).parent / "lanes"))
 
+from hung import Hung
 from testcluster import handle, packages, programs, project, stores
 from testcluster.controlplane import ControlPlane
 from testcluster.proc import ClusterError
@@ -67,6 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[DECLARED] = Declared()
+    config.pluginmanager.register(Hung(slack=60, limit=float(config.getini("timeout"))))
     if config.option.collectonly or hasattr(config, "workerinput"):  # xdist's workers have what their controller has
         return
     for folder in folders_of(config.args):

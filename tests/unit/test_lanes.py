@@ -46,6 +46,28 @@ def lane(folder: Path, *parallel: str, **files: str) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+def test_a_test_that_catches_its_time_limit_and_hangs_costs_itself_alone(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(HERE / 'lanes')!r})\nfrom hung import Hung\n"
+        "def pytest_configure(config):\n"
+        "    config.addinivalue_line('markers', 'timeout: seconds')\n"
+        "    config.pluginmanager.register(Hung(slack=0.5, limit=60))\n"
+    )
+    hangs = """
+import threading
+
+@pytest.mark.timeout(0.5)
+def test_hangs():
+    if first("hangs"):
+        threading.Event().wait()
+def test_after(): pass
+"""
+    done = lane(tmp_path, "-n", "2", "--dist", "loadfile", hangs=hangs, good=GOOD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed alone  test_hangs.py::test_hangs" in done.stdout
+    assert "in test_hangs" in done.stderr  # where it hung
+
+
 def test_a_failure_a_crash_and_a_fixtures_error_that_do_not_come_again_pass_and_are_listed(tmp_path: Path) -> None:
     shared = """
 @pytest.fixture(scope="session")
