@@ -25,6 +25,7 @@ from everstep.train import termination
 from everstep.train.intent import Intent, Wish, gather_over, group_of_its_own, reduce_into
 from everstep.train.keeper import Keeper
 from everstep.train.metrics import Metrics
+from everstep.train.parting import part
 from everstep.train.report import Reporter, default_reporter
 from everstep.train.step import LoopError
 from everstep.train.stopping import Left, Preempted, StopSignal
@@ -233,7 +234,7 @@ class Boundary:
             log.warning("%s", error)
         self._reporter.flush()
         self._group, self._intent = None, Intent(None)  # the frames of `error` would keep them till Python is half gone
-        atexit.register(_part)
+        atexit.register(part)
         raise error
 
     def _save_now(self, remaining: Callable[[], float | None]) -> bool:
@@ -256,13 +257,6 @@ class Boundary:
 
 def _nothing() -> None:
     """In a world whose launcher ends its processes when a peer is gone."""
-
-
-def _part() -> None:
-    """Take the process groups down while Python is whole. Left to the end of the process, gloo's threads now and then
-    (5 of 100 exits on a busy machine) end it with SIGABRT, and the exit code is lost."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @contextmanager

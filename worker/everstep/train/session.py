@@ -33,6 +33,7 @@ from everstep.train import ending, evaluation, mistakes, once
 from everstep.train.averaging import average
 from everstep.train.boundary import Boundary
 from everstep.train.loops import Loops
+from everstep.train.parting import leave_group
 from everstep.train.randomness import STATE, Rng, source_of
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS
@@ -42,7 +43,7 @@ from everstep.train.report import Reporter
 from everstep.train.shape import TENSOR, asked
 from everstep.train.step import LoopError
 from everstep.train.switches import SWITCHES
-from everstep.train.world import leave_group, most_processes, take_place
+from everstep.train.world import most_processes, take_place
 
 log = logging.getLogger("everstep.train")
 

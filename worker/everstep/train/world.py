@@ -9,12 +9,12 @@ import atexit
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from everstep.contract import env
+from everstep.train.parting import quiesce
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +47,10 @@ def _sizes(size: int, environ: Mapping[str, str]) -> range:
     return range(most, least - 1, -int(environ.get("LOCAL_WORLD_SIZE", "1")))[::-1]
 
 
-_left: list[Any] = []  # groups that were left
-
-
-def leave_group() -> None:
-    """Leave the default process group. Until the process ends something holds it: where a DDP object that outlives the
-    run was the last to do so, torch 2.13 freed gloo's group with Python's lock in hand, for which the group's own
-    threads may wait. Then the process hung at its end."""
-    if not _left:
-        atexit.register(_left.clear)
-    _left.append(dist.group.WORLD)
-    dist.destroy_process_group()
-
-
 def take_place(environ: Mapping[str, str] = os.environ) -> Place:
     """Find out, and form the default process group under a launcher if the script has not: gloo for CPU tensors, NCCL
     for those of a GPU."""
+    atexit.register(quiesce)  # first, so that it runs after all that is registered from now on
     local = int(environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -1,0 +1,28 @@
+"""A process that ends while gloo's threads still have something to free keeps its exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+from everstep.train.world import take_place
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+take_place()
+sys.modules["kept"] = dist.group.WORLD  # as a sharded module keeps its groups
+sys.setswitchinterval(1000)  # the thread that frees the tensor waits until Python's lock is given away
+dist.all_reduce(torch.ones(1), async_op=True)
+ends = time.monotonic() + 0.05
+while time.monotonic() < ends:
+    pass
+dist.destroy_process_group()
+sys.exit(7)
+"""
+
+
+def test_exit_code_is_kept_where_a_collectives_tensors_are_freed_late() -> None:
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 7, ended.stderr  # torch alone ends with SIGABRT, -6
