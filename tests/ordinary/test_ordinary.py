@@ -11,6 +11,8 @@ import pytest
 from ordinary_play import SIZE, Played, difference, refusal, under_agents, under_torchrun
 from ordinary_rows import EXACT, ROWS, SCRIPTS, Row
 
+from everstep.train.bodies import UNREAD
+
 pytestmark = pytest.mark.timeout(360)
 
 
@@ -38,6 +40,8 @@ def hold(
     """Whether the script was refused, as it may be. Raises `NotHeld`. `files`: compare what the script wrote,
     and ask for survivors in their processes; torchrun has none."""
     said = refusal(played)
+    if UNREAD in played.log:
+        raise NotHeld(f"{row.script}, {what}: the reader of its text gave up\n{played.log[-3000:]}")
     if said is not None and row.refused:
         if not re.search(row.refused, said, re.DOTALL):
             raise NotHeld(f"{row.script}, {what}: refused without its name or the line to write: {said}")

@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from everstep.train import holdings
+from everstep.train.bodies import UNREAD
 from everstep.train.step import LoopError
 
 BEFORE = """
@@ -124,6 +126,14 @@ def library(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "everstep_test_timm", raising=False)
     monkeypatch.setattr(holdings, "_LIBRARIES", (*holdings._LIBRARIES, str(folder)))
     holdings.is_script.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def reader(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """It gives up where it meets what nobody has thought of: none of these may be that."""
+    yield
+    unread = [r for when in ("setup", "call") for r in caplog.get_records(when) if UNREAD in r.message]
+    assert not unread, caplog.text
 
 
 @pytest.mark.parametrize("script", scripts("lost"))

@@ -36,6 +36,7 @@ from everstep.train.taints import PARAMETERS, RETURNED, SAVED
 
 log = logging.getLogger("everstep.train")
 
+UNREAD = "the text of the loop could not be read for variables that it carries"
 MODULES = 10_000
 _RANKS = frozenset({"RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _TALKS = frozenset({"print", "info", "debug", "warning", "log", "write", "set_postfix", "set_description"})
@@ -97,7 +98,7 @@ def _never_in_the_way() -> Iterator[None]:
     except LoopError:
         raise
     except Exception:
-        log.warning("the text of the loop could not be read for variables that it carries", exc_info=True)
+        log.warning(UNREAD, exc_info=True)
 
 
 # Where the loop is.

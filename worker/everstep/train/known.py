@@ -36,7 +36,7 @@ PARTS = re.compile(r"\[(?:'(?:[^'\\]|\\.)*'|\"[^\"]*\"|-?\w+)\]|\.?[^.\[]+")  # 
 
 def held(values: Mapping[str, Any], name: str) -> Any:
     """What a name with dots stands for: of a function its closure and its defaults too."""
-    first, *rest = PARTS.findall(name)
+    first, *rest = PARTS.findall(name) or [""]
     value = values.get(first, MISSING)
     if value is MISSING:
         module = sys.modules.get(first)
