@@ -85,7 +85,7 @@ class Killer:
         count = self._passed[point]
         if self._now is None and not self._wanted:
             return  # a script may be asked here what it must not ask itself
-        here = dist.get_rank() if dist.is_initialized() else 0
+        here = session.current()._rank if session._started else 0  # as nobody who asks: that is a thing of its own
         for i, (ranks, step, wanted) in enumerate(self._wanted):
             if here in ranks and str(self._now) == step and wanted in {f"{point}{count}", point * (count == 1)}:
                 self._die(self._folder / f"killed-{i}-{here}", int(step))
@@ -133,7 +133,7 @@ class Findings:
     def where(self, run: session.Run) -> None:
         self.step = run.step
         if dist.is_initialized():
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            self.rank, self.world = run._rank, dist.get_world_size()
 
     def write(self, folder: Path) -> None:
         found = {f"tracked {name}": content(value) for name, value in self._tracked.items()}
@@ -202,6 +202,9 @@ def install(findings: Findings, killer: Killer) -> None:
             findings.look(run)
             yield step
         findings.look(run)
+
+    # The session reads the text of the loop that asks for a step: the script's, and not this one.
+    stepping.__code__ = stepping.__code__.replace(co_filename=session.__file__)
 
     def closed(run: session.Run) -> None:
         findings.where(run)

@@ -37,6 +37,8 @@ class Row:
         return SCRIPTS / f"{self.script}.py"
 
 
+NEW = r"is a new process, and it computes other gradients than rank"
+
 ROWS = (
     Row(
         "documented",
@@ -452,4 +454,26 @@ ROWS = (
     Row("mask_of_length"),
     Row("mask_of_length_tril"),
     Row("features_kept"),
+    # --- what no text tells: a new process plays a part of one that has trained, and is compared with it
+    Row("loss_switched_between", refused=NEW + r".*Options\.loss \(.*l1_loss there", late=True, torchrun=False),
+    Row("noise_switched_off", refused=NEW + r".*augment\.kinds \(0 elements there", late=True, torchrun=False),
+    Row("transform_switched", refused=NEW + r".*Noisy\.strength \(0\.5 there", late=True, torchrun=False),
+    Row("cached_baseline", refused=NEW, late=True, torchrun=False),
+    Row("hook_on_ddp", refused=NEW, late=True, torchrun=False),
+    Row("weight_by_eval", refused=NEW + r".*weight \(0\.59\d* there, 1\.0 in the new", late=True, torchrun=False),
+    Row(
+        "weight_by_eval_later",
+        refused=NEW + r".*came 4 steps ago.*2 steps ago.*count \(9 there, 4 in the new",
+        late=True,
+        torchrun=False,
+    ),
+    Row("closure_by_eval", refused=NEW, late=True, torchrun=False),
+    # --- and goes on well, wherever the part is left
+    Row("names_behind_block", kills=("5:backward", "5:optimizer")),
+    Row("block_in_function", kills=("5:backward", "5:optimizer")),
+    Row("counted_over_ranks"),
+    Row("ready_on_all", torchrun=False),
+    Row("told_by_rank0", kills=("5:backward", "0@5:backward"), torchrun=False),
+    Row("logged_behind_block", torchrun=False),
+    Row("rank_cached", torchrun=False),
 )

@@ -89,6 +89,10 @@ class Census:
         """The world is another one."""
         self._steps = 0
 
+    def uncount(self) -> None:
+        """The newest step was not one of the run's."""
+        self._steps -= 1
+
     def begins(self) -> None:
         """A step begins."""
         self._end_flow()

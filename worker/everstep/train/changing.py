@@ -23,6 +23,7 @@ from everstep.train.recovery.flight import is_of_lost_peer
 from everstep.train.recovery.forming import Unformed
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import Reducers
+from everstep.train.recovery.rehearsal import Rehearsal
 from everstep.train.recovery.rounds import Dismissed, Round
 from everstep.train.recovery.transfer import TransferFailed
 from everstep.train.reduction import Reduction
@@ -45,8 +46,10 @@ class Recovering:
         cuts: Cuts,
         between: Between,
         census: Census,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         self._recovery = recovery
+        self._rehearsal = rehearsal
         self._between = between
         self._boundary = boundary
         self._state = state
@@ -55,6 +58,7 @@ class Recovering:
         self._cuts = cuts
         self._census = census
         self._pace = Pace(time.monotonic)
+        self._played = False  # the newest step was another rank's part
         self._last: Round | None = None  # the newest round that this process has trained in
 
     def begin(self) -> None:
@@ -67,6 +71,8 @@ class Recovering:
         Reduction(self._state, self._reducers, self._census, lasts=False)
         self._reducers.learn()  # of a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
+        if (replay := self._recovery.replay) is not None and self._rehearsal is not None:
+            replay.before_update, replay.heard = self._rehearsal.update, self._rehearsal.collective
         self._enter(Quality.NONE)
 
     def ready(self) -> bool:
@@ -89,15 +95,29 @@ class Recovering:
             return False
         return True
 
-    def step_begins(self) -> None:
-        self._recovery.begin(self._boundary.step)
+    def step_begins(self) -> int | None:
+        plays = self._rehearsal is not None and self._rehearsal.plays()
+        self._recovery.begin(self._boundary.step, keep=plays)
         self._census.begins()
+        if self._rehearsal is None:
+            return None
+        assert self._recovery.replay is not None
+        if plays and not self._recovery.replay.kept:
+            self._rehearsal.cannot("there is no room for a copy of the tracked state")
+        if (model := self._rehearsal.begin()) is not None:
+            self._read_as(model)
+        return model
 
     def step_over(self) -> None:
         self._census.over()
         self._recovery.over()
+        if self._rehearsal is not None:
+            self._rehearsal.over()
 
     def step_ended(self) -> bool:
+        if self._playing:
+            self._has_played(None)
+            return False
         if self._recovery.ended():
             replay = self._recovery.replay
             if self._feed is not None and replay is not None and replay.gradients.entered:
@@ -107,7 +127,14 @@ class Recovering:
                     self._boundary.step)  # fmt: skip
         return False
 
+    @property
+    def _playing(self) -> bool:
+        return self._rehearsal is not None and self._rehearsal.playing
+
     def step_lost(self, error: BaseException) -> bool:
+        if self._playing and isinstance(error, Exception | SystemExit):
+            self._has_played(None if is_of_lost_peer(error) else error)
+            return self._rehearsal is not None and self._rehearsal.leaves(error)
         if self.lost(error):
             return True
         # What a script makes of the error that it caught: of a mistake of its own the next attempt tells.
@@ -123,7 +150,36 @@ class Recovering:
         assert self._recovery.replay is not None
         self._recovery.replay.asked = True
 
+    def _has_played(self, error: BaseException | None) -> None:
+        """The block is over in which this process was another rank. What follows it runs as after a lost step."""
+        assert self._rehearsal is not None
+        self._rehearsal.played(error)
+        self._played = True
+        if error is not None and not self._rehearsal.first:  # maybe in a backward pass, in which the others are not
+            log.error("this process ends, and a new one takes its place")
+            raise SystemExit(exit_codes.NOT_RECOVERED) from error
+
+    def _be_oneself(self) -> None:
+        """What the part has moved, and what followed its block, is put back. This process's own step follows."""
+        self._played = False
+        replay = self._recovery.replay
+        assert replay is not None
+        quality = self._recovery.back()
+        if self._feed is not None:
+            self._feed.rewind()
+        self._read_as(self._recovery.members.rank)
+        replay.uncount()
+        self._census.uncount()
+        if self._rehearsal is not None and self._rehearsal.first:
+            self._reducers.rebuild()
+        if quality is Quality.TORN:
+            log.error("%s, and cannot be put back; this process ends, and a new one takes its place", replay.torn)
+            raise SystemExit(exit_codes.NOT_RECOVERED)
+
     def go_on(self, phase: Phase) -> None:
+        if self._played:
+            self._be_oneself()
+            return
         quality = Quality.WHOLE
         if phase is Phase.LOST:
             quality = self._recovery.back()
@@ -170,6 +226,8 @@ class Recovering:
         if self._feed is not None:
             self._feed.completed(size, self._boundary.same)
         self._census.completed(size, self._boundary.same)
+        if self._rehearsal is not None:
+            self._rehearsal.compare()
 
     def _compare(self) -> None:
         members = self._recovery.members
@@ -209,10 +267,11 @@ class Recovering:
 
     def _enter(self, quality: Quality) -> None:
         worth: Quality | None = quality
+        trained = self._boundary.step
         try:
             while worth is not None:
                 self._boundary.step = self._recovery.enter(self._boundary.step, worth, self._start, self._moved)
-                worth = self._catch_up()
+                worth = self._catch_up(trained)
         except Dismissed:
             self._recovery.part()
             self._boundary.part()
@@ -233,9 +292,10 @@ class Recovering:
                 raise
             self._enter(Quality.TORN)
 
-    def _catch_up(self) -> Quality | None:
+    def _catch_up(self, trained: int) -> Quality | None:
         """Members that come back after others have trained without them, and are gone, hold less than was committed
-        meanwhile: then all restore that. What the state is worth if a peer was lost meanwhile; None if none was."""
+        meanwhile: then all restore that. `trained`: the step that this member had come to by itself. What the state is
+        worth if a peer was lost meanwhile; None if none was."""
         worth = Quality.WHOLE
         held, round_ = self._boundary.step, self._recovery.round
         assert round_ is not None
@@ -249,6 +309,8 @@ class Recovering:
                 self._reducers.resume()
             settle(self._state, self._recovery.members.gather)
             self._between.agree(self._boundary.step, self._recovery.members)
+            if self._rehearsal is not None:
+                self._rehearsal.meet(joins=self._boundary.step != trained)
         except RuntimeError as e:
             if not self.lost(e):
                 raise
@@ -275,7 +337,10 @@ class Recovering:
         self._replicas.moved()
         self._census.moved()
         self._pace.moved(self._recovery.main.waited)
-        world = self._cuts.reshard(members.rank, members.world_size)
+        self._read_as(members.rank)
+
+    def _read_as(self, rank: int) -> None:
+        world = self._cuts.reshard(rank, self._recovery.members.world_size)
         if self._feed is not None:
             self._feed.reshard(world.rank, world.size)
 

@@ -94,6 +94,10 @@ class Gradients:
             "optimizer.step(). To leave a step out call optimizer.zero_grad() before it ends"
         )
 
+    def uncount(self) -> None:
+        """The newest step was not one of the run's."""
+        self.updates = self._made
+
     def take_left_out(self) -> bool:
         """Whether the newest step, which ended well, made no optimizer step, or fewer than any of this world before it.
         Told once."""

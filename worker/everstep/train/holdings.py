@@ -84,7 +84,7 @@ def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[Held]:
         seen.add(id(held.value))
         yield held
         if depth < DEPTH:
-            waiting.extend((child, depth + 1) for child in _children(held))
+            waiting.extend((child, depth + 1) for child in children(held))
 
 
 def _items(value: Mapping[Any, Any]) -> list[Any]:
@@ -94,7 +94,7 @@ def _items(value: Mapping[Any, Any]) -> list[Any]:
         return []
 
 
-def _children(held: Held) -> Iterator[Held]:
+def children(held: Held) -> Iterator[Held]:
     name, value = held.name, held.value
     match value:
         case torch.Tensor() | np.ndarray() | torch.Generator() | np.random.Generator() | random.Random():
@@ -112,7 +112,7 @@ def _children(held: Held) -> Iterator[Held]:
         case types.ModuleType():
             if is_script(getattr(value, "__file__", None) or "<built-in>", named=True):
                 yield from (Held(f"{name}.{k}", v, name) for k, v in _public(vars(value)))
-        case _ if _is_open(type(value)):
+        case _ if is_open(type(value)):
             yield from (Held(f"{name}.{k}", v, name) for k, v in _attributes(value))
 
 
@@ -188,7 +188,8 @@ def _worth(pairs: list[tuple[Any, Any]]) -> bool:
     return any(not isinstance(value, _PLAIN) for _, value in pairs[:8])
 
 
-def _is_open(kind: type) -> bool:
+def is_open(kind: type) -> bool:
+    """Whether its objects may hold state of the script's."""
     module = kind.__module__ or ""
     return module.startswith(_OPEN) or module.partition(".")[0] not in _CLOSED
 

@@ -30,6 +30,7 @@ from everstep.train.nesting import Nesting
 from everstep.train.randomness import STATE, Randomness, Rng
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS, Reducers
+from everstep.train.recovery.rehearsal import Rehearsal
 from everstep.train.shape import Shape
 from everstep.train.step import LoopError, Phase, Step, failed
 from everstep.train.switches import SWITCHES, Switches
@@ -42,10 +43,14 @@ log = logging.getLogger("everstep.train")
 class Loops:
     """What `Run` is made of, but for what a script tells it before it begins."""
 
-    def __init__(self, place: Place, boundary: Boundary, recovery: Recovery | None, *, rng: Rng) -> None:
+    def __init__(
+        self, place: Place, boundary: Boundary, recovery: Recovery | None, *, rng: Rng, rehearsal: bool = True
+    ) -> None:
         self.place = place
         self._boundary = boundary
         self._recovery = recovery
+        self._rehearses = rehearsal
+        self._rehearsal: Rehearsal | None = None
         self._random = Randomness(rng, place.device)
         self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
         self._switches = self._state[SWITCHES] = Switches(self._state)
@@ -150,10 +155,10 @@ class Loops:
                 step = self._begin_step(world)
                 yield step
                 self._end_step(step)
-                if nesting.steps_left or step.phase is Phase.LOST:
+                given = step.phase is Phase.LOST
+                if nesting.steps_left or given:
                     self._after(world, step, last=False)
                     self._stay()
-                    given = step.phase is Phase.LOST
         finally:
             nesting.steps_end(given=given)
 
@@ -188,8 +193,8 @@ class Loops:
             self._boundary.leave()
 
     def _begin_step(self, world: World) -> Step:
-        world.step_begins()
-        self._random.begin(self.step, self._rank)
+        rank = world.step_begins()
+        self._random.begin(self.step, rank if rank is not None else self._rank)
         feed = self._feed
         self._taken = Step(self.step, feed, feed is None or feed.whole, self._count, world)
         return self._taken
@@ -263,6 +268,7 @@ class Loops:
                 self._cuts,
                 between,
                 self._census,
+                self._make_rehearsal(self._recovery),
             )
         refused = self._refused()
         world.begin()
@@ -270,6 +276,13 @@ class Loops:
             raise refused
         self._world = world
         return feed, world
+
+    def _make_rehearsal(self, recovery: Recovery) -> Rehearsal | None:
+        """Another rank's part can be played where all of its step is known: its random numbers, and its share of the
+        state."""
+        if self._rehearses and self._random.each_step and self._mesh is None:
+            self._rehearsal = Rehearsal(self._state, recovery.members, recovery.program.stand_in)
+        return self._rehearsal
 
     def _refused(self) -> LoopError | None:
         """What is wrong by the text, found before others wait for this process; told with all of them."""

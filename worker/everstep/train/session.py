@@ -58,6 +58,7 @@ def start(
     every_steps: int | None = None,
     every_seconds: float | None = None,
     rng: Rng = True,
+    rehearsal: bool = True,
     reporter: Reporter | None = None,
     **options: Any,
 ) -> Run:
@@ -69,6 +70,9 @@ def start(
     `rng`: what sets the random generators. True: the session, at each step, from the run's seed, the step and the rank;
     ranks that the script has seeded alike draw alike. "rank": the same, and each rank draws other numbers. "saved": the
     script alone; commits save and restore them. False: the script alone.
+
+    `rehearsal`: under everstep-run a process that takes a lost one's place first runs its step as a rank that has
+    trained, and the run is refused if its gradients are others. See docs/reference/session.md.
     """
     rounds = AgentRounds.find()
     recovery = Recovery(rounds) if rounds is not None else None
@@ -76,7 +80,7 @@ def start(
         recovery.start(most_processes())
     place = take_place()
     boundary = Boundary.find(checkpoint, every_steps, every_seconds, options, reporter)
-    _started[:] = [Run(place, boundary, recovery, rng=rng)]
+    _started[:] = [Run(place, boundary, recovery, rng=rng, rehearsal=rehearsal)]
     return _started[0]
 
 
@@ -96,6 +100,8 @@ class Run(Loops):
         nobody knows it yet."""
         if self._recovery is not None and not self._loop and self.place.most > 1:
             raise LoopError(f"run.rank: {UNKNOWN}")
+        if self._rehearsal is not None:
+            self._rehearsal.asks_rank()
         return self._rank
 
     @property

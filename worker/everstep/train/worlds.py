@@ -46,7 +46,9 @@ class World(Scope, Protocol):
         if a peer was lost in it."""
         ...
 
-    def step_begins(self) -> None: ...
+    def step_begins(self) -> int | None:
+        """The rank as whom the step is taken, if not as this process's own: it has that one's samples and numbers."""
+        ...
 
     def go_on(self, phase: Phase) -> None:
         """A peer was lost, in a step (LOST) or between two (DONE)."""
@@ -125,6 +127,7 @@ class Steady:
         return join(None, None, None) if self._size > 1 else Alone()
 
     def step_begins(self) -> None:
+        """As this process's own rank."""
         self._began = time.monotonic()
         self._census.begins()
         self._taken += 1

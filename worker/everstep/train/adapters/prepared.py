@@ -35,7 +35,9 @@ class Session(Run):
     """The session's own run, which tells `place` of each world, and of what it trains on."""
 
     def __init__(self, boundary: Boundary, recovery: Recovery, place: Places) -> None:
-        super().__init__(take_place(), boundary, recovery, rng=True)
+        super().__init__(
+            take_place(), boundary, recovery, rng=True, rehearsal=False
+        )  # it keeps its rank in many places
         self._cuts.add(place)
 
     @property

@@ -55,6 +55,9 @@ class RecoverableGroup(dist.ProcessGroup):
         self._inner: Any = None
         self._abort: Callable[[], None] | None = None
         self.on_begin: Callable[[str, Any], None] | None = None  # its name, and the tensors that it writes into
+        # Whether a collective is to end as if all members had what this one has. May raise `PeerLost`.
+        self.stands_in: Callable[[str], bool] | None = None
+        self.on_rank: Callable[[], None] | None = None  # called when this member's rank is asked for
         self._rank, self._size = 0, 1
         self._name = ""
 
@@ -146,6 +149,10 @@ class RecoverableGroup(dist.ProcessGroup):
         if self.on_begin is not None:
             self.on_begin(name, value)
         flight, answer = self._flight, Answer(value, self._waits(name))
+        if self.stands_in is not None and self.stands_in(name):
+            _copy_own(name, arguments)
+            answer.finish(None)
+            return answer
         with flight.lock:
             inner, lost = self._inner, flight.lost
             device = _on_device(same or value)
@@ -208,6 +215,8 @@ class RecoverableGroup(dist.ProcessGroup):
     def rank(self) -> int:
         if self._scope is not None:
             self._scope.place()
+        if self.on_rank is not None:
+            self.on_rank()
         return self._rank
 
     def size(self) -> int:
@@ -311,6 +320,20 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         return self._run("recv_anysource", tensors, (), tensors, tag)
+
+
+def _copy_own(name: str, arguments: Sequence[Any]) -> None:
+    """Into what a gathering collective writes, what this member gives to it."""
+    if "gather" not in name:
+        return
+    outputs, inputs = arguments[0], arguments[1]
+    with torch.no_grad():
+        if name == "_allgather_base":
+            outputs.view(-1, inputs.numel()).copy_(inputs.reshape(1, -1))
+            return
+        for output, own in zip(outputs, inputs, strict=False):
+            for one in output if isinstance(output, list | tuple) else (output,):
+                one.copy_(own)
 
 
 def _on_device(tensors: Any) -> bool:

@@ -87,6 +87,11 @@ class ProgramGroups:
             group.place(rank, world_size)
             distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
 
+    def stand_in(self, stands_in: Callable[[str], bool] | None, on_rank: Callable[[], None] | None) -> None:
+        """Ask `stands_in` for each collective from now on, and call `on_rank` when the rank is asked for."""
+        for group in (self.main, *self.own):
+            group.stands_in, group.on_rank = stands_in, on_rank
+
     def abandon(self, reason: str) -> None:
         """The world of one is over."""
         for group in (self.main, *self.own):

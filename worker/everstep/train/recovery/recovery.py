@@ -120,10 +120,10 @@ class Recovery:
         self._rounds.on_where(self._where)
         self._rounds.ready()
 
-    def begin(self, step: int) -> None:
-        """Step number `step` begins."""
+    def begin(self, step: int, *, keep: bool = False) -> None:
+        """Step number `step` begins. `keep`: see `Replay.begin`."""
         assert self.replay is not None
-        self.replay.begin(step)
+        self.replay.begin(step, keep=keep)
         self.program.scope.enter(At.STEP)
         self._failures = self._failed_by_now()
         self._began = (step, time.monotonic())

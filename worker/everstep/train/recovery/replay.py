@@ -56,6 +56,9 @@ class Replay:
         self._places: dict[int, str] = {}  # addresses of what is not copied
         self._untraced: str | None = None
         self._after_block: dict[str, Print] = {}  # a watched step's, at its end
+        # Called before an optimizer's step, with whether it is given a closure; may raise `PeerLost`.
+        self.before_update: Callable[[bool], None] | None = None
+        self.heard: Callable[[str], object] | None = None  # called with the name of each collective of a step
         self.asked = False  # the script has asked whether the step counts
         self.undoes = False  # this step is one that all members may take back
         self.kept = False  # a copy of all was made when the step began
@@ -73,18 +76,19 @@ class Replay:
         self._after_block = {}
         self._undo.decided = False
 
-    def begin(self, step: int) -> None:
-        """Step number `step` begins. Raises `LoopError` for what follows the block and could not be recovered from."""
+    def begin(self, step: int, *, keep: bool = False) -> None:
+        """Step number `step` begins. Raises `LoopError` for what follows the block and could not be recovered from.
+        `keep`: copy all that it may move, if there is room."""
         self._check_gap()
         self.step, self._count = step, self._count + 1
         self._watched = not self._count & (self._count - 1)
         self._entered, self._written, self._settled = "", None, True
         undoes = self.undoes = self._undo.wanted and self._agreed()
         for thing in self._things:
-            if self._watched or undoes or self._count <= EARLY:
+            if self._watched or undoes or keep or self._count <= EARLY:
                 thing.look()
             thing.begin()
-        self.kept = undoes and self._keep()
+        self.kept = self._keep_once() if keep else undoes and self._keep()
         if self._watched:
             self._unmoved = self._prints()
             self._places = {place: name for name, (_, place, _) in self._unmoved.items() if place}
@@ -101,6 +105,20 @@ class Replay:
             return False  # in this step alone
         self._undo.keep(held)
         return True
+
+    def _keep_once(self) -> bool:
+        held = self._large()
+        if self._opaque or not self._undo.has_room(held):
+            return False
+        self._undo.keep(held)
+        return True
+
+    def uncount(self) -> None:
+        """The newest step, which was put back, was not one of the run's."""
+        self._count -= 1
+        self.gradients.uncount()
+        if not self._undo.wanted:
+            self._undo.let_go()
 
     def can_keep(self) -> bool:
         """Whether a copy is of use, and there is room for it in this world."""
@@ -119,6 +137,8 @@ class Replay:
         """A collective of the program's begins, and writes into these tensors."""
         if not self._in_step:
             return
+        if self.heard is not None:
+            self.heard(name)
         tensors = list(_flat(written))
         if self._written is None:  # which torch does not count
             self._written = next((found for t in tensors if (found := self._places.get(address(t)))), None)
@@ -177,9 +197,11 @@ class Replay:
             hook.remove()
 
     def _before(self, name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(_: Any, *given: Any) -> None:
             try:
                 self._refuse()
+                if self.before_update is not None:
+                    self.before_update(any(given))
             except BaseException:
                 self.refused += 1
                 raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -41,13 +41,23 @@ class Undo:
         asked = script_asks(sys._getframe(2))
         self._line = f"step {step} runs a collective ({name}{asked.at if asked else ''}) behind an optimizer's step"
 
+    def has_room(self, held: Iterable[Held]) -> bool:
+        """Whether a copy of these has room now."""
+        return self._full(_need(held)) is None
+
+    def let_go(self) -> None:
+        """The newest copy is not needed any more."""
+        self._kept = []
+
+    def _full(self, need: Mapping[torch.device, int]) -> torch.device | None:
+        """A device that has no room for as much."""
+        have = {device: _size(self._kept, device) for device in need}
+        return next((d for d, size in need.items() if size > (free_memory(d) + have[d]) * SHARE), None)
+
     def decide(self, held: Iterable[Held], opaque: str = "") -> None:
         """Whether these are copied when a step begins, from now on. `opaque`: what else there is, and cannot be."""
-        need: dict[torch.device, int] = {}
-        for tensor in _distinct(held):
-            need[tensor.device] = need.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
-        have = {device: _size(self._kept, device) for device in need}
-        full = next((d for d, size in need.items() if size > (free_memory(d) + have[d]) * SHARE), None)
+        need = _need(held)
+        full = self._full(need)
         can = full is None and not opaque
         told, self.decided = self._told is can, True
         self.on = self._told = can
@@ -100,6 +110,14 @@ def free_memory(device: torch.device) -> int:
     except (OSError, ValueError, KeyError):
         pass  # another system, no cgroup of version 2, or the root's
     return max(found, 0)
+
+
+def _need(held: Iterable[Held]) -> dict[torch.device, int]:
+    """Bytes of a copy of these."""
+    need: dict[torch.device, int] = {}
+    for tensor in _distinct(held):
+        need[tensor.device] = need.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+    return need
 
 
 def _distinct(held: Iterable[Held]) -> list[torch.Tensor]:

@@ -1,0 +1,26 @@
+"""A dictionary is filled at the end of the block, and read behind it."""
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    logged = {}
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            loss = mse_loss(model(data), target)
+            batch.scale(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            logged["loss"] = loss.item()
+        print(f"step {step.number}: {logged['loss']:.4f}")

@@ -1,0 +1,347 @@
+"""A new process plays another rank's part: what is compared, where the part may be left, what a refusal names.
+
+Whole runs with a process killed are rows of `tests/ordinary`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.train.plain import differences, plain_values
+from everstep.train.playable import may_be_left
+from everstep.train.recovery.local_gradients import LocalGradients
+
+Block = Callable[[torch.nn.Module, LocalGradients], None]
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.BatchNorm1d(7), torch.nn.ReLU(), torch.nn.Linear(7, 1))
+
+
+def told(block: Block) -> tuple[torch.Tensor, LocalGradients]:
+    net = model()
+    gradients = LocalGradients({"model": net})
+    gradients.begin()
+    block(net, gradients)
+    gradients.end()
+    return gradients.told(), gradients
+
+
+def difference(a: Block, b: Block) -> str | None:
+    mine, gradients = told(a)
+    return gradients.first_difference(mine, told(b)[0])
+
+
+def plain(net: torch.nn.Module, _: LocalGradients) -> None:
+    net(X).pow(2).mean().backward()
+
+
+def test_same_block_has_the_same_gradients() -> None:
+    assert difference(plain, plain) is None
+
+
+def test_gradients_that_differ_by_rounding_are_the_same() -> None:
+    def halves(net: torch.nn.Module, _: LocalGradients) -> None:
+        (net(X).pow(2).sum() * 1.000001 / 12).backward()
+
+    assert difference(plain, halves) is None
+
+
+@settings(deadline=None)
+@given(st.floats(0.5, 2.0).filter(lambda scale: abs(scale - 1) > 1e-3))
+def test_another_scale_of_the_loss_shows(scale: float) -> None:
+    def scaled(net: torch.nn.Module, _: LocalGradients) -> None:
+        (net(X).pow(2).mean() * scale).backward()
+
+    assert difference(plain, scaled) is not None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda net, _: net(X.flip(1)).pow(2).mean().backward(),
+        lambda net, _: net(X).abs().mean().backward(),
+        lambda net, _: net(X[:8]).pow(2).mean().backward(),
+        lambda net, _: net[:1](X).pow(2).mean().backward(),
+        lambda net, _: (net(X) * float("nan")).mean().backward(),
+        lambda net, _: None,
+    ],
+    ids=["samples", "loss", "fewer", "part of the model", "nan", "nothing"],
+)
+def test_another_computation_shows(other: Block) -> None:
+    assert difference(plain, other) is not None
+    assert difference(other, plain) is not None
+
+
+def test_values_that_are_not_finite_are_the_same_as_themselves() -> None:
+    def nan(net: torch.nn.Module, _: LocalGradients) -> None:
+        (net(X) * float("nan")).mean().backward()
+
+    assert difference(nan, nan) is None
+
+
+def test_two_micro_batches_are_added_up() -> None:
+    def two(net: torch.nn.Module, _: LocalGradients) -> None:
+        for part in X.chunk(2):
+            net(part).pow(2).mean().backward()
+
+    mine, gradients = told(two)
+    assert mine[:, 0].tolist() == [2.0] * len(gradients.names)
+    assert difference(two, two) is None
+
+
+def test_what_comes_behind_another_ranks_values_is_not_counted() -> None:
+    def gathered(scale: float) -> Block:
+        def block(net: torch.nn.Module, gradients: LocalGradients) -> None:
+            assert not gradients.collective("allgather")
+            (net(X).pow(2).mean() * scale).backward()
+
+        return block
+
+    assert difference(gathered(1.0), gathered(0.5)) is None
+    assert not told(gathered(1.0))[0].any()
+
+
+def test_backward_pass_behind_averaged_gradients_is_not_counted() -> None:
+    """SAM's second pass begins from parameters that were moved by the average over the ranks."""
+
+    def sam(moved: float) -> Block:
+        def block(net: torch.nn.Module, gradients: LocalGradients) -> None:
+            last = next(iter(net.parameters()))
+            hook = last.register_hook(lambda _: gradients.collective("allreduce") and None)
+            net(X).pow(2).mean().backward()
+            hook.remove()
+            with torch.no_grad():
+                last.add_(moved)
+            net(X).pow(2).mean().backward()
+
+        return block
+
+    mine, _ = told(sam(0.5))
+    assert mine[:, 0].max() == 1
+    assert difference(sam(0.5), sam(0.25)) is None
+
+
+def test_gradients_of_an_embedding_may_be_sparse() -> None:
+    def block(index: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(5, 3, sparse=True)
+        gradients = LocalGradients({"table": table})
+        gradients.begin()
+        table(torch.tensor([index, 2])).sum().mul(index + 1).backward()
+        gradients.end()
+        return gradients.told()
+
+    torch.manual_seed(0)
+    gradients = LocalGradients({"table": torch.nn.Embedding(5, 3, sparse=True)})
+    assert gradients.first_difference(block(0), block(0)) is None
+    assert gradients.first_difference(block(0), block(1)) == "table.weight"
+
+
+def test_parameter_of_an_optimizer_alone_is_named_by_its_place() -> None:
+    scale = torch.nn.Parameter(torch.ones(2))
+    gradients = LocalGradients({"optimizer": torch.optim.SGD([scale], lr=0.1)})
+    assert gradients.names == ["parameter 0 of optimizer"]
+
+
+# --- where the part may be left
+
+LEFT = {
+    "nothing follows": """
+        for step in steps():
+            with step:
+                work()
+        """,
+    "asks whether the step counts": """
+        for step in steps():
+            with step:
+                work()
+            if step.completed and number % 2:
+                print(number)
+        """,
+    "something before": """
+        for step in steps():
+            print("begins")
+            with step:
+                work()
+        """,
+    "counted": """
+        for number, step in enumerate(steps()):
+            with step:
+                work()
+        """,
+    "in a function": """
+        def main():
+            for step in steps():
+                with step:
+                    work()
+
+        main()
+        """,
+    "through a generator": """
+        def shown():
+            for step in steps():
+                yield step
+
+        for step in shown():
+            with step:
+                work()
+        """,
+}
+TO_ITS_END = {
+    "something follows": """
+        for step in steps():
+            with step:
+                work()
+            print("done")
+        """,
+    "what else it does if the step does not count": """
+        for step in steps():
+            with step:
+                work()
+            if step.completed:
+                print("done")
+            else:
+                print(loss)
+        """,
+    "asked behind what is read": """
+        for step in steps():
+            with step:
+                work()
+            if loss > 1 and step.completed:
+                print("done")
+        """,
+    "block in a function": """
+        def learn(step):
+            with step:
+                return work()
+
+        for step in steps():
+            learn(step)
+        """,
+    "by hand": """
+        step = next(steps())
+        with step:
+            work()
+        """,
+    "through a generator that does more": """
+        def shown():
+            for step in steps():
+                yield step
+                print(loss)
+
+        for step in shown():
+            with step:
+                work()
+        """,
+}
+
+
+def left(tmp_path: Path, script: str) -> bool:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    found: list[bool] = []
+
+    def steps() -> Iterator[Any]:
+        found.append(may_be_left(sys._getframe(1)))
+        yield contextlib.nullcontext()
+
+    with contextlib.suppress(NameError, AttributeError):
+        runpy.run_path(str(path), {"steps": steps, "work": lambda: None, "number": 0})
+    (answer,) = found
+    return answer
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_block_that_nothing_follows_may_be_left(name: str, tmp_path: Path) -> None:
+    assert left(tmp_path, LEFT[name])
+
+
+@pytest.mark.parametrize("name", TO_ITS_END)
+def test_block_that_something_follows_runs_to_its_end(name: str, tmp_path: Path) -> None:
+    assert not left(tmp_path, TO_ITS_END[name])
+
+
+# --- what is raised
+
+
+class Restless(dict[str, Any]):
+    """As a configuration whose values are computed when they are read."""
+
+    def items(self) -> Any:
+        raise ValueError("missing mandatory value")
+
+
+class Unspeakable(int):
+    def __repr__(self) -> str:
+        raise ValueError("not for print")
+
+
+def test_values_that_raise_when_they_are_read_are_left_out() -> None:
+    options, count, size = Restless(a=1), Unspeakable(3), 7
+    assert options is not None
+    assert count == 3
+    found = plain_values(sys._getframe())
+    assert found["size"] == str(size)
+    assert "count" not in found
+
+
+def test_conjugated_complex_gradients_are_summed_up() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+    gradients = LocalGradients({"optimizer": torch.optim.SGD([weight], lr=0.1)})
+    gradients.begin()
+    (weight.conj() * torch.tensor([1j, 2.0])).sum().abs().backward()
+    gradients.end()
+    assert gradients.told()[0, 0] == 1
+
+
+# --- what a refusal names
+
+
+class Options:
+    loss = staticmethod(torch.nn.functional.mse_loss)
+    strength = 0.5
+
+
+class Seen:
+    def __init__(self, seen: Any) -> None:
+        self.kinds = set(seen)
+
+
+def held(alpha: float, seen: Any) -> dict[str, str]:
+    options = Options
+    config = {"alpha": alpha, "seen": Seen(seen)}
+    assert options
+    assert config
+    return plain_values(sys._getframe())
+
+
+def test_values_that_differ_are_named_the_nearest_first() -> None:
+    there, here = held(0.5, [1, 2]), held(1.0, [])
+    found = differences(there, here)
+    assert found[:2] == [
+        "seen (2 elements there, 0 elements in the new process)",
+        "alpha (0.5 there, 1.0 in the new process)",
+    ]
+    assert "config['alpha'] (0.5 there, 1.0 in the new process)" in found
+    assert "config['seen'].kinds (2 elements there, 0 elements in the new process)" in found
+    assert not [name for name in found if name.startswith("options")]
+
+
+def test_class_attributes_and_functions_are_told() -> None:
+    found = held(0.5, [])
+    assert found["options.strength"] == "0.5"
+    assert found["options.loss"] == "mse_loss"

@@ -1,0 +1,248 @@
+"""A process that takes the place of a lost one plays another's part first, and is compared with it.
+
+What a script keeps in plain variables, caches, hooks and files is in no checkpoint, and a new process does not have it.
+`carried` reads much of that from the script's text, and cannot read all. So before a new process's gradients count, it
+runs the block of its first step as a rank that has trained already: with that one's samples and random numbers, and
+with the tracked state that it was given. Collectives are not run. The block is left before the first optimizer's step
+if nothing behind it notices; else it runs to its end. Then everything is put back, and the process takes the step as
+itself. If its gradients were not those that the other rank computes in that step, the run is refused on all ranks
+before it is saved (ADR 0018). What such a process lacks may show later (a threshold that a counter comes to), so it
+plays again in its 3rd, 5th, 9th, … step.
+
+It keeps its own rank, because a script may keep what it was told, and may write files as that rank. A script that asks
+for its rank may compute other gradients by intent, and is not refused for them.
+
+Invariants: what was played leaves nothing tracked behind; all members compare in the same step, or none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.train.plain import Values, differences, plain_values
+from everstep.train.playable import may_be_left
+from everstep.train.recovery.flight import PeerLost
+from everstep.train.recovery.local_gradients import LocalGradients, is_own
+from everstep.train.recovery.members import Members
+from everstep.train.recovery.scope import script_asks
+from everstep.train.step import LoopError
+
+log = logging.getLogger("everstep.train")
+
+MOST = 1000  # collectives that end with this rank's own values, in a part that cannot be left
+MOST_NAMED = 8  # variables in a refusal
+
+
+class Played(PeerLost):
+    """A part is over. Nobody is lost; the step's block is left as if somebody were."""
+
+
+class Rehearsal:
+    """Of one process. `stand_in`: see `ProgramGroups.stand_in`; None and None end that."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        members: Members,
+        stand_in: Callable[[Callable[[str], bool] | None, Callable[[], None] | None], None],
+    ) -> None:
+        self._state = state
+        self._members = members
+        self._stand_in = stand_in
+        self._age = 0  # steps that this process has completed, one after the other
+        self._ages: list[int] = []  # of the members, by rank
+        self._model: int | None = None  # the rank whose part is played in the next step; None: nobody plays
+        self._due = False  # this process plays in it
+        self._foreign = False  # a step was seen that asks other ranks for what they have
+        self._may_be_left = False  # the block of the part
+        self._stood_in = 0  # collectives of others' values, in the part
+        self._asked = False  # a part has asked for the rank, and may have kept it
+        self.playing = False
+        self._gradients: LocalGradients | None = None
+        self._found: torch.Tensor | None = None
+        self._values: Values = {}
+
+    def meet(self, *, joins: bool) -> None:
+        """The members of a round are at one state. `joins`: this process was given it. Collective."""
+        if joins:
+            self._age = 0
+        told = self._members.gather((self._age, int(self._foreign)))
+        self._ages = [age for age, _ in told]
+        self._foreign = any(foreign for _, foreign in told)
+        self._plan()
+
+    def _plan(self) -> None:
+        self._forget()
+        oldest = max(self._ages)
+        # Not in the second: DDP may lay out its buckets anew there, on all ranks together.
+        plays = [age < oldest and age != 1 and not age & (age - 1) for age in self._ages]
+        self._model = self._ages.index(oldest) if any(plays) else None
+        self._due = plays[self._members.rank]
+
+    @property
+    def first(self) -> bool:
+        """Whether this process has completed no step yet: all members' reducers are new."""
+        return self._age == 0
+
+    def plays(self) -> bool:
+        """Whether this process plays in the step that begins."""
+        if self._due:
+            self._may_be_left = may_be_left(sys._getframe(1))
+            if self._foreign and not self._may_be_left:
+                self.cannot("its steps have collectives of the script's own, and code behind their blocks")
+        return self._due
+
+    @property
+    def model(self) -> int:
+        """The rank whose part is played."""
+        assert self._model is not None
+        return self._model
+
+    def cannot(self, why: str) -> None:
+        """Not in this process."""
+        if self.first:
+            log.info("this new process is not compared with a rank that has trained: %s", why)
+        self._due = False
+
+    def begin(self) -> int | None:
+        """A step begins. The rank as whom it is taken, if not as this process's own."""
+        if self._model is None or self._gradients is not None or not (self._due or self._members.rank == self._model):
+            return None
+        self._gradients = LocalGradients(self._state)
+        self._values = plain_values(sys._getframe(1))
+        self._gradients.begin()
+        if not self._due:
+            return None
+        self.playing, self._due, self._stood_in = True, False, 0
+        self._stand_in(self._stands_in, self._in_group)
+        return self._model
+
+    def collective(self, name: str) -> None:
+        """One begins in a step that is not played."""
+        if self.playing:
+            return
+        if self._gradients is not None:
+            self._gradients.collective(name)
+        if not (self._foreign or self._age & (self._age - 1)):
+            self._foreign = not is_own(name)
+
+    def _stands_in(self, name: str) -> bool:
+        assert self._gradients is not None
+        own = self._gradients.collective(name)
+        self._stood_in += not own
+        if not own and (self._may_be_left or self._stood_in > MOST):
+            raise Played(f"{name} brings what another rank has")
+        return True
+
+    def asks_rank(self) -> None:
+        """The script asks for its rank."""
+        self._asked = self._asked or (self.playing and self._found is None)
+
+    def _in_group(self) -> None:
+        asked = script_asks(sys._getframe(1))
+        if asked is not None and (not asked.function or asked.function.startswith("get_")):
+            self.asks_rank()
+
+    def update(self, closure: bool) -> None:
+        """Before an optimizer's step, which has yet to compute gradients by its `closure`. Raises `Played`."""
+        if closure:
+            return
+        if self._gradients is not None and self._found is None:
+            self._end_counting()
+        if self.playing and self._may_be_left:
+            raise Played("the part is over")
+
+    def leaves(self, error: BaseException) -> bool:
+        """Whether the script goes on behind the block of the part that this has ended."""
+        return isinstance(error, PeerLost) or self._may_be_left
+
+    def over(self) -> None:
+        """The block of a step has ended."""
+        if self._gradients is not None and self._found is None:
+            self._end_counting()
+
+    def played(self, error: BaseException | None) -> None:
+        """This process is itself again. `error`: that ended the part, if nothing of ours did."""
+        self.playing = False
+        self._stand_in(None, None)
+        if error is not None:
+            log.warning("the part of rank %s ended with %r: this new process is not compared", self._model, error)
+            self._found = None
+
+    def compare(self) -> None:
+        """After the step, before anything is saved. Collective. Raises `LoopError` on all members."""
+        if self._model is not None:
+            self._compare(self._model)
+        self._age += 1
+        self._ages = [age + 1 for age in self._ages]
+        self._plan()
+
+    def _compare(self, model: int) -> None:
+        members, mine = self._members, self._found
+        is_model = members.rank == model
+        told = members.from_rank(model, _packed(mine, self._values) if is_model else b"")
+        found = ""
+        if not is_model and mine is not None and self._gradients is not None:
+            theirs, values = _unpacked(told)
+            name = self._gradients.first_difference(mine, theirs) if theirs is not None else None
+            if name is not None and self._asked:
+                log.info("%s has other gradients than on rank %s; but the step asks for its rank", name, model)
+            elif name is not None:
+                found = _refusal(name, members.rank, model, self._age, differences(values, self._values))
+        said = members.gather((int(bool(found)),))
+        worst = next((rank for rank, (bad,) in enumerate(said) if bad), None)
+        if worst is not None:
+            raise LoopError(members.from_rank(worst, found.encode()).decode())
+
+    def _end_counting(self) -> None:
+        assert self._gradients is not None
+        self._gradients.end()
+        self._found = self._gradients.told()
+
+    def _forget(self) -> None:
+        if self._gradients is not None:
+            self._gradients.end()
+        self._gradients, self._found, self._values = None, None, {}
+
+
+def _packed(found: torch.Tensor | None, values: Values) -> bytes:
+    head = json.dumps({"shape": list(found.shape) if found is not None else None, "values": values}).encode()
+    return len(head).to_bytes(8, "little") + head + (found.numpy().tobytes() if found is not None else b"")
+
+
+def _unpacked(data: bytes) -> tuple[torch.Tensor | None, Values]:
+    size = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + size])
+    if head["shape"] is None:
+        return None, head["values"]
+    found = np.frombuffer(data[8 + size :], dtype=np.float64).reshape(head["shape"])
+    return torch.from_numpy(found.copy()), head["values"]
+
+
+def _refusal(name: str, rank: int, model: int, age: int, differing: list[str]) -> str:
+    saved = "Nothing was saved since it came"
+    if age:
+        saved = (
+            f"It came {age} steps ago, and still computed the same {age - age // 2} steps ago: commits since then may "
+            "hold what it has trained wrongly"
+        )
+    text = (
+        f"rank {rank} is a new process, and it computes other gradients than rank {model} from the same samples, "
+        f"random numbers and tracked state: {name} has others. So the step reads something that a new process does not "
+        f"have. {saved}"
+    )
+    if differing:
+        more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+        text += f". Of the script's variables these differ: {'; '.join(differing[:MOST_NAMED])}{more}"
+    return text + (
+        ". What steps change is tracked (`run.track(name=value)`; a number in a dictionary of its own), or computed "
+        "anew in each step from run.step. If only the kernels of two machines differ so much, or the step reads RANK "
+        "from the environment and means to, start(rehearsal=False)"
+    )
