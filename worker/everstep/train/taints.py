@@ -45,6 +45,7 @@ FORWARD = "the forward pass"
 DATA = "what the dataset gives, where it is read in this process (num_workers=0)"
 DRAWN = "what is drawn at random"
 _SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed", "seed_all", "set_seed", "seed_everything"})
+_ASKS = ("get_", "is_")  # of torch.distributed: no other rank has to answer
 RETURNED = "what is returned"
 STEPS = "Optimizer"  # the kind of all that moves training by its `step`: optimizers, schedules, scalers
 
@@ -273,7 +274,7 @@ class Values:
             self._use(given | self._control, f"{path}.load_state_dict", line)
         elif name in ("save", "save_pretrained", "save_checkpoint", "save_model", "save_state", "save_weights"):
             self._use(self._control, SAVED, line)
-        elif path in ("dist", "torch.distributed"):
+        elif path in ("dist", "torch.distributed") and not name.startswith(_ASKS):
             self._use(self._control, f"whether {path}.{name} is called", line)
         elif (name == "step" or name.startswith("step_")) and (self._key_kind(path) or STEPS) == STEPS:
             self._use(given | self._control, f"{path}.{name}()", line)
