@@ -38,6 +38,32 @@ COLLECTIVES: dict[str, Callable[[RecoverableGroup], Any]] = {
 ONE_SIDED = {"broadcast", "scatter"}
 
 
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collective_that_is_stood_in_for_ends_at_once_and_is_not_run(name: str) -> None:
+    group, asked = RecoverableGroup(), list[str]()
+    group.place(1, 2)
+
+    def stands_in(called: str) -> bool:
+        asked.append(called)
+        return True
+
+    group.stands_in = stands_in  # and no round is attached: one that is run fails
+    assert COLLECTIVES[name](group).wait()
+    assert asked
+    assert group.begun == 0
+    assert group.failures == 0
+
+
+def test_gathering_that_is_stood_in_for_gives_what_this_member_has_for_all() -> None:
+    group = RecoverableGroup()
+    group.stands_in = lambda _: True
+    own, every, flat = torch.tensor([1.0, 2.0]), [torch.zeros(2), torch.zeros(2)], torch.zeros(4)
+    group.allgather([every], [own]).wait()
+    group._allgather_base(flat, own).wait()
+    assert [t.tolist() for t in every] == [[1, 2], [1, 2]]
+    assert flat.tolist() == [1, 2, 1, 2]
+
+
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[RecoverableGroup]]]:
     """Two members of one round; the first tells `on_lost`. Their connections are closed with the test: gloo's threads

@@ -9,9 +9,10 @@ import contextlib
 import runpy
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from everstep.train.plain import differences, plain_values
 from everstep.train.playable import may_be_left
 from everstep.train.recovery.local_gradients import LocalGradients
+from everstep.train.recovery.rehearsal import Rehearsal
 
 Block = Callable[[torch.nn.Module, LocalGradients], None]
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
@@ -155,6 +157,61 @@ def test_parameter_of_an_optimizer_alone_is_named_by_its_place() -> None:
     scale = torch.nn.Parameter(torch.ones(2))
     gradients = LocalGradients({"optimizer": torch.optim.SGD([scale], lr=0.1)})
     assert gradients.names == ["parameter 0 of optimizer"]
+
+
+# --- who plays, and when
+
+
+class Others:
+    """Members of a world, of whom this process is `rank`; `ages` is what all have told."""
+
+    def __init__(self, rank: int, ages: list[int]) -> None:
+        self.rank, self.world_size, self.ages = rank, len(ages), ages
+
+    def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        return [(age, 0) for age in self.ages] if len(values) == 2 else [tuple(values)] * self.world_size
+
+
+@given(
+    ages=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    steps=st.integers(1, 40),
+)
+@settings(deadline=None)
+def test_all_members_know_who_plays_and_as_whom(ages: list[int], steps: int) -> None:
+    said = list[list[tuple[int | None, bool]]]()
+    for rank, age in enumerate(ages):
+        others: Any = Others(rank, ages)
+        rehearsal = Rehearsal({}, others, lambda *_: None)
+        rehearsal._age = age
+        rehearsal.meet(joins=False)
+        told = list[tuple[int | None, bool]]()
+        for _ in range(steps):
+            told.append((rehearsal._model, rehearsal._due))
+            with mock.patch.object(Rehearsal, "_compare"):
+                rehearsal.compare()
+        said.append(told)
+    for step in range(steps):
+        models = {told[step][0] for told in said}
+        playing = [rank for rank, told in enumerate(said) if told[step][1]]
+        assert len(models) == 1
+        model = models.pop()
+        assert (model is None) == (not playing)
+        if model is not None:
+            assert ages[model] == max(ages)
+            assert model not in playing
+        for rank, age in enumerate(ages):
+            young = age < max(ages)
+            assert (rank in playing) == (young and (age + step == 0 or (age + step).bit_count() == 1 < age + step))
+
+
+def test_process_that_was_given_a_later_state_plays_like_a_new_one() -> None:
+    others: Any = Others(1, [7, 0])
+    rehearsal = Rehearsal({}, others, lambda *_: None)
+    rehearsal._age = 5
+    rehearsal.meet(joins=True)
+    assert rehearsal._age == 0
+    assert rehearsal.first
+    assert rehearsal._due
 
 
 # --- where the part may be left

@@ -96,7 +96,7 @@ class Recovering:
         return True
 
     def step_begins(self) -> int | None:
-        plays = self._rehearsal is not None and self._rehearsal.plays()
+        plays = self._rehearsal is not None and self._rehearsal.plays(self._reducers.can_renew)
         self._recovery.begin(self._boundary.step, keep=plays)
         self._census.begins()
         if self._rehearsal is None:
@@ -155,9 +155,6 @@ class Recovering:
         assert self._rehearsal is not None
         self._rehearsal.played(error)
         self._played = True
-        if error is not None and not self._rehearsal.first:  # maybe in a backward pass, in which the others are not
-            log.error("this process ends, and a new one takes its place")
-            raise SystemExit(exit_codes.NOT_RECOVERED) from error
 
     def _be_oneself(self) -> None:
         """What the part has moved, and what followed its block, is put back. This process's own step follows."""
@@ -170,8 +167,9 @@ class Recovering:
         self._read_as(self._recovery.members.rank)
         replay.uncount()
         self._census.uncount()
-        if self._rehearsal is not None and self._rehearsal.first:
-            self._reducers.rebuild()
+        assert self._rehearsal is not None
+        with self._rehearsal.alone():
+            self._reducers.renew()
         if quality is Quality.TORN:
             log.error("%s, and cannot be put back; this process ends, and a new one takes its place", replay.torn)
             raise SystemExit(exit_codes.NOT_RECOVERED)

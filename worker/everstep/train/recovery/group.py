@@ -327,13 +327,12 @@ def _copy_own(name: str, arguments: Sequence[Any]) -> None:
     if "gather" not in name:
         return
     outputs, inputs = arguments[0], arguments[1]
+    pairs = [(outputs, inputs)] if isinstance(outputs, torch.Tensor) else zip(outputs, inputs, strict=False)
     with torch.no_grad():
-        if name == "_allgather_base":
-            outputs.view(-1, inputs.numel()).copy_(inputs.reshape(1, -1))
-            return
-        for output, own in zip(outputs, inputs, strict=False):
+        for output, own in pairs:
             for one in output if isinstance(output, list | tuple) else (output,):
-                one.copy_(own)
+                if own.numel() and one.numel() % own.numel() == 0:
+                    one.view(-1, own.numel()).copy_(own.reshape(1, -1))
 
 
 def _on_device(tensors: Any) -> bool:

@@ -77,6 +77,7 @@ class Reducers:
         )
         # Held until they are known: one that the script drops goes at another moment on each rank.
         self._unknown: list[tuple[_Orderly, DistributedDataParallel]] = []
+        self._had: list[DistributedDataParallel] = []  # whose buckets were laid out, by the others too
         self._settle()
 
     def __len__(self) -> int:
@@ -121,6 +122,20 @@ class Reducers:
             made = rebuild(ddp, known.order if known is not None else None, self._reduced[ddp])
             if known is not None:
                 known.made = made
+
+    def can_renew(self) -> bool:
+        """Before a pass that `renew` is to follow: whether it knows how."""
+        known = {o.reference() for o in self._orderly if o.made is not None}
+        self._had = [ddp for ddp in self.alive() if ddp._has_rebuilt_buckets]
+        return all(not ddp._has_rebuilt_buckets or (ddp in known and not ddp.static_graph) for ddp in self.alive())
+
+    def renew(self) -> None:
+        """In this process alone, whose backward pass the others have not made: reducers that do as those do that are
+        there, from the beginning of a pass. With collectives stood in for."""
+        self.rebuild()
+        for ddp in self._had:  # as their first forward pass of this world has done
+            ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
+        self._had = []
 
     def resume(self) -> None:
         """The state was restored, in a world that stays: make those anew whose order is another. On every rank."""

@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class Rehearsal:
     def _plan(self) -> None:
         self._forget()
         oldest = max(self._ages)
-        # Not in the second: DDP may lay out its buckets anew there, on all ranks together.
+        # Not in the second: the first was compared just before.
         plays = [age < oldest and age != 1 and not age & (age - 1) for age in self._ages]
         self._model = self._ages.index(oldest) if any(plays) else None
         self._due = plays[self._members.rank]
@@ -91,8 +92,11 @@ class Rehearsal:
         """Whether this process has completed no step yet: all members' reducers are new."""
         return self._age == 0
 
-    def plays(self) -> bool:
-        """Whether this process plays in the step that begins."""
+    def plays(self, can_renew: Callable[[], bool]) -> bool:
+        """Whether this process plays in the step that begins. `can_renew`: whether DDP's reducers are the others' again
+        behind the part."""
+        if self._due and not can_renew():
+            self.cannot("DDP's buckets could not be made anew behind it (static_graph, or a process group of its own)")
         if self._due:
             self._may_be_left = may_be_left(sys._getframe(1))
             if self._foreign and not self._may_be_left:
@@ -130,13 +134,15 @@ class Rehearsal:
             return
         if self._gradients is not None:
             self._gradients.collective(name)
-        if not (self._foreign or self._age & (self._age - 1)):
+        # Who has called a broadcast is looked for in the 1st, 2nd, 4th, … step alone: that takes longest.
+        if not self._foreign and (name != "broadcast" or not self._age & (self._age - 1)):
             self._foreign = not is_own(name)
 
     def _stands_in(self, name: str) -> bool:
         assert self._gradients is not None
         own = self._gradients.collective(name)
         self._stood_in += not own
+        self._foreign = self._foreign or not own
         if not own and (self._may_be_left or self._stood_in > MOST):
             raise Played(f"{name} brings what another rank has")
         return True
@@ -167,6 +173,15 @@ class Rehearsal:
         """The block of a step has ended."""
         if self._gradients is not None and self._found is None:
             self._end_counting()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """With collectives stood in for."""
+        self._stand_in(lambda _: True, None)
+        try:
+            yield
+        finally:
+            self._stand_in(None, None)
 
     def played(self, error: BaseException | None) -> None:
         """This process is itself again. `error`: that ended the part, if nothing of ours did."""
