@@ -50,13 +50,15 @@ def test_next_commit_makes_the_deaths_before_it_history(runs: Any) -> None:
     assert runs(store).restored() == 3
 
 
-def test_run_that_steps_back_and_commits_leaves_the_poison_to_the_clean_up(runs: Any) -> None:
+def test_suspected_commit_does_not_count_as_kept_and_is_not_deleted_for_it(runs: Any) -> None:
     store = MemoryStore()
     runs(store).save(1, 2)
     for _ in range(3):
         runs(store).begin()
     runs(store).save(3, keep=2)
-    assert [f.step for f in everstep.Checkpointer(store=store).list()] == [3, 1], "2 does not count as kept"
+    assert [f.step for f in everstep.Checkpointer(store=store).list()] == [3, 2, 1], "2 is whole, and 1 is kept for it"
+    runs(store).save(4, 5, keep=2)
+    assert [f.step for f in everstep.Checkpointer(store=store).list()] == [5, 4], "it is old, as any other"
 
 
 @pytest.mark.parametrize("steps", [SURVIVED_STEPS - 1, SURVIVED_STEPS])

@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 
 from everstep.checkpoint import pins
 from everstep.checkpoint.chunks import verify
-from everstep.checkpoint.cleaner import UPLOAD_SECONDS, clean, enough
+from everstep.checkpoint.cleaner import UPLOAD_SECONDS, clean, enough, missing, sizes_in
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, NoCommit
-from everstep.checkpoint.layout import DATA, folder_of, owner_of
+from everstep.checkpoint.layout import folder_of, owner_of
 from everstep.checkpoint.log import Unreadable
 from everstep.checkpoint.manifest import CommitRecord, nonfinite_in
 from everstep.checkpoint.retention import Delete
@@ -59,11 +59,11 @@ class Catalog:
     def list(self, limit: int = 1000) -> tuple[Found, ...]:
         """The newest commits that have their data, newest first. Older ones are history: their shards are deleted."""
         end = self._log.head().last  # first: what commits until now has its shards in the listing that follows
-        sizes = self._sizes()
+        sizes = sizes_in(self._store)
         pinned = pins.pinned(self._store)
         walked = itertools.islice(self._down_to_the_last(end, sizes), limit)
         present = (r for r in walked if not r.shards or any(folder_of(s.path) in sizes for s in r.shards))
-        return tuple(Found.of(r, r.save_id in pinned, _missing(r, sizes)) for r in present)
+        return tuple(Found.of(r, r.save_id in pinned, missing(r, sizes)) for r in present)
 
     def find(self, step: int | None = None, n: int | None = None) -> CommitRecord:
         """The newest commit, or the newest of `step`, or record `n`. Raises `NoCommit` if there is none."""
@@ -107,13 +107,13 @@ class Catalog:
         head = self._log.head()
         if head.open is None:
             return ()
-        sizes = self._sizes()
+        sizes = sizes_in(self._store)
         walked = list(self._down_to_the_last(head.last, sizes))
-        damaged = frozenset(r.n for r in walked if _missing(r, sizes))
-        commits = enough(walked, keep, damaged)
+        damaged = frozenset(r.n for r in walked if missing(r, sizes))
+        commits = enough(walked, keep, lambda r: r.n in damaged)
         newest = owner_of(commits[0].save_id) if commits else None
         sequence = newest[1] if newest and newest[0] == head.open.n else 0
-        deleted = clean(self._store, commits, keep, damaged, head.open.n, sequence, really=really)
+        deleted = clean(self._store, sizes, commits, keep, damaged, head.open.n, sequence, really=really)
         if really:
             self._store.sweep_uploads(UPLOAD_SECONDS)
         return deleted
@@ -145,19 +145,7 @@ class Catalog:
                 left.discard(order)
             yield record
 
-    def _sizes(self) -> dict[str, dict[str, int]]:
-        """What is there: save id → object → bytes."""
-        sizes: dict[str, dict[str, int]] = {}
-        for info in self._store.list(DATA):
-            sizes.setdefault(info.name.split("/")[1], {})[info.name] = info.size
-        return sizes
-
     def _pinned(self) -> Iterator[CommitRecord]:
         """The pinned commits: they may be older than a walk of the log goes."""
         records = (self._log.read(n) for n in pins.pinned_commits(self._store))
         return (record for record in records if isinstance(record, CommitRecord))
-
-
-def _missing(record: CommitRecord, sizes: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
-    """The commit's shards that are not there, or of another size."""
-    return tuple(s.path for s in record.shards if sizes.get(folder_of(s.path) or "", {}).get(s.path) != s.bytes)

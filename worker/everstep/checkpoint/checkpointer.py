@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import threading
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from everstep.checkpoint import opening
+from everstep.checkpoint import at_exit, opening
 from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
@@ -27,23 +29,32 @@ from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, Sav
 from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
-from everstep.checkpoint.manifest import OpenRecord
+from everstep.checkpoint.manifest import MAX_STEP, OpenRecord
 from everstep.checkpoint.opening import InRound, Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
 from everstep.checkpoint.ranks import Ranks, join
-from everstep.checkpoint.restoring import Guard, newest_whole
+from everstep.checkpoint.restoring import Guard, candidates, newest_whole
 from everstep.checkpoint.staging import Staging
-from everstep.checkpoint.state import Captured, apply, capture
+from everstep.checkpoint.state import apply, capture
 from everstep.checkpoint.targets import targets
-from everstep.checkpoint.writer import Events, Failed, Identity, SaveHandle, Skipped, Writer
+from everstep.checkpoint.writer import Events, Failed, Identity, SaveHandle, Writer
 from everstep.storage import ObjectStore, RetryableError, StorageError, StoreUnusable
 
 logger = logging.getLogger("everstep.checkpoint")
 
 IN_FLIGHT = "the save before is still in flight"
+GIVES_WAY = "a later one came while it waited for the save before"
 
-CLOSE_SECONDS = 120.0
+CLOSE_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Memory that a save was copied to, and the save that is written from it."""
+
+    staging: Staging = field(default_factory=Staging)
+    handle: SaveHandle | None = None
 
 
 class Checkpointer:
@@ -117,7 +128,7 @@ class Checkpointer:
         self._peer_timeout = peer_timeout
         self._events = opening.quiet(on_event or opening.default_events())
         self._arranger = Arranger()
-        self._staging = Staging()
+        self._buffers = [_Buffer(), _Buffer()]
         self._ranks: Ranks | None = None
         self._own: OpenRecord | None = None
         self._writer: Writer | None = None
@@ -125,11 +136,13 @@ class Checkpointer:
         self._loads: Loads | None = None  # of rank 0
         self._proved: int | None = None  # the step at which the state that was loaded is no poison
         self._damaged: set[int] = set()
+        self._suspected: set[int] = set()  # whole, and earlier runs that loaded them came to nothing
         self._sequence = 0
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
         self._newest = -1  # the step of the newest commit when the log was taken, until the state is of it or later
         self._round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
         self._closed = threading.Event()
+        at_exit.close(self)
 
     def restore(self, state: Mapping[str, Any]) -> int | None:
         """Take the log, load the newest whole commit into `state` in place, and return its step; None if there is
@@ -145,7 +158,8 @@ class Checkpointer:
         guard = Guard(loads, self._settings.max_loads, self._settings.nonfinite)
         self._loading = loads
         try:
-            found = newest_whole(self._log, self._store, own, ranks, wanted, guard, self._stepped_over)
+            tried = candidates(self._log, own, guard, self._stepped_over)  # by rank 0
+            found = newest_whole(self._store, ranks, wanted, tried, self._stepped_over)
             if found is not None:
                 record, tensors = found
                 assert isinstance(record.values, dict)
@@ -170,7 +184,7 @@ class Checkpointer:
 
         Not while a save is in flight: a slow store makes saves rarer, never training slower.
         """
-        now = time.monotonic()
+        step, now = whole_step(step), time.monotonic()
         self._alive(step)
         if not self._policy.candidate(step):
             return False
@@ -184,15 +198,16 @@ class Checkpointer:
             raise writer.fenced or Fenced(f"{self._store.url}: rank 0 was fenced by a newer writer")
         if verdict is Verdict.BUSY and (self._policy.by_steps(step) or self._told != self._sequence):
             self._told = self._sequence  # by the clock it is due after each step from now on
-            self._skipped(step)
+            self._skipped(step, IN_FLIGHT)
         return verdict is Verdict.SAVE
 
     def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
         """Copy `state` to host memory and make it durable in the background as the state after `step`.
 
-        Every rank calls it at the same step; the state may change as soon as it returns. If a save is still in flight
-        nothing is saved (`Skipped`): two saves never overlap.
+        Every rank calls it at the same step; the state may change as soon as it returns. While the save before is in
+        flight it waits for that one, and a save that waits already gives way to it (`Skipped`): two never overlap.
         """
+        step = whole_step(step)
         ready = self._ready_again(step)
         if isinstance(ready, SaveFailed):
             return SaveHandle(step, Failed(step, ready))
@@ -202,13 +217,19 @@ class Checkpointer:
         assert self._own is not None
         self._sequence += 1  # on every rank alike, whatever becomes of the save
         identifier = save_id(self._own.n, self._own.writer, self._sequence)
-        if writer.busy:
-            if ranks.rank != 0:
-                writer.give_up(identifier, ranks.rank, IN_FLIGHT)
-            self._skipped(step)
-            return SaveHandle(step, Skipped(step, IN_FLIGHT))
+        captured = capture(state, ranks.rank)
+        arranged, tensors = self._arranger.arrange(captured, ranks)  # what refuses the state lets the one that waits be
+        if (replaced := writer.withdraw(GIVES_WAY)) is not None:
+            self._skipped(replaced, GIVES_WAY)
         self._policy.saved(time.monotonic())
-        return writer.submit(self._stage(step, identifier, capture(state, ranks.rank), ranks))
+        buffer = self._buffer()
+        staged = Staged(
+            step, identifier, ranks.rank, ranks.world_size,
+            buffer.staging.fill(arranged.plan, tensors) if tensors else None, arranged.entries,
+            captured.own_values, captured.values, arranged.checked, self._settings.nonfinite,
+        )  # fmt: skip
+        buffer.handle = writer.submit(staged)
+        return buffer.handle
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str = "") -> None:
         """Go on in another world, that of round `round_`, whose members have the state that this process has, or are
@@ -229,21 +250,37 @@ class Checkpointer:
         """Wait until no save is in flight; False after `timeout` seconds. Raises nothing: see `SaveHandle.wait`."""
         return self._writer is None or self._writer.idle(timeout)
 
-    def close(self) -> None:
-        """Finish the save in flight (at most `CLOSE_SECONDS`) and stop the thread. Raises `Fenced` if it was fenced."""
-        if not self._closed.is_set() and self._writer is not None:
-            self._closed.set()
-            if self._proved is not None and self._loads is not None:
-                self._writer.later(self._loads.end)
-            self._writer.close(CLOSE_SECONDS)
-            if self._writer.fenced:
-                raise self._writer.fenced
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Finish the save in flight and the one that waits for it, and stop the thread. A script that ends in order
+        without it, by `sys.exit` too, does the same at its end, and has exit code 1 where this raises.
+
+        Raises `SaveFailed` if the newest save came to nothing, or is not over after `timeout` seconds, unless its
+        handle's `wait` has raised that; `Fenced` if a newer writer owns the log.
+        """
+        if self._writer is None:
+            at_exit.forget(self)
+        if self._closed.is_set() or self._writer is None:
+            return
+        self._closed.set()
+        at_exit.forget(self)
+        if self._proved is not None and self._loads is not None:
+            self._writer.later(self._loads.end)
+        newest = self._writer.newest
+        self._writer.close(timeout)
+        if self._writer.fenced:
+            raise self._writer.fenced
+        if newest is not None and (problem := newest.unheard()) is not None:
+            raise problem
+
+    def leave_the_end(self) -> None:
+        """Somebody else sees to it that the last save ends: nothing is done where the process ends without `close`."""
+        at_exit.forget(self)
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.close()
 
     def list(self) -> tuple[Found, ...]:
@@ -297,13 +334,14 @@ class Checkpointer:
             else:  # the world changed since; the next save makes the next writer
                 threading.Thread(target=self._loads.end_quietly, name="everstep-note", daemon=True).start()
 
-    def _stage(self, step: int, identifier: str, captured: Captured, ranks: Ranks) -> Staged:
-        arranged, tensors = self._arranger.arrange(captured, ranks)
-        data = self._staging.fill(arranged.plan, tensors) if tensors else None
-        return Staged(
-            step, identifier, ranks.rank, ranks.world_size, data, arranged.entries,
-            captured.own_values, captured.values, arranged.checked, self._settings.nonfinite,
-        )  # fmt: skip
+    def _buffer(self) -> _Buffer:
+        """One that no save is written from. The second is there only while saves come faster than the store is."""
+        free = [b for b in self._buffers if b.handle is None or b.handle.done()]
+        if not free:  # writers that were abandoned still read theirs
+            self._buffers = free = [_Buffer(), _Buffer()]
+        for spare in free[1:]:
+            spare.staging.release()
+        return free[0]
 
     def _ready(self, step: int) -> tuple[Writer, Ranks]:
         """The writer, for the state after `step`. A script may skip `restore` only while there is nothing to restore: a
@@ -360,18 +398,32 @@ class Checkpointer:
     def _start_writer(self) -> None:
         if self._writer is None:
             assert self._own is not None
-            cleaner = Cleaner(self._store, self._own, self._settings.keep, frozenset(self._damaged), self._loads)
+            cleaner = Cleaner(
+                self._store, self._own, self._settings.keep, frozenset(self._damaged), self._loads,
+                suspected=frozenset(self._suspected),
+            )  # fmt: skip
             identity = Identity(self._own, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
 
-    def _skipped(self, step: int) -> None:
-        logger.warning("step %d is not saved: %s", step, IN_FLIGHT)
-        self._events("save-skipped", step=step, error=IN_FLIGHT)
+    def _skipped(self, step: int, why: str) -> None:
+        logger.warning("step %d is not saved: %s", step, why)
+        self._events("save-skipped", step=step, error=why)
 
-    def _stepped_over(self, n: int, reason: str) -> None:
-        self._damaged.add(n)
+    def _stepped_over(self, n: int, reason: str, *, suspected: bool = False) -> None:
+        (self._suspected if suspected else self._damaged).add(n)
         logger.error("log record %d is stepped over: %s", n, reason)
         self._events("stepped-over", n=n, error=reason)
+
+
+def whole_step(step: object) -> int:
+    """`step` as the log can hold it: an integer of any kind (numpy's, a tensor of one element). Raises `ValueError`."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool) or not 0 <= number <= MAX_STEP:
+        raise ValueError(f"step={step!r}: an integer from 0 to 2**62 is expected, as completed steps are counted")
+    return number
 
 
 def stamp(seconds: float) -> str:

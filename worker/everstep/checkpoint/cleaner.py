@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.layout import DATA, owner_of, save_folder
+from everstep.checkpoint.layout import DATA, folder_of, owner_of, save_folder
 from everstep.checkpoint.loads import Loads
+from everstep.checkpoint.log import Unreadable
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, nonfinite_in
 from everstep.checkpoint.pins import delete_save, pinned
 from everstep.checkpoint.retention import Delete, plan_retention
@@ -22,16 +22,29 @@ log = logging.getLogger("everstep.checkpoint")
 UPLOAD_SECONDS: Final = 24 * 3600.0
 
 
+Sizes = Mapping[str, Mapping[str, int]]  # save id → object → bytes
+
+
 class Cleaner:
-    """Keeps the newest `keep` commits of a log that `own` has open. `damaged` are records found unusable at restore."""
+    """Keeps the newest `keep` commits of a log that `own` has open. `damaged` are records found unusable at restore,
+    `suspected` those that are whole, and that earlier runs died of."""
 
     def __init__(
-        self, store: ObjectStore, own: OpenRecord, keep: int, damaged: frozenset[int], loads: Loads | None = None
+        self,
+        store: ObjectStore,
+        own: OpenRecord,
+        keep: int,
+        damaged: frozenset[int],
+        loads: Loads | None = None,
+        *,
+        suspected: frozenset[int] = frozenset(),
     ) -> None:
         self._store = store
+        self._log = CommitLog(store)
         self._own = own
         self._keep = keep
         self._damaged = damaged
+        self._suspected = suspected
         self._loads = loads
         self._recent: list[CommitRecord] = []
         self._read_below = False  # whether `_recent` holds all commits that are to be kept
@@ -45,39 +58,67 @@ class Cleaner:
         """
         known = self._recent[0].n if self._recent else NONE
         if self._read_below and record.commit == known:
-            self._recent = enough([record, *self._recent], self._keep, self._damaged)
+            self._recent = [record, *self._recent]
         else:
             self._recent, self._read_below = [record], False
 
     def clean(self) -> None:
-        """Delete the saves that are not needed any more. Called after `committed`."""
+        """Delete the saves that are not needed any more. Called after `committed`.
+
+        A commit counts only if it can be read: the newest record is read back, and shards that are not there, or not of
+        their size, make room for none that are.
+        """
         try:
-            if not self._read_below:
-                below = CommitLog(self._store).commits(self._recent[0].n)
-                readable = (record for record in below if isinstance(record, CommitRecord))
-                self._recent = enough(itertools.chain(self._recent, readable), self._keep, self._damaged)
-                self._read_below = True
-            newest = owner_of(self._recent[0].save_id)
-            clean(self._store, self._recent, self._keep, self._damaged, self._own.n, newest[1] if newest else 0)
+            newest = self._recent[0]
+            if isinstance(found := self._log.read(newest.n), Unreadable):
+                log.error(
+                    "log record %d was just written, and cannot be read: %s; nothing is deleted", found.n, found.reason
+                )
+                return
+            sizes = sizes_in(self._store)
+            lost = frozenset(r.n for r in self._recent if missing(r, sizes))
+            if lost:
+                log.error("the commits of log records %s have lost shards; they do not count as kept", sorted(lost))
+            if not self._read_below or lost:
+                below = (r for r in self._log.commits(newest.n) if isinstance(r, CommitRecord))
+                self._recent, self._read_below = [newest, *self._enough(below, sizes)], True
+            self._recent = self._enough(self._recent, sizes)
+            damaged = self._damaged | {r.n for r in self._recent if missing(r, sizes)}
+            owner = owner_of(newest.save_id)
+            clean(
+                self._store, sizes, self._recent, self._keep, damaged, self._own.n, owner[1] if owner else 0,
+                suspected=self._suspected,
+            )  # fmt: skip
             if not self._swept:
                 if self._loads is not None:
-                    self._loads.clear(self._recent[0].n)
+                    self._loads.clear(newest.n)
                 self._store.sweep_uploads(UPLOAD_SECONDS)
                 self._swept = True
         except (StorageError, CheckpointError) as e:
             log.warning("clean-up after a commit failed, the next one tries again: %s", e)
 
+    def _enough(self, commits: Iterable[CommitRecord], sizes: Sizes) -> list[CommitRecord]:
+        def unusable(record: CommitRecord) -> bool:
+            return record.n in self._damaged or bool(missing(record, sizes))
 
-def enough(commits: Iterable[CommitRecord], keep: int, damaged: frozenset[int]) -> list[CommitRecord]:
+        return enough(commits, self._keep, unusable, self._suspected)
+
+
+def enough(
+    commits: Iterable[CommitRecord],
+    keep: int,
+    damaged: Callable[[CommitRecord], bool],
+    suspected: frozenset[int] = frozenset(),
+) -> list[CommitRecord]:
     """Of commits, newest first, those that `plan_retention` must know of: down to the `keep`-th that is usable."""
     found: list[CommitRecord] = []
     usable = marked = 0
     for commit in commits:
-        if nonfinite_in(commit):
+        if nonfinite_in(commit) or commit.n in suspected:
             marked += 1
             if marked > keep:
                 continue
-        elif commit.n not in damaged:
+        elif not damaged(commit):
             usable += 1
         found.append(commit)
         if usable == keep:
@@ -85,26 +126,38 @@ def enough(commits: Iterable[CommitRecord], keep: int, damaged: frozenset[int]) 
     return found
 
 
+def sizes_in(store: ObjectStore) -> dict[str, dict[str, int]]:
+    """What saves have left: save id → object → bytes."""
+    sizes: dict[str, dict[str, int]] = {}
+    for info in store.list(DATA):
+        sizes.setdefault(info.name.split("/")[1], {})[info.name] = info.size
+    return sizes
+
+
+def missing(record: CommitRecord, sizes: Sizes) -> tuple[str, ...]:
+    """The commit's shards that are not there, or of another size."""
+    return tuple(s.path for s in record.shards if sizes.get(folder_of(s.path) or "", {}).get(s.path) != s.bytes)
+
+
 def clean(
     store: ObjectStore,
+    sizes: Sizes,
     commits: list[CommitRecord],
     keep: int,
     damaged: frozenset[int],
     open_n: int,
     sequence: int,
     *,
+    suspected: frozenset[int] = frozenset(),
     really: bool = True,
 ) -> tuple[Delete, ...]:
     """Delete what `plan_retention` says of these commits and of the folders that exist; what was deleted.
 
     Without `really`, what would be.
     """
-    names: dict[str, list[str]] = {}
-    for info in store.list(DATA):
-        names.setdefault(info.name.split("/")[1], []).append(info.name)
-    marked = frozenset(c.n for c in commits if nonfinite_in(c))
+    marked = suspected | {c.n for c in commits if nonfinite_in(c)}
     plan = plan_retention(
-        names,
+        sizes,
         commits,
         keep=keep,
         damaged=damaged,
@@ -117,7 +170,7 @@ def clean(
         return plan
     done = []
     for delete in plan:
-        if delete_save(store, delete.save_id, names[delete.save_id]):
+        if delete_save(store, delete.save_id, list(sizes[delete.save_id])):
             done.append(delete)
             log.info("deleted %s: %s", save_folder(delete.save_id), delete.reason)
     return tuple(done)

@@ -77,7 +77,8 @@ class CommitLog:
     def commit(self, head: Head, own: OpenRecord, draft: CommitRecord) -> tuple[Head, CommitRecord]:
         """Append `draft`, whose shards are written. `head` is what the writer knew last.
 
-        Raises `Fenced` if another writer has opened the log since, `SaveFailed` if that cannot be told.
+        Raises `Fenced` if another writer has opened the log since, `SaveFailed` if that cannot be told, `FormatError`
+        for a record that nobody could read: it is decoded before it is created.
         """
         for _ in range(MAX_CONFLICTS):
             decision = log.decide_commit(head, own, draft)
@@ -119,8 +120,10 @@ class CommitLog:
                     assert_never(record)
 
     def _create(self, head: Head, record: Record) -> Done | Refuse | Again:
+        name, data = record_name(record.n), encode_record(record)
+        decode_record(data, record.n, f"{self._store.url}/{name}")  # nobody could read it: then it is not to exist
         try:
-            self._store.create(record_name(record.n), encode_record(record))
+            self._store.create(name, data)
         except AlreadyExists:
             return log.after_conflict(head, record, self.read(record.n))
         return Done(record, "created")

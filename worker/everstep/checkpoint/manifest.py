@@ -19,6 +19,7 @@ from everstep.checkpoint.wire import Fields, Json
 
 VERSION: Final = 1
 NONE: Final = -1  # "no such record" in `open` and `commit`
+MAX_STEP: Final = 2**62
 CHUNK_BYTES: Final = 64 * 2**20
 
 # Bytes of one element, by safetensors' name of the type.

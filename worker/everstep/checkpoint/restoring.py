@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 import xxhash
@@ -42,6 +42,21 @@ Wanted = Callable[[CommitRecord], list[Target]]  # what this rank needs of a com
 _GOOD, _DAMAGED, _BROKEN = 0, 1, 2
 
 
+class SteppedOver(Protocol):
+    """Told which commit was not taken, and why; `suspected`: it is whole, but runs that loaded it came to nothing."""
+
+    def __call__(self, n: int, reason: str, *, suspected: bool = False) -> None: ...
+
+
+def unfit(found: CommitRecord | Unreadable) -> str | None:
+    """Why nobody goes on from this record, or None."""
+    if isinstance(found, Unreadable):
+        return found.reason
+    if names := nonfinite_in(found):
+        return f"step {found.step}: {', '.join(names[:3])} hold NaN or infinity"
+    return None
+
+
 class Guard:
     """Says which commits not to take, of those that can be read, and notes which one is being loaded. Rank 0's."""
 
@@ -53,10 +68,11 @@ class Guard:
 
     def against(self, found: CommitRecord | Unreadable) -> str | None:
         """Why not to take it, or None."""
-        if isinstance(found, Unreadable):
-            return found.reason
-        if self._nonfinite != "allow" and (names := nonfinite_in(found)):
-            return f"step {found.step}: {', '.join(names[:3])} hold NaN or infinity"
+        if self._nonfinite != "allow" or isinstance(found, Unreadable):
+            reason = unfit(found)
+            if reason is not None:
+                return reason
+        assert isinstance(found, CommitRecord)
         if self._most == 0:
             return None
         if self._failed is None:
@@ -70,20 +86,17 @@ class Guard:
 
 
 def newest_whole(
-    log: CommitLog,
     store: ObjectStore,
-    own: OpenRecord,
     ranks: Ranks,
     wanted: Wanted,
-    guard: Guard,
-    stepped_over: Callable[[int, str], None],
+    candidates: Iterator[CommitRecord],
+    stepped_over: SteppedOver,
 ) -> tuple[CommitRecord, dict[str, torch.Tensor]] | None:
-    """The newest commit below `own` that loads on all ranks, with this rank's `wanted` tensors of it. Collective.
+    """The first of rank 0's `candidates` that loads on all ranks, with this rank's `wanted` tensors of it. Collective.
 
     Raises `CheckpointError` if there are commits and none of them loads: to start from nothing then would throw the
     training away; and whatever a store that does not answer raises.
     """
-    candidates = _candidates(log, own, guard, stepped_over) if ranks.rank == 0 else iter(())
     for tried in range(MAX_TRIES):
         record = _propose(candidates, ranks)
         if record is None:
@@ -162,9 +175,7 @@ def _to_check(record: CommitRecord, tasks: Sequence[reading.Task], ranks: Ranks)
     return [record.shards[number] for number in sorted(mine)]
 
 
-def _candidates(
-    log: CommitLog, own: OpenRecord, guard: Guard, stepped_over: Callable[[int, str], None]
-) -> Iterator[CommitRecord]:
+def candidates(log: CommitLog, own: OpenRecord, guard: Guard, stepped_over: SteppedOver) -> Iterator[CommitRecord]:
     """The commits to try, newest first: those that were poison to earlier runs only when nothing else is left."""
     passed: list[str] = []
     poison: list[tuple[CommitRecord, str]] = []
@@ -173,7 +184,7 @@ def _candidates(
         reason = guard.against(found)
         if reason is None and isinstance(found, CommitRecord):
             for record, why in poison if not tried else ():
-                stepped_over(record.n, why)
+                stepped_over(record.n, why, suspected=True)
             tried = True
             guard.loading(found)
             yield found

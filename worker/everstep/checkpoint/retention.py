@@ -37,9 +37,9 @@ def plan_retention(
 
     `save_ids` are the folders that exist, `commits` the newest commits, newest first and at least `keep` of them not
     in `damaged` if there are so many; `open_n` is the caller's own open record and `sequence` that of its newest
-    commit; `pinned` are the save ids that somebody pinned. `marked` are commits of a diverged state: the newest `keep`
-    of them stay for whoever looks into it, but no run goes on from them, so they do not count. Raises `ValueError` for
-    `keep` < 1.
+    commit; `pinned` are the save ids that somebody pinned. `marked` are commits of a diverged state, and those that
+    runs died of: the newest `keep` of them stay for whoever looks into it, but no run goes on from them, so they do
+    not count. Raises `ValueError` for `keep` < 1.
 
     A save of an earlier open that is in no kept commit can never become one, because the caller's open fences it. A
     save of the caller's own open is finished, one way or the other, once a later one has been committed.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
+import torch.utils._python_dispatch
 
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.sharding import is_sharded
@@ -26,6 +27,7 @@ DTYPES: Final[dict[torch.dtype, str]] = {
 TORCH: Final = {name: dtype for dtype, name in DTYPES.items()}
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+MAX_PATH: Final = 4000  # characters; what is written beside it, and the record's own bound of 4,096, leave so much
 _MAX_DEPTH = 24  # each level here is up to two in the record, whose own bound is 64
 
 
@@ -92,8 +94,12 @@ class Flattener:
             raise StateMismatch(f"{path}: a ShardedTensor (FSDP1) cannot be in a checkpoint; use fully_shard (FSDP2)")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in DTYPES:
             raise StateMismatch(f"{path}: a {tensor.dtype} tensor ({tensor.layout}, {tensor.device}) is not supported")
+        if len(path) > MAX_PATH:
+            raise StateMismatch(f"{path[:80]}…: a path of {len(path)} characters; at most {MAX_PATH} are allowed")
+        _check_memory(tensor, path)
         tensor = tensor.detach()
-        same = (_place(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
+        view = (tensor.is_conj(), tensor.is_neg())
+        same = (_place(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device), view)
         if tensor.numel() and same in self._names:
             return self._names[same]
         name, copy = path, 1
@@ -156,6 +162,31 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
         return (tensor.data_ptr(),)
     local = tensor.to_local()  # type: ignore[attr-defined]
     return (local.untyped_storage()._cdata, local.storage_offset(), tensor.placements)  # type: ignore[attr-defined]
+
+
+def _check_memory(tensor: torch.Tensor, path: str) -> None:
+    """Raises `StateMismatch` for a tensor whose elements do not lie in memory of its own: it has no bytes to save."""
+    whole = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    if not whole.numel():
+        return
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(whole) or _address(whole) == 0:
+        kind = type(whole)
+        if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            raise StateMismatch(f"{path}: the tensor's memory was freed (its storage was resized); it cannot be saved")
+        raise StateMismatch(
+            f"{path}: a {kind.__module__}.{kind.__qualname__} computes its elements from other tensors, and cannot be "
+            "in a checkpoint. Give the tensors that it holds, or its dequantized value"
+        )
+    last = sum((size - 1) * stride for size, stride in zip(whole.shape, whole.stride(), strict=True))
+    if whole.untyped_storage().nbytes() < (whole.storage_offset() + last + 1) * whole.element_size():
+        raise StateMismatch(f"{path}: the tensor's memory was cut (its storage was resized); it cannot be saved")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of one that has no memory
+        return 0
 
 
 def _join(path: str, key: object) -> str:

@@ -1,7 +1,7 @@
 """The thread that makes saves durable, one at a time, while training goes on.
 
-It gets staged bytes and never touches live tensors or the process group. Invariants: at most one save is in flight
-and its bytes are held once; nothing it meets stops training, except that another writer owns the log (`fenced`).
+It gets staged bytes and never touches live tensors or the process group. Invariants: at most one save is in flight,
+and at most one waits; nothing it meets stops training, except that another writer owns the log (`fenced`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Nothing was written: the save before is still in flight."""
+    """Nothing was written: a later save came while this one waited for the save before."""
 
     step: int
     reason: str
@@ -78,6 +78,7 @@ class SaveHandle:
         self.step = step
         self._outcome = outcome
         self._done = threading.Event()
+        self._heard = False  # somebody was told what it failed with
         if outcome is not None:
             self._done.set()
 
@@ -94,6 +95,7 @@ class SaveHandle:
         if not self._done.wait(timeout):
             raise TimeoutError(f"the save of step {self.step} is still in flight after {timeout} s")
         assert self._outcome is not None
+        self._heard = True
         match self._outcome:
             case Failed(_, error):
                 raise error
@@ -101,6 +103,15 @@ class SaveHandle:
                 raise SaveFailed(f"step {step} was not saved: {reason}")
             case outcome:
                 return outcome
+
+    def unheard(self) -> Exception | None:
+        """Why it came to nothing, if nobody has been told; also if it is still in flight."""
+        match self._outcome:
+            case None:
+                return SaveFailed(f"step {self.step} is not saved: its save is still in flight; close(timeout=…) waits")
+            case Failed(_, error) if not self._heard:
+                return error
+        return None
 
     def finish(self, outcome: Outcome) -> None:
         self._outcome = outcome
@@ -143,26 +154,56 @@ class Writer:
         self._head = Head(own.n, own, own.commit)
         self._stop = threading.Event()
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._current: SaveHandle | None = None
+        self._lock = threading.Lock()
+        self._waiting: tuple[Staged, SaveHandle] | None = None  # for the thread
+        self._current: SaveHandle | None = None  # in flight, or over
+        self.newest: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self.fenced: Fenced | None = None
 
     @property
     def busy(self) -> bool:
-        return self._current is not None and not self._current.done()
+        """Whether a save is in flight, or waits."""
+        return self._next() is not None
 
     def idle(self, timeout: float | None = None) -> bool:
-        """Wait until no save is in flight; False after `timeout` seconds."""
-        current = self._current
-        return True if current is None else current._done.wait(timeout)
+        """Wait until no save is in flight, and none waits; False after `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while (handle := self._next()) is not None:
+            if not handle._done.wait(None if until is None else max(0.0, until - time.monotonic())):
+                return False
+        return True
+
+    def _next(self) -> SaveHandle | None:
+        """The save to wait for, if any."""
+        with self._lock:
+            handle = self._waiting[1] if self._waiting is not None else self._current
+        return handle if handle is not None and not handle.done() else None
 
     def submit(self, staged: Staged) -> SaveHandle:
-        """Start to write. The caller has made sure that the writer is not busy."""
-        assert not self.busy
-        handle = SaveHandle(staged.step)
-        self._current = handle
-        self._put(lambda: self._save(staged, handle))
+        """Write it, after the save in flight. The caller has withdrawn the one that waited."""
+        handle = self.newest = SaveHandle(staged.step)
+        with self._lock:
+            assert self._waiting is None
+            waits = self._current is not None and not self._current.done()
+            if waits:
+                self._waiting = (staged, handle)
+            else:
+                self._current = handle
+        self._put(self._save_waiting if waits else lambda: self._save(staged, handle))
         return handle
+
+    def withdraw(self, reason: str) -> int | None:
+        """Give up the save that waits, if one does, for a later one; its step. Its memory is free then."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return None
+        staged, handle = waiting
+        handle.finish(Skipped(staged.step, reason))
+        if staged.rank != 0:
+            self.give_up(staged.save_id, staged.rank, reason)
+        return staged.step
 
     def give_up(self, save_id: str, rank: int, reason: str) -> None:
         """Tell the coordinator, after what is in flight, that this rank takes no part in a save."""
@@ -220,6 +261,14 @@ class Writer:
         while (task := self._queue.get()) is not None:
             task()
             del task  # and with it the staged bytes, which the next save may have to make room for
+
+    def _save_waiting(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None:
+                self._current = waiting[1]
+        if waiting is not None:  # else it was withdrawn, and the later one has a task of its own
+            self._save(*waiting)
 
     def _save(self, staged: Staged, handle: SaveHandle) -> None:
         started = self._clock()

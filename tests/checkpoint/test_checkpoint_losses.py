@@ -1,0 +1,342 @@
+"""What people did in good faith, and lost a checkpoint by (issue 16): each is refused by name, or kept.
+
+Scripts that end run in processes of their own: what is tried is the end of an interpreter.
+"""
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+import everstep
+from everstep.checkpoint import StateMismatch, at_exit
+from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.errors import FormatError, SaveFailed
+from everstep.checkpoint.log import Head
+from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord
+from everstep.storage import MemoryStore, open_store
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_for_the_end() -> Iterator[None]:
+    yield
+    at_exit._open.clear()
+
+
+def kept(store: Any, like: dict[str, Any]) -> int | None:
+    checkpointer = everstep.Checkpointer(store=store)
+    try:
+        return checkpointer.restore(like)
+    finally:
+        checkpointer.close()
+
+
+# --- what nobody could read is not written
+
+
+@pytest.mark.parametrize("step", [7.5, -3, 2**62 + 1, True, "9", None, float("nan"), np.float32(3), torch.ones(2)])
+def test_step_that_no_record_holds_is_refused_before_anything_is_written(step: Any, runs: Any) -> None:
+    store = MemoryStore()
+    runs(store).save(1, keep=1)
+    run, _ = runs(store).begin(keep=1, every_steps=1)
+    before = dict(store.objects)
+    for call in (lambda: run.save(step, runs.state(2)), lambda: run.should_save(step)):
+        with pytest.raises(ValueError, match=r"step=.*an integer from 0 to 2\*\*62"):
+            call()
+    assert store.objects == before
+    run.save(2, runs.state(2)).wait(30)
+    run.close()
+    assert runs(store).restored() == 2
+
+
+@pytest.mark.parametrize("step", [np.int64(9), torch.tensor(9), np.uint8(9)])
+def test_integers_of_other_libraries_are_steps(step: Any, runs: Any) -> None:
+    store = MemoryStore()
+    run, _ = runs(store).begin()
+    outcome: Any = run.save(step, runs.state(9)).wait(30)
+    assert type(outcome.step) is int
+    run.close()
+    assert runs(store).restored() == 9
+
+
+@pytest.mark.parametrize("length", [3_000, 5_000])
+def test_path_is_short_enough_to_be_read_or_refused(length: int) -> None:
+    store = MemoryStore()
+    state = {"n": {"k" * length: torch.ones(2)}}
+    with everstep.Checkpointer(store=store, keep=1) as run:
+        if length > 4_000:
+            with pytest.raises(StateMismatch, match=r"n/k+….*at most 4000"):
+                run.restore(state)
+            return
+        run.restore(state)
+        run.save(1, state).wait(30)
+    assert kept(store, {"n": {"k" * length: torch.zeros(2)}}) == 1
+
+
+def test_record_that_could_not_be_read_is_not_created() -> None:
+    store = MemoryStore()
+    own = OpenRecord(0, "w", 0, "", 1, "2026-11-24T00:00:00Z", (), NONE, NONE)
+    log = CommitLog(store)
+    log._create(Head(), own)
+    draft = CommitRecord(NONE, "w", 0, "", -1, "s", 1, "2026-11-24T00:00:00Z", 0, NONE, (), (), {})
+    with pytest.raises(FormatError, match="step is '-1'"):
+        log.commit(Head(0, own, NONE), own, draft)
+    assert list(store.objects) == ["log/000000000000.json"]
+
+
+class Wrapper(torch.Tensor):
+    """Has no memory, and no way to tell of what it is made."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> "Wrapper":
+        return torch.Tensor._make_wrapper_subclass(cls, shape)  # type: ignore[attr-defined,no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (freed, "memory was freed"),
+        (lambda: TwoTensor(torch.ones(2), torch.zeros(2)), "TwoTensor computes its elements"),
+        (lambda: Wrapper((3,)), "Wrapper computes its elements"),
+    ],
+    ids=["freed", "of two tensors", "wrapper"],
+)
+def test_tensor_without_memory_of_its_own_is_refused_by_name(made: Callable[[], Any], words: str) -> None:
+    store = MemoryStore()
+    with everstep.Checkpointer(store=store) as run:
+        run.restore({"a": torch.ones(3)})
+        with pytest.raises(StateMismatch, match=f"^a/b: .*{words}"):
+            run.save(1, {"a": {"b": made()}})
+    assert kept(store, {"a": torch.ones(3)}) is None
+
+
+def test_conjugate_and_negative_views_are_no_ties() -> None:
+    store = MemoryStore()
+    z = torch.randn(4, dtype=torch.complex64)
+    state = {"z": z, "conj": z.conj(), "imag": z.imag, "neg": z.conj().imag, "tie": z}
+    with everstep.Checkpointer(store=store) as run:
+        run.restore(state)
+        run.save(1, state).wait(30)
+    into = {name: torch.zeros_like(tensor.resolve_conj().resolve_neg()) for name, tensor in state.items()}
+    assert kept(store, into) == 1
+    for name, tensor in state.items():
+        assert torch.equal(into[name], tensor.resolve_conj().resolve_neg()), name
+
+
+# --- what cannot be read makes no room for what can
+
+
+def test_commit_whose_shard_the_store_lost_does_not_count_as_kept(runs: Any) -> None:
+    class Forgetful(MemoryStore):
+        def list(self, folder: str = "") -> Any:
+            return [info for info in super().list(folder) if not self.hides(info.name)]
+
+        def hides(self, name: str) -> bool:
+            return name.startswith("data/") and name.endswith(".safetensors") and "00000002/" in name
+
+    store = Forgetful()
+    run, _ = runs(store).begin(keep=1)
+    for step in (1, 2):
+        run.save(step, runs.state(step)).wait(30)
+        runs.settle(run)
+    assert sorted(name.split("-")[-1] for name in store.objects if name.startswith("data/")) == [
+        "00000001/00000.safetensors", "00000002/00000.safetensors"
+    ]  # fmt: skip
+    run.save(3, runs.state(3)).wait(30)
+    runs.settle(run)
+    run.close()
+    assert runs(store).restored() == 3
+    left = [info.name.split("-")[-1] for info in store.list("data/")]
+    assert left == ["00000003/00000.safetensors"], "the newest is whole, so the oldest goes"
+
+
+def test_record_that_cannot_be_read_back_costs_nothing_that_was_kept(runs: Any, caplog: Any) -> None:
+    class Cuts(MemoryStore):
+        cut = ""
+
+        def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+            return super().get(name, start, end)[: 40 if name == self.cut else None]
+
+    store = Cuts()
+    run, _ = runs(store).begin(keep=1)
+    run.save(1, runs.state(1)).wait(30)
+    runs.settle(run)
+    store.cut = "log/000000000002.json"
+    run.save(2, runs.state(2)).wait(30)
+    runs.settle(run)
+    run.close()
+    assert "was just written, and cannot be read" in caplog.text
+    assert runs(store).restored() == 1
+
+
+# --- the last save
+
+
+def test_save_that_comes_while_one_is_in_flight_waits_for_it_and_is_the_one_that_counts(runs: Any, events: Any) -> None:
+    gate = threading.Event()
+
+    class Gate(MemoryStore):
+        def create(self, name: str, data: bytes) -> None:
+            if name.startswith("log/") and name != "log/000000000000.json":
+                assert gate.wait(30)
+            super().create(name, data)
+
+    store = Gate()
+    run, _ = runs(store).begin(on_event=events)
+    live = runs.state(98)
+    first = run.save(98, live)
+    live["w"].fill_(99.0)
+    second = run.save(99, {**live, "step": 99})
+    live["w"].fill_(100.0)
+    third = run.save(100, {**live, "step": 100})
+    live["w"].fill_(-1.0)
+    assert not first.done()
+    assert not third.done()
+    with pytest.raises(SaveFailed, match="step 99 was not saved: a later one came"):
+        second.wait(0)
+    assert [fields["step"] for fields in events.of("save-skipped")] == [99]
+    gate.set()
+    run.close()
+    assert [fields["step"] for fields in events.of("committed")] == [98, 100]
+    assert runs(store).restored() == 100
+
+
+def test_state_that_is_refused_leaves_the_save_that_waits(runs: Any) -> None:
+    gate = threading.Event()
+
+    class Gate(MemoryStore):
+        def create(self, name: str, data: bytes) -> None:
+            if name.startswith("log/") and name != "log/000000000000.json":
+                assert gate.wait(30)
+            super().create(name, data)
+
+    store = Gate()
+    run, _ = runs(store).begin()
+    run.save(98, runs.state(98))
+    run.save(99, runs.state(99))
+    with pytest.raises(StateMismatch):
+        run.save(100, {"w": object()})
+    gate.set()
+    run.close()
+    assert runs(store).restored() == 99
+
+
+def test_close_tells_what_the_last_save_came_to(runs: Any) -> None:
+    class Full(MemoryStore):
+        full = False
+
+        def create(self, name: str, data: bytes) -> None:
+            if self.full:
+                raise PermissionError("no space")
+            super().create(name, data)
+
+    store = Full()
+    run, _ = runs(store).begin()
+    run.save(1, runs.state(1)).wait(30)
+    store.full = True
+    run.save(2, runs.state(2))
+    with pytest.raises(SaveFailed, match="step 2: no space"):
+        run.close()
+    run.close()  # told once
+
+    store.full = False
+    run, _ = runs(store).begin()
+    store.full = True
+    with pytest.raises(SaveFailed):
+        run.save(3, runs.state(3)).wait(30)
+    run.close()  # the script has heard it
+
+
+SCRIPT = """
+import sys, time
+import torch, everstep
+from everstep.storage.local import LocalStore
+
+create = LocalStore.create
+def late(self, name, data):
+    if name.startswith("log/") and name != "log/000000000000.json":
+        time.sleep(0.5)
+        {store}
+    create(self, name, data)
+LocalStore.create = late
+
+def main():
+    run = everstep.Checkpointer(sys.argv[1])
+    state = {{"w": torch.full((10,), 99.0)}}
+    run.restore(state)
+    run.save(99, state)
+    state["w"].fill_(100.0)
+    run.save(100, state)
+    {end}
+
+main()
+"""
+ENDS = {
+    "nothing": ("pass", 0, 100),
+    "exit": ("sys.exit(0)", 0, 100),
+    "exit code": ("sys.exit(3)", 3, 100),
+    "left": ("\n    with run:\n        sys.exit(0)", 0, 100),
+    "error": ("raise ValueError('a mistake')", 1, None),
+}
+
+
+def play(url: Path, end: str, store: str = "pass") -> subprocess.CompletedProcess[str]:
+    script = textwrap.dedent(SCRIPT).format(end=end, store=store)
+    return subprocess.run(
+        [sys.executable, "-c", script, str(url)], check=False, capture_output=True, text=True, timeout=90
+    )
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_script_that_ends_in_order_keeps_its_last_save(name: str, tmp_path: Path) -> None:
+    end, code, step = ENDS[name]
+    done = play(tmp_path, end)
+    assert done.returncode == code, done.stderr
+    into = {"w": torch.zeros(10)}
+    found = kept(open_store(str(tmp_path)), into)
+    if step is not None:
+        assert found == step
+        assert set(into["w"].tolist()) == {100.0}
+
+
+def test_script_whose_last_save_comes_to_nothing_ends_with_an_error(tmp_path: Path) -> None:
+    done = play(tmp_path, "pass", store="raise PermissionError('no space')")
+    assert done.returncode == 1, done.stderr
+    assert "its last save came to nothing" in done.stderr
+    assert "step 100: no space" in done.stderr
+
+
+EVALUATES = """
+import sys, torch, everstep
+state = {"w": torch.zeros(300), "step": 0}
+print(everstep.Checkpointer(sys.argv[1]).restore(state), state["step"])
+"""
+
+
+def test_scripts_that_only_restore_cast_no_suspicion(runs: Any, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    runs(store).save(5, 9)
+    for _ in range(4):
+        done = subprocess.run(
+            [sys.executable, "-c", EVALUATES, str(tmp_path)], check=False, capture_output=True, text=True, timeout=90
+        )
+        assert (done.returncode, done.stdout.split()) == (0, ["9", "9"]), done.stderr
+    assert [info.name for info in store.list("loads/")] == []
