@@ -63,6 +63,15 @@ def test_state_that_tensor_parallelism_has_cut_is_written_once_by_all_replicas_a
         assert {(r["step"], r["digest"]) for r in world} == {(3, saved[0]["digest"])}, len(world)
 
 
+def test_world_that_only_looks_has_the_same_state_and_leaves_no_trace(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    (saved,) = run(tmp_path / "out", f"save:2:{root}:kind=fsdp")
+    before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
+    for world in run(tmp_path / "looks", *[f"look:{n}:{root}:kind={kind}" for n, kind in ((3, "fsdp"), (2, "ddp"))]):
+        assert {(r["step"], r["digest"]) for r in world} == {(3, saved[0]["digest"])}, len(world)
+    assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
+
+
 def test_replicated_state_is_read_once_by_the_world_and_not_once_by_each_rank(tmp_path: Path) -> None:
     root = tmp_path / "store"
     worlds = [f"load:{n}:{root}:kind=ddp:far=yes" for n in (1, 2, 4)]

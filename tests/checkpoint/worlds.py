@@ -136,6 +136,13 @@ def load(root: str, kind: str, far: str = "") -> Result:
     return {"step": step, "digest": digest(found), "read": store.read}
 
 
+def look(root: str, kind: str) -> Result:
+    """Read beside whoever has the log."""
+    found = state(kind, 2)
+    loaded = everstep.load(root, found)
+    return {"step": loaded.step, "digest": digest(found)}
+
+
 def load_and_train(root: str, kind: str) -> Result:
     """A state that is restored trains on as the one that was saved would have."""
     found = state(kind, 1)
@@ -258,8 +265,8 @@ def mutate(root: str) -> Result:
 
 
 SCENARIOS: dict[str, Callable[..., Result]] = {
-    "save": save, "load": load, "load_and_train": load_and_train, "grid": grid, "steps": steps, "restore": restore,
-    "diverge": diverge, "mutate": mutate,
+    "save": save, "load": load, "look": look, "load_and_train": load_and_train, "grid": grid, "steps": steps,
+    "restore": restore, "diverge": diverge, "mutate": mutate,
 }  # fmt: skip
 
 

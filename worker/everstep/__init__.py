@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from everstep.checkpoint.checkpointer import Checkpointer
     from everstep.checkpoint.errors import Fenced
+    from everstep.checkpoint.readonly import load
     from everstep.checkpoint.rng import RngState
     from everstep.data.loader import ElasticLoader
     from everstep.data.sampler import ElasticSampler
@@ -34,6 +35,7 @@ __all__ = [
     "Run",
     "StoreUnusable",
     "current",
+    "load",
     "report",
     "start",
 ]
@@ -49,6 +51,7 @@ _HOME = {
     "Run": "train.session",
     "StoreUnusable": "storage.errors",
     "current": "train.session",
+    "load": "checkpoint.readonly",
     "report": "train.report",
     "start": "train.session",
 }
