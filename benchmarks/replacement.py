@@ -82,7 +82,7 @@ async def measure(jobs: int, workers: int, losses: int, seconds: float) -> tuple
     cluster = MemoryCluster(clock, history=100_000)
     client = cluster.client()
     settings = OperatorSettings.from_env({"EVERSTEP_PORT": "0", "EVERSTEP_HOST": "127.0.0.1"})
-    operator = Operator(cluster.client(), settings, Metrics(), clock)
+    operator = Operator(cluster.client(), settings, Metrics(), clock, synced=lambda: None)
     kubelets = Kubelets(client)
     began = time.monotonic()
     tasks = [asyncio.create_task(kubelets.run()), asyncio.create_task(operator.run())]

@@ -89,7 +89,7 @@ async def serve() -> None:
     settings = OperatorSettings.from_env(
         {"EVERSTEP_PORT": "0", "EVERSTEP_HOST": "127.0.0.1", "EVERSTEP_POD_NAME": "operator"}
     )
-    operator = Operator(Client(cluster.client()), settings, Metrics(), SystemClock())  # type: ignore[arg-type]
+    operator = Operator(Client(cluster.client()), settings, Metrics(), SystemClock(), synced=lambda: None)  # type: ignore[arg-type]
     async with operator.intake, asyncio.TaskGroup() as group:
         await start(operator, group)
         while not operator.elector.is_leader():  # noqa: ASYNC110  # it has no event for others

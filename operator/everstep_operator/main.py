@@ -71,9 +71,10 @@ class Operator:
         clock: Clock,
         *,
         on_report: Callable[[PodIdentity, Report], None] = lambda _identity, _report: None,
-        synced: Callable[[], None] = lambda: None,
+        synced: Callable[[], None] = settle,
     ) -> None:
-        """`on_report` is told of every report that was accepted; `synced` is called once, with full caches."""
+        """`on_report` is told of every report that was accepted; `synced` is called once, with full
+        caches: it settles the memory of the process, which has to be the operator's alone."""
         self._clock, self.metrics, self._settings, self._synced = clock, metrics, settings, synced
         rng = random.SystemRandom().random
         ours, relisted = f"{labels.MANAGED_BY}={labels.MANAGER}", metrics.relisted
@@ -220,7 +221,7 @@ class Operator:
 async def _serve(asked: Invocation) -> None:
     settings, clock, metrics = asked.settings, SystemClock(), Metrics()
     async with HttpKubeClient(asked.cluster.source, on_answer=metrics.api_request) as client:
-        task = asyncio.create_task(Operator(client, settings, metrics, clock, synced=settle).run())
+        task = asyncio.create_task(Operator(client, settings, metrics, clock).run())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)

@@ -132,7 +132,7 @@ class OperatorServer:
         if cut:
             faults.cut()
         client = self.cluster.client(faults=faults)
-        operator = Operator(client, settings, Metrics(process=False), SystemClock())
+        operator = Operator(client, settings, Metrics(process=False), SystemClock(), synced=lambda: None)
         replica = Replica(operator, faults, host)
         listening, serving = asyncio.Event(), asyncio.Event()
         replica.task = asyncio.create_task(self._run(replica, listening, serving, inside))

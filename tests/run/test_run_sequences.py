@@ -15,13 +15,13 @@ import pytest
 from etcd_server import EtcdCluster
 from given import play, texts
 from local_job import NODES, LocalJob
-from sequences import Place
+from sequences import EACH_TIME, Place
 from testcluster.s3 import S3Server
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.s3]
 
 
-@pytest.mark.parametrize("text", texts(os.environ, range(3), Place(NODES, store=True)))
+@pytest.mark.parametrize("text", texts(os.environ, EACH_TIME, Place(NODES, store=True)))
 def test_random_sequence_ends_as_if_undisturbed(
     text: str, new_job: Callable[..., LocalJob], etcd: EtcdCluster, s3_server: S3Server
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import subprocess
+import sys
 import time
 import types
 from collections import deque
@@ -62,10 +64,16 @@ class Stage:
         self.cluster = MemoryCluster(self.clock)
         self.client: KubeClient = self.cluster.client()
         self._operators: KubeClient = self.cluster.client(faults=faults)
+        self.synced: list[bool] = []  # whether the newest operator's caches were full when it said so
+        self.operator: Operator | None = None
+
+    def _synced(self) -> None:
+        assert self.operator is not None
+        self.synced.append(all(i.has_synced for i in (self.operator.caches.jobs, self.operator.caches.pods)))
 
     @asynccontextmanager
     async def operating(self) -> AsyncGenerator[Operator, None]:
-        operator = Operator(self._operators, SETTINGS, Metrics(), self.clock)
+        operator = self.operator = Operator(self._operators, SETTINGS, Metrics(), self.clock, synced=self._synced)
         task = asyncio.create_task(operator.run())
         try:
             yield operator
@@ -115,6 +123,31 @@ class Stage:
         }
         with contextlib.suppress(NotFound):
             await self.client.patch_status(PODS, "default", name, status)
+
+
+async def test_memory_is_settled_once_with_full_caches_before_the_operator_leads() -> None:
+    stage = Stage()
+    async with stage.operating() as operator:
+        await stage.until("it leads", operator.elector.is_leader)
+        assert stage.synced == [True]
+        await stage.clock.advance(60)
+    assert stage.synced == [True]
+
+
+def test_settled_memory_is_left_out_of_collections() -> None:
+    program = """
+import gc, inspect
+from everstep_operator.main import Operator
+from everstep_operator.runtime.memory import YOUNG, settle
+
+assert inspect.signature(Operator).parameters["synced"].default is settle
+before = len(gc.get_objects())
+settle()
+assert gc.get_freeze_count() > 0.9 * before > 0
+assert len(gc.get_objects()) < 0.1 * before
+assert gc.get_threshold()[0] == YOUNG
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 async def test_job_lives_from_creation_to_complete_and_its_pods_go_with_it() -> None:

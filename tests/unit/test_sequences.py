@@ -17,7 +17,7 @@ sys.path[:0] = [
 
 import rows  # noqa: E402
 from lines import Asked  # noqa: E402
-from sequences import KINDS, MOST, Place, sequence  # noqa: E402
+from sequences import EACH_TIME, KINDS, MOST, Place, sequence  # noqa: E402
 
 places = st.builds(Place, st.integers(1, 5), st.booleans())
 seeds = st.integers(0, 10**9)
@@ -86,16 +86,26 @@ def test_job_has_steps_left_for_every_moment_of_its_sequence(seed: int, place: P
     assert asked.steps > seconds / asked.pause + steps
 
 
+ALL_EVENTS = {
+    "delete-pod", "kill-process", "scale", "suspend", "resume", "drain-node", "kill-node", "pause-node", "start-nodes",
+    "kill-operator", "restart-store",
+}  # fmt: skip
+
+
+def test_seeds_of_each_time_have_every_event_and_both_launchers() -> None:
+    texts = [words_of(sequence(seed, Place(2, store=True))) for seed in EACH_TIME]
+    assert {words[0] for text in texts for words in text} >= ALL_EVENTS
+    assert {word for text in texts for word in text[0] if word.startswith("launcher=")} == {
+        "launcher=everstep-run", "launcher=torchrun",
+    }  # fmt: skip
+
+
 def test_fifty_seeds_have_every_kind_of_job_and_every_event() -> None:
     texts = [words_of(sequence(seed, Place(2, store=True))) for seed in range(50)]
     assert {" ".join(text[0][5:8]) for text in texts} == {
         f"script={k.script} launcher={k.launcher} backend={k.backend}" for k in KINDS
     }
-    events = {words[0] for text in texts for words in text}
-    assert events >= {
-        "delete-pod", "kill-process", "scale", "suspend", "resume", "drain-node", "kill-node", "pause-node",
-        "start-nodes", "kill-operator", "restart-store",
-    }  # fmt: skip
+    assert {words[0] for text in texts for words in text} >= ALL_EVENTS
     deleted = {
         len(words) - 1 if words[1] != "all" else 0 for text in texts for words in text if words[0] == "delete-pod"
     }

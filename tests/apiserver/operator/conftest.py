@@ -214,7 +214,7 @@ class Operators:
             port=0,
             report_url="", checkpoint_url_prefixes=(), lease_seconds=6, workers=4, log_level="INFO",
         )  # fmt: skip
-        operator = Operator(client, settings, Metrics(), SystemClock())
+        operator = Operator(client, settings, Metrics(), SystemClock(), synced=lambda: None)
         task = asyncio.create_task(operator.run())
         try:
             yield client

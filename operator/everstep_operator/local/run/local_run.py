@@ -160,6 +160,7 @@ class LocalRun:
             Metrics(process=False),
             self._clock,
             on_report=self._reported,
+            synced=lambda: None,  # this process is not its alone
         )
         self._operator = asyncio.create_task(operator.run(), name="operator")
 
