@@ -6,12 +6,18 @@ Two ranks (gloo) train under stock torchrun in one process group, in turns: a pl
 DistributedSampler, and the session's loop over its own loader. What the session does between two steps (report, agree
 on stop and save, the data's position) is also timed by itself, inside: the difference of two loops on a shared machine
 is mostly noise, its own time is not. A step takes about 25 ms, most of it computation.
+
+Then what all of it costs where peers may be lost: steps of 10 and of 100 ms (`session_parts/step_script.py`) under
+torchrun without Everstep, and under `everstep-run` with everything tracked and a place for commits, in turns. The cost
+is the difference of the medians; the mean also has the steps 64, 128, … in which the whole state is looked at.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,6 +40,9 @@ from everstep.train.boundary import Boundary
 from everstep.train.randomness import Randomness
 
 STEPS, TURNS = 100, 6
+SCRIPT = ROOT / "benchmarks" / "session_parts" / "step_script.py"
+LENGTHS = (10, 100)  # milliseconds
+FIRST = 40  # steps that are left out: processes warm up, and the state is looked at in the 1st, 2nd, 4th, …
 GOAL = 1.0  # per cent of a step
 RANDOM_GOAL = 20.0  # microseconds that a step's random numbers may take
 IMPORTS, IMPORT_GOAL = 20, 30.0  # samples, milliseconds
@@ -112,6 +121,43 @@ def imports(samples: int) -> list[float]:
     return [started("import everstep") - started("pass") for _ in range(samples)]
 
 
+def steps_of(kind: str, length: int, steps: int, folder: Path) -> list[float]:
+    """Seconds of each step but the first, of two processes under a launcher."""
+    launcher = Path(sys.executable).with_name("torchrun" if kind == "plain" else "everstep-run")
+    out = folder / f"{kind}-{length}.json"
+    shutil.rmtree(out.with_name("store"), ignore_errors=True)
+    arguments = [kind, str(length), str(steps + FIRST + 1), str(out)]
+    subprocess.run(
+        [str(launcher), "--standalone", "--nproc-per-node=2", str(SCRIPT), *arguments],
+        check=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    return list(json.loads(out.read_text()))[FIRST:]
+
+
+def costs(steps: dict[int, int], turns: int) -> list[Figure]:
+    """What the session adds to a step of each length."""
+    figures = []
+    for length in LENGTHS:
+        taken: dict[str, list[float]] = {"plain": [], "session": []}
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(turns):
+                for kind in taken:
+                    taken[kind] += steps_of(kind, length, steps[length], Path(folder))
+        plain, ours = (quantile(taken[kind], 0.5) for kind in ("plain", "session"))
+        mean = statistics.fmean(taken["session"]) - statistics.fmean(taken["plain"])
+        n, goal = len(taken["session"]), GOAL if length == 100 else None
+        figures += [
+            Figure(f"step_of_{length}_ms.plain", 1000 * plain, "ms", Better.LOWER, n),
+            Figure(f"step_of_{length}_ms.cost", 1e6 * (ours - plain), "us", Better.LOWER, n),
+            Figure(f"step_of_{length}_ms.cost_mean", 1e6 * mean, "us", Better.LOWER, n),
+            Figure(f"step_of_{length}_ms.share", 100 * (ours - plain) / plain, "%", Better.LOWER, n, goal),
+        ]
+    return figures
+
+
 def main() -> int:
     command = parser(__doc__)
     command.add_argument("--measure", nargs=2, type=int, help="used by the script itself")
@@ -132,6 +178,7 @@ def main() -> int:
         output.seek(0)
         seen = json.loads(output.read().strip().splitlines()[-1])
     added = imports(IMPORTS)
+    counts, rounds = ({10: 300, 100: 60}, 1) if args.quick else ({10: 1000, 100: 200}, 3)
     plain, ours = quantile(seen["plain"], 0.5), quantile(seen["ours"], 0.5)
     figures = [
         Figure("plain_step", 1000 * plain, "ms", Better.LOWER, turns),
@@ -147,6 +194,7 @@ def main() -> int:
         ),
         Figure("import_everstep", 1000 * quantile(added, 0.5), "ms", Better.LOWER, len(added), IMPORT_GOAL),
         Figure("session_share_of_a_step", 100 * seen["own"] / plain, "%", Better.LOWER, steps * turns, GOAL),
+        *costs(counts, rounds),
     ]
     return finish(figures, args)
 

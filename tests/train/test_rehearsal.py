@@ -214,6 +214,60 @@ def test_process_that_was_given_a_later_state_plays_like_a_new_one() -> None:
     assert rehearsal._due
 
 
+class FromRank0(Others):
+    """Members whose rank 0 has told its buffers."""
+
+    told = b""
+
+    def from_rank(self, source: int, data: bytes) -> bytes:
+        assert source == 0
+        FromRank0.told = data or FromRank0.told
+        return FromRank0.told
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
+            st.lists(st.integers(0, 3), max_size=3),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(deadline=None)
+def test_part_has_the_buffers_of_rank_0(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
+    def made(value: int) -> dict[str, torch.Tensor]:
+        return {str(i): torch.full(shape, value).to(kind) for i, (kind, shape) in enumerate(kinds)}
+
+    theirs, mine = made(1), made(0)
+    first, second = (FromRank0(rank, [7, 0]) for rank in (0, 1))
+    for others, buffers in ((first, theirs), (second, mine)):
+        told: Any = others
+        rehearsal = Rehearsal({}, told, lambda *_: None, lambda buffers=buffers: buffers)
+        rehearsal._age = told.ages[told.rank]
+        rehearsal.meet(joins=False)
+    assert rehearsal.plays(lambda: True)
+    assert rehearsal.begin() == 0
+    for name, tensor in theirs.items():
+        assert torch.equal(mine[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [(torch.zeros(3), torch.zeros(2)), (torch.zeros(2**25), torch.zeros(2**25))],
+    ids=["size", "MiB"],
+)
+def test_process_whose_buffers_cannot_be_rank_0s_does_not_play(theirs: torch.Tensor, mine: torch.Tensor) -> None:
+    for rank, buffer in enumerate((theirs, mine)):
+        told: Any = FromRank0(rank, [7, 0])
+        rehearsal = Rehearsal({}, told, lambda *_: None, lambda buffer=buffer: {"queue": buffer})
+        rehearsal._age = told.ages[rank]
+        FromRank0.told = b"" if rank == 0 else FromRank0.told
+        rehearsal.meet(joins=False)
+    assert not rehearsal.plays(lambda: True)
+
+
 # --- where the part may be left
 
 LEFT = {

@@ -268,7 +268,7 @@ class Loops:
                 self._cuts,
                 between,
                 self._census,
-                self._make_rehearsal(self._recovery),
+                self._make_rehearsal(self._recovery, reducers),
             )
         refused = self._refused()
         world.begin()
@@ -277,11 +277,13 @@ class Loops:
         self._world = world
         return feed, world
 
-    def _make_rehearsal(self, recovery: Recovery) -> Rehearsal | None:
+    def _make_rehearsal(self, recovery: Recovery, reducers: Reducers) -> Rehearsal | None:
         """Another rank's part can be played where all of its step is known: its random numbers, and its share of the
         state."""
         if self._rehearses and self._random.each_step and self._mesh is None:
-            self._rehearsal = Rehearsal(self._state, recovery.members, recovery.program.stand_in)
+            self._rehearsal = Rehearsal(
+                self._state, recovery.members, recovery.program.stand_in, lambda: reducers.broadcast(self._state)
+            )
         return self._rehearsal
 
     def _refused(self) -> LoopError | None:

@@ -87,6 +87,20 @@ class Reducers:
         """Those that the script still holds."""
         return [ddp for reference in self._found if (ddp := reference()) is not None]
 
+    def broadcast(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The buffers of tracked modules that a forward pass takes from rank 0, by name: the same on all ranks."""
+        syncing = [ddp for ddp in self.alive() if ddp.forward_sync_buffers]
+        taken = {
+            id(b) for ddp in syncing for name, b in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore
+        }
+        modules = {key: bare(target) for key, target in sorted(state.items()) if isinstance(target, torch.nn.Module)}
+        return {
+            f"{key}.{name}": buffer
+            for key, module in modules.items()
+            for name, buffer in module.named_buffers()
+            if id(buffer) in taken
+        }
+
     def reduced(self, ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
         """The parameters whose gradients it averages."""
         return self._reduced[ddp]

@@ -9,6 +9,9 @@ itself. If its gradients were not those that the other rank computes in that ste
 before it is saved (ADR 0018). What such a process lacks may show later (a threshold that a counter comes to), so it
 plays again in its 3rd, 5th, 9th, … step.
 
+DDP's forward pass brings rank 0's buffers to all ranks; in a part it does not. So rank 0 sends them before, in the
+steps in which somebody plays.
+
 It keeps its own rank, because a script may keep what it was told, and may write files as that rank. A script that asks
 for its rank may compute other gradients by intent, and is not refused for them.
 
@@ -29,6 +32,7 @@ import torch
 
 from everstep.train.plain import Values, differences, plain_values
 from everstep.train.playable import may_be_left
+from everstep.train.recovery.digests import to_bytes
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.local_gradients import LocalGradients, is_own
 from everstep.train.recovery.members import Members
@@ -37,6 +41,7 @@ from everstep.train.step import LoopError
 
 log = logging.getLogger("everstep.train")
 
+MOST_BUFFERS = 2**26  # bytes that rank 0 sends, in a step in which somebody plays
 MOST = 1000  # collectives that end with this rank's own values, in a part that cannot be left
 MOST_NAMED = 8  # variables in a refusal
 
@@ -46,17 +51,21 @@ class Played(PeerLost):
 
 
 class Rehearsal:
-    """Of one process. `stand_in`: see `ProgramGroups.stand_in`; None and None end that."""
+    """Of one process. `stand_in`: see `ProgramGroups.stand_in`; None and None end that. `buffers`: those that a forward
+    pass takes from rank 0, by name."""
 
     def __init__(
         self,
         state: Mapping[str, Any],
         members: Members,
         stand_in: Callable[[Callable[[str], bool] | None, Callable[[], None] | None], None],
+        buffers: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
         self._state = state
         self._members = members
         self._stand_in = stand_in
+        self._buffers = buffers
+        self._brought = b""  # rank 0's buffers, for the step in which somebody plays
         self._age = 0  # steps that this process has completed, one after the other
         self._ages: list[int] = []  # of the members, by rank
         self._model: int | None = None  # the rank whose part is played in the next step; None: nobody plays
@@ -86,6 +95,10 @@ class Rehearsal:
         plays = [age < oldest and age != 1 and not age & (age - 1) for age in self._ages]
         self._model = self._ages.index(oldest) if any(plays) else None
         self._due = plays[self._members.rank]
+        self._brought = b""
+        if self._model is not None and (buffers := self._buffers()):
+            mine = pack_tensors(buffers, MOST_BUFFERS) if self._members.rank == 0 else b""
+            self._brought = self._members.from_rank(0, mine)
 
     @property
     def first(self) -> bool:
@@ -95,6 +108,8 @@ class Rehearsal:
     def plays(self, can_renew: Callable[[], bool]) -> bool:
         """Whether this process plays in the step that begins. `can_renew`: whether DDP's reducers are the others' again
         behind the part."""
+        if self._due and not self._buffers_fit():
+            self.cannot("the buffers of its modules are too large to be sent, or of other sizes than rank 0's")
         if self._due and not can_renew():
             self.cannot("DDP's buckets could not be made anew behind it (static_graph, or a process group of its own)")
         if self._due:
@@ -102,6 +117,10 @@ class Rehearsal:
             if self._foreign and not self._may_be_left:
                 self.cannot("its steps have collectives of the script's own, and code behind their blocks")
         return self._due
+
+    def _buffers_fit(self) -> bool:
+        own = self._buffers()
+        return not own or (bool(self._brought) and fits(self._brought, own))
 
     @property
     def model(self) -> int:
@@ -125,6 +144,8 @@ class Rehearsal:
         if not self._due:
             return None
         self.playing, self._due, self._stood_in = True, False, 0
+        if self._brought:
+            unpack_tensors(self._brought, self._buffers())
         self._stand_in(self._stands_in, self._in_group)
         return self._model
 
@@ -207,7 +228,10 @@ class Rehearsal:
         if not is_model and mine is not None and self._gradients is not None:
             theirs, values = _unpacked(told)
             name = self._gradients.first_difference(mine, theirs) if theirs is not None else None
-            if name is not None and self._asked:
+            if name is not None and model != 0 and self._buffers() and bool((mine[:, 0] > 1).any()):
+                # A second forward pass of the step takes rank 0's buffers again, as its first has left them.
+                log.info("%s has other gradients than on rank %s; but its buffers are rank 0's", name, model)
+            elif name is not None and self._asked:
                 log.info("%s has other gradients than on rank %s; but the step asks for its rank", name, model)
             elif name is not None:
                 found = _refusal(name, members.rank, model, self._age, differences(values, self._values))
@@ -225,6 +249,36 @@ class Rehearsal:
         if self._gradients is not None:
             self._gradients.end()
         self._gradients, self._found, self._values = None, None, {}
+
+
+def pack_tensors(tensors: Mapping[str, torch.Tensor], most: int) -> bytes:
+    """Their kinds and bytes; nothing if they have more than `most`."""
+    if sum(t.numel() * t.element_size() for t in tensors.values()) > most:
+        return b""
+    head = json.dumps({name: _kind(t) for name, t in tensors.items()}).encode()
+    return len(head).to_bytes(8, "little") + head + b"".join(bytes(to_bytes(t)) for t in tensors.values())
+
+
+def fits(data: bytes, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether `unpack_tensors` may fill these."""
+    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return list(head.items()) == [(name, _kind(t)) for name, t in tensors.items()]
+
+
+def unpack_tensors(data: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill them with what `pack_tensors` told of others of the same kinds."""
+    at = 8 + int.from_bytes(data[:8], "little")
+    with torch.no_grad():
+        for tensor in tensors.values():
+            size = tensor.numel() * tensor.element_size()
+            if size:
+                told = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8)
+                tensor.copy_(told.view(tensor.dtype).view(tensor.shape))
+            at += size
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _packed(found: torch.Tensor | None, values: Values) -> bytes:
