@@ -182,6 +182,20 @@ def test_stopped_member_that_wakes_after_it_was_evicted_trains_no_more(play: Pla
     assert agents.differing() == {}
 
 
+def test_member_for_which_there_is_no_further_round_waits_for_nobody(play: Play) -> None:
+    # Its peers are there and never answer, so gloo says nothing; in one of seven runs it said nothing of closed ones.
+    agents = play(Wanted(), seed=3)
+    agents.begin(3)
+    settled(agents)
+    left, *others = agents.members
+    for other in others:
+        os.kill(other.pid, signal.SIGSTOP)
+    agents.over(left, "evicted")
+    left.process.join(30)
+    assert left.process.exitcode == 1
+    assert "RoundsOver: evicted" in agents.log(left)
+
+
 def test_mistake_of_the_script_is_raised_at_once_and_waits_for_no_round(play: Play) -> None:
     agents = play(Wanted(bug_at=3, workers=0))
     agents.begin(2)

@@ -118,6 +118,7 @@ class Recovery:
             group.on_begin = self.replay.collective
         self._rounds.on_round(self._heard)
         self._rounds.on_where(self._where)
+        self._rounds.on_over(self._abandon)  # else gloo may never say that those who went on are gone
         self._rounds.ready()
 
     def begin(self, step: int, *, keep: bool = False) -> None:

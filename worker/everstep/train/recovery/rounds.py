@@ -98,6 +98,10 @@ class Rounds(Protocol):
         """Ask this, in another thread, when the agent wants to know where the process is."""
         ...
 
+    def on_over(self, call: Callable[[str], None]) -> None:
+        """Call this, in another thread, with the reason once there is no further round for this process."""
+        ...
+
 
 class AgentRounds:
     """Rounds from the agent's socket."""
@@ -112,6 +116,7 @@ class AgentRounds:
         self._dismissed = False
         self._call: Callable[[Round, bool], None] | None = None
         self._where: Callable[[], Where] | None = None
+        self._gone: Callable[[str], None] | None = None
         self._tell(kind="hello", pid=os.getpid())
         threading.Thread(target=self._listen, name="everstep-rounds", daemon=True).start()
 
@@ -157,6 +162,9 @@ class AgentRounds:
 
     def on_where(self, call: Callable[[], Where]) -> None:
         self._where = call
+
+    def on_over(self, call: Callable[[str], None]) -> None:
+        self._gone = call
 
     def _above(self, number: int) -> Round | None:
         return self._newest if self._newest is not None and self._newest.number > number else None
@@ -212,8 +220,10 @@ class AgentRounds:
 
     def _end(self, reason: str) -> None:
         with self._changed:
-            self._over = self._over or reason
+            first, self._over = self._over is None, self._over or reason
             self._changed.notify_all()
+        if first and self._gone is not None:
+            self._gone(reason)
 
 
 def _fields(where: Where) -> dict[str, Any]:
