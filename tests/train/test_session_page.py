@@ -1,13 +1,23 @@
-"""Each Python block of docs/reference/session.md runs as it is written, but for smaller numbers and another folder."""
+"""Each Python block of docs/reference/session.md runs as it is written, but for smaller numbers and another folder; and
+each puts on the run's device what has to be there."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import subprocess
 import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import everstep
+from everstep.data import ElasticLoader
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "session.md"
 AROUND = """
@@ -65,3 +75,82 @@ def test_a_block_of_the_page_runs_as_it_is_written(number: int, tmp_path: Path) 
     )
     assert ended.returncode == 0, ended.stderr
     assert "steps 4" in ended.stdout
+
+
+class OnADevice:
+    """A run whose device is `meta`: as on an accelerator, what is left on the CPU does not compute with what is there.
+    Its steps are real batches; nothing is saved, and nobody else is there."""
+
+    device, rank, world_size, step = torch.device("meta"), 0, 1, 0
+
+    def __enter__(self) -> OnADevice:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def loader(self, dataset: Any, **options: Any) -> ElasticLoader:
+        return ElasticLoader(dataset, rank=0, world_size=1, **options)
+
+    def steps(self, loader: ElasticLoader, until: int) -> Iterator[Any]:
+        for batch in itertools.islice(loader, until):
+            yield contextlib.nullcontext(batch)
+            self.step += 1
+
+    def train(self, learn: Callable[[Any], object], loader: ElasticLoader, until: int) -> None:
+        for step in self.steps(loader, until):
+            with step as batch:
+                learn(batch)
+
+    def evaluate(self, function: Callable[[], object], every: int) -> None:
+        function()
+
+    def once(self, function: Callable[[], object], each: str = "") -> object:
+        return function()
+
+    def track(self, **objects: Any) -> None:
+        """Optimizers are among them, so what they step is where it should be."""
+        for optimizer in (o for o in objects.values() if isinstance(o, torch.optim.Optimizer)):
+            assert all(p.device.type == "meta" for group in optimizer.param_groups for p in group["params"])
+
+    def mesh(self, **sizes: int) -> dict[str, None]:
+        return dict.fromkeys(("replicate", *sizes))
+
+    def log(self, **values: object) -> None:
+        pass
+
+    def average_gradients(self, module: torch.nn.Module) -> None:
+        pass
+
+
+def on_a_device(block: str, monkeypatch: pytest.MonkeyPatch) -> OnADevice:
+    """Run a block there."""
+    run = OnADevice()
+    monkeypatch.setattr(everstep, "start", lambda *_, **__: run)
+    monkeypatch.setattr(torch.Tensor, "item", lambda _: 1.0)  # a number of such a tensor is not known
+    names: dict[str, Any] = {}
+    around = AROUND.replace("os.environ[name] = value", "pass")
+    exec(around, names)
+    names["DistributedDataParallel"] = lambda module: module
+    names["fully_shard"] = names["parallelize_module"] = lambda *_, **__: None
+    names["dist"] = types.SimpleNamespace(all_reduce=lambda _: None)
+    exec(block, names)
+    return run
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_block_of_the_page_runs_where_tensors_are_on_another_device(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert on_a_device(blocks()[number], monkeypatch).step == 4
+
+
+@pytest.mark.parametrize("left_out", ["Net().to(run.device)", "batch.to(run.device)"])
+@pytest.mark.parametrize("number", range(5))
+def test_a_block_that_left_something_on_the_cpu_would_fail_there(
+    number: int, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = blocks()[number]
+    assert left_out in block
+    with pytest.raises((RuntimeError, AssertionError)):
+        on_a_device(block.replace(left_out, left_out.replace(".to(run.device)", "")), monkeypatch)
