@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,12 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import everstep
-from everstep.checkpoint import StateMismatch, at_exit
+from everstep.checkpoint import StateMismatch
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import FormatError, SaveFailed
 from everstep.checkpoint.log import Head
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord
 from everstep.storage import MemoryStore, open_store
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_for_the_end() -> Iterator[None]:
-    yield
-    at_exit._open.clear()
 
 
 def kept(store: Any, like: dict[str, Any]) -> int | None:

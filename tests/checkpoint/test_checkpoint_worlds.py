@@ -72,6 +72,23 @@ def test_world_that_only_looks_has_the_same_state_and_leaves_no_trace(tmp_path: 
     assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tensors_of_one_row_and_empty_ones_come_back(ranks: int, tmp_path: Path) -> None:
+    (world,) = run(tmp_path / "out", f"thin:{ranks}:{tmp_path / 'store'}")
+    assert world == [{"same": True}] * ranks
+
+
+@pytest.mark.parametrize("what", ["value", "generator", "weights", "expert", "missing"])
+def test_state_that_is_each_ranks_own_is_refused_by_name_and_never_committed(what: str, tmp_path: Path) -> None:
+    (world,) = run(tmp_path / "out", f"differ:2:{tmp_path / 'store'}:what={what}")
+    first, second = world
+    assert first["outcomes"] == ["Committed", "StateMismatch", "StateMismatch"]
+    assert second["outcomes"] == ["Written"] * 3, "it is rank 0 that compares"
+    assert first["text"].startswith("mine/own: not the same on all 2 ranks")
+    assert "everstep.RngState" in first["text"]
+    assert first["latest"] == second["latest"] == 1
+
+
 def test_replicated_state_is_read_once_by_the_world_and_not_once_by_each_rank(tmp_path: Path) -> None:
     root = tmp_path / "store"
     worlds = [f"load:{n}:{root}:kind=ddp:far=yes" for n in (1, 2, 4)]

@@ -143,6 +143,74 @@ def look(root: str, kind: str) -> Result:
     return {"step": loaded.step, "digest": digest(found)}
 
 
+OWN: dict[str, Callable[[], Any]] = {
+    "value": lambda: {"best": float(dist.get_rank())},
+    "generator": lambda: torch.Generator().manual_seed(dist.get_rank()).get_state(),
+    "weights": lambda: _ranked(torch.nn.Linear(3, 3)),
+    "expert": lambda: {f"expert {dist.get_rank()}": torch.ones(3)},
+    "missing": lambda: None,
+}
+
+
+def _ranked(module: torch.nn.Module) -> torch.nn.Module:
+    torch.nn.init.constant_(module.weight, float(dist.get_rank()))  # type: ignore[arg-type]
+    return module
+
+
+def differ(root: str, what: str) -> Result:
+    """A state of which each rank holds something else."""
+    found: State = {"model": network(1), "epoch": 3, "rng": everstep.RngState()}
+    checkpointer = everstep.Checkpointer(root)
+    checkpointer.restore(found)
+    own = {**found, "mine/own": OWN[what]()}
+    if what == "missing" and dist.get_rank() == 0:
+        own.pop("mine/own")
+    result: Result = {}
+    outcomes = []
+    for step in (1, 2, 3):
+        state = found if step == 1 else own
+        try:
+            outcomes.append(type(checkpointer.save(step, state).wait(60)).__name__)
+        except everstep.checkpoint.CheckpointError as e:
+            outcomes.append(type(e).__name__)
+            result["text"] = str(e)
+        dist.barrier()
+    checkpointer.wait(60)
+    dist.barrier()
+    latest = checkpointer.latest()
+    return {"outcomes": outcomes, "latest": latest.step if latest else None, **result}
+
+
+def thin(root: str) -> Result:
+    """Sharded tensors with one row or one column, and without elements; a model whose last layer has one output."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def made(seed: int) -> State:
+        torch.manual_seed(seed)
+        layers = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 1))
+        model = parallelize_module(layers, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) * seed
+        optimizer.step()
+        row, one = torch.arange(seed, seed + 6.0).view(1, 6), torch.full((1, 1), float(seed))
+        placed = {f"{t.shape} {p}": distribute_tensor(t.clone(), mesh, [p]) for t in (row, row.T.contiguous(), one)
+                  for p in (Shard(0), Shard(1), Replicate())}  # fmt: skip
+        empty = {f"{shape} {p}": distribute_tensor(torch.zeros(shape), mesh, [p]) for shape in ((0, 3), (3, 0))
+                 for p in (Shard(0), Shard(1))}  # fmt: skip
+        return {"model": model, "optimizer": optimizer, "epoch": 1, "placed": placed, "empty": empty}
+
+    saved, loaded = made(1), made(2)
+    with everstep.Checkpointer(root) as checkpointer:
+        checkpointer.restore(saved)
+        checkpointer.save(3, saved).wait(60)
+    dist.barrier()
+    everstep.load(root, loaded)
+    same = [torch.equal(a.full_tensor(), loaded["placed"][name].full_tensor()) for name, a in saved["placed"].items()]
+    alike = [a.shape == loaded["empty"][name].shape for name, a in saved["empty"].items()]
+    return {"same": all(same) and all(alike) and digest(saved) == digest(loaded)}
+
+
 def load_and_train(root: str, kind: str) -> Result:
     """A state that is restored trains on as the one that was saved would have."""
     found = state(kind, 1)
@@ -265,8 +333,8 @@ def mutate(root: str) -> Result:
 
 
 SCENARIOS: dict[str, Callable[..., Result]] = {
-    "save": save, "load": load, "look": look, "load_and_train": load_and_train, "grid": grid, "steps": steps,
-    "restore": restore, "diverge": diverge, "mutate": mutate,
+    "save": save, "load": load, "look": look, "differ": differ, "thin": thin, "load_and_train": load_and_train,
+    "grid": grid, "steps": steps, "restore": restore, "diverge": diverge, "mutate": mutate,
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from everstep.checkpoint import at_exit, opening
+from everstep.checkpoint.alike import digests
 from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
@@ -141,6 +142,7 @@ class Checkpointer:
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
         self._newest = -1  # the step of the newest commit when the log was taken, until the state is of it or later
         self._round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
+        self._by_session = False
         self._closed = threading.Event()
         at_exit.close(self)
 
@@ -206,18 +208,22 @@ class Checkpointer:
 
         Every rank calls it at the same step; the state may change as soon as it returns. While the save before is in
         flight it waits for that one, and a save that waits already gives way to it (`Skipped`): two never overlap.
+
+        In the 1st, 2nd, 4th, 8th, … save the ranks' states are compared. If they differ nothing is committed, and the
+        next `save` raises `StateMismatch` on rank 0, with the keys that do.
         """
         step = whole_step(step)
         ready = self._ready_again(step)
         if isinstance(ready, SaveFailed):
             return SaveHandle(step, Failed(step, ready))
         writer, ranks = ready
-        if writer.fenced:
-            raise writer.fenced
+        if (problem := writer.fenced or writer.refused) is not None:
+            raise problem
         assert self._own is not None
         self._sequence += 1  # on every rank alike, whatever becomes of the save
         identifier = save_id(self._own.n, self._own.writer, self._sequence)
         captured = capture(state, ranks.rank)
+        compares = ranks.world_size > 1 and not self._by_session and not self._sequence & (self._sequence - 1)
         arranged, tensors = self._arranger.arrange(captured, ranks)  # what refuses the state lets the one that waits be
         if (replaced := writer.withdraw(GIVES_WAY)) is not None:
             self._skipped(replaced, GIVES_WAY)
@@ -227,6 +233,7 @@ class Checkpointer:
             step, identifier, ranks.rank, ranks.world_size,
             buffer.staging.fill(arranged.plan, tensors) if tensors else None, arranged.entries,
             captured.own_values, captured.values, arranged.checked, self._settings.nonfinite,
+            digests(captured) if compares else {},
         )  # fmt: skip
         buffer.handle = writer.submit(staged)
         return buffer.handle
@@ -272,8 +279,9 @@ class Checkpointer:
         if newest is not None and (problem := newest.unheard()) is not None:
             raise problem
 
-    def leave_the_end(self) -> None:
-        """Somebody else sees to it that the last save ends: nothing is done where the process ends without `close`."""
+    def belong_to_session(self) -> None:
+        """A session compares the ranks' state itself, and sees to it that the last save ends."""
+        self._by_session = True
         at_exit.forget(self)
 
     def __enter__(self) -> Checkpointer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from everstep.checkpoint import wire
@@ -123,6 +123,9 @@ class Part:
     entries: tuple[Entry, ...]  # pieces point at shard 0
     values: Json
     nonfinite: tuple[str, ...] = ()  # parameters in it that hold NaN or infinity
+    digests: dict[str, int] = field(
+        default_factory=dict
+    )  # of the rank's replicated state, by key, where it is compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,8 @@ def encode_part(part: Part | PartFailed) -> bytes:
             body["values"] = part.values
             if part.nonfinite:
                 body["nonfinite"] = list(part.nonfinite)
+            if part.digests:
+                body["digests"] = dict(part.digests)
     return wire.encode(body)
 
 
@@ -217,7 +222,9 @@ def decode_part(data: bytes, rank: int, save_id: str, where: str) -> Part | Part
     shards = (shard,) if shard else ()
     entries = tuple(_entry(name, Fields(body, f"{where}: {name}"), shards) for name, body in _sorted(fields))
     bad = tuple(str(name) for name in fields.items("nonfinite")) if fields.has("nonfinite") else ()
-    return Part(rank, save_id, shard, entries, fields.any("values"), bad)
+    digests = Fields(fields.any("digests"), f"{where}: digests") if fields.has("digests") else None
+    told = {key: digests.integer(key) for key in digests.names()} if digests is not None else {}
+    return Part(rank, save_id, shard, entries, fields.any("values"), bad, told)
 
 
 def merge_parts(parts: Sequence[Part]) -> tuple[tuple[Shard, ...], tuple[Entry, ...]]:

@@ -8,9 +8,9 @@ fails says so in its description, so that nobody waits for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from everstep.checkpoint.errors import SaveFailed
@@ -40,6 +40,7 @@ class Staged:
     values: dict[str, Json]  # the replicated values, of which the coordinator's count
     checked: tuple[Checked, ...] = ()  # the parameters' bytes in `data`
     nonfinite: Nonfinite = "allow"
+    digests: Mapping[str, int] = field(default_factory=dict)  # of what is replicated, where it is compared
 
 
 def write_part(store: ObjectStore, staged: Staged) -> Part:
@@ -54,7 +55,7 @@ def write_part(store: ObjectStore, staged: Staged) -> Part:
         if staged.data is not None:
             shard = write_shard(store, shard_name(staged.save_id, staged.rank), staged.data)
         bad = check.result()
-    part = Part(staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values), bad)
+    part = Part(staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values), bad, dict(staged.digests))
     if staged.world_size > 1:
         store.put(part_name(staged.save_id, staged.rank), encode_part(part))
     return part

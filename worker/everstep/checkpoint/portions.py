@@ -62,6 +62,11 @@ def slices(
                 continue
             teams.setdefault(everyone, {})[name] = _Held(tuple(tensor.shape), whole(tensor.shape), tensor)
             continue
+        if not tensor.numel():  # nobody holds a part of it, and it is still one of the state's
+            shape = tuple(tensor.shape)
+            empty = tensor.to_local().new_empty(shape)  # type: ignore[attr-defined]
+            teams.setdefault(everyone, {})[name] = _Held(shape, whole(shape), empty)
+            continue
         held = holding(name, tensor, group)
         if held is not None:
             teams.setdefault(held.replicas, {})[name] = _Held(tuple(tensor.shape), held.box, held.local)

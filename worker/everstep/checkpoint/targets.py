@@ -76,7 +76,10 @@ def _target(entry: Entry, model: torch.Tensor | None, live: torch.Tensor | None,
     held = holding(entry.name, model, group)
     if held is None:
         return Target(entry, Box((0,) * len(entry.shape), (0,) * len(entry.shape)), False, model)
-    memory = memory_of(None if live is None else held.local, held.box)
+    # An axis of length 1 has any stride, and `to_local` gives it another one than the tensor's own part may have; torch
+    # refuses to copy between two of one memory whose strides differ, as `load_state_dict` does.
+    in_place = live is not None and 1 not in held.local.shape
+    memory = memory_of(held.local if in_place else None, held.box)
     return Target(entry, held.box, held.box == whole(entry.shape), model, memory)
 
 

@@ -73,6 +73,9 @@ class Fields:
         self._body = body
         self.where = where
 
+    def names(self) -> list[str]:
+        return list(self._body)
+
     def has(self, name: str) -> bool:
         return name in self._body
 

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from everstep.checkpoint.alike import differing
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.errors import CheckpointError, Fenced, SaveFailed
+from everstep.checkpoint.errors import CheckpointError, Fenced, SaveFailed, StateMismatch
 from everstep.checkpoint.log import Head
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, merge_parts
 from everstep.checkpoint.parts import Staged, gather_parts, give_up_part, write_part
@@ -160,6 +161,7 @@ class Writer:
         self.newest: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self.fenced: Fenced | None = None
+        self.refused: StateMismatch | None = None  # what the ranks would save is not one state
 
     @property
     def busy(self) -> bool:
@@ -289,6 +291,14 @@ class Writer:
         if staged.rank != 0:
             return Written(staged.step)
         parts = gather_parts(self._store, staged, part, self._identity.peer_timeout, self._stop, self._clock)
+        if any(p.digests for p in parts) and (keys := differing([p.digests for p in parts])):
+            self.refused = StateMismatch(
+                f"{', '.join(keys)}: not the same on all {len(parts)} ranks, and a commit has one for all: step "
+                f"{staged.step} was not saved. What each rank has for itself is given as an object whose class sets "
+                "everstep_per_rank = True (everstep.RngState for random generators); what is to be the same is "
+                "broadcast, or computed from what is"
+            )
+            raise self.refused
         shards, entries = merge_parts(parts)
         own, now = self._identity.own, self._now()
         values: dict[str, Json] = {"state": dict(staged.values)}

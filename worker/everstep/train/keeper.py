@@ -33,7 +33,7 @@ class Keeper:
 
     def __init__(self, checkpointer: Checkpointer, *, every_seconds: float | None) -> None:
         self.checkpointer = checkpointer
-        checkpointer.leave_the_end()  # the session knows whether the others are there to end a save with
+        checkpointer.belong_to_session()  # the session knows whether the others are there to end a save with
         self._every_seconds = every_seconds
         self._began = time.monotonic()
         self._restored: int | None = None

@@ -10,18 +10,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
+from everstep.checkpoint.alike import BUDGET, LEAST, first_bytes
+from everstep.checkpoint.alike import to_bytes as to_bytes  # noqa: PLC0414  of this module too
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import capture
 from everstep.train.randomness import STATE
 from everstep.train.recovery.reducers import BUCKETS
 from everstep.train.switches import SWITCHES
 
-BUDGET = 2**26  # bytes that members compare when a round forms; of a larger state an equal part of each tensor
-LEAST = 2**12  # bytes of each tensor
 COLUMNS = 64
 OWN = ("data", STATE, SWITCHES, BUCKETS)  # the session's, which members settle among themselves
 
@@ -39,8 +38,7 @@ def state_digest(state: Mapping[str, Any]) -> int:
     most = whole if whole <= BUDGET else max(LEAST, BUDGET // len(listed))
     found = xxhash.xxh3_64(json.dumps(captured.values, sort_keys=True).encode())
     for _, tensor in listed:
-        # Cut before it is copied from a device.
-        found.update(to_bytes(tensor.reshape(-1)[: most // tensor.element_size()]))
+        found.update(first_bytes(tensor, most))
     return found.intdigest() >> 1
 
 
@@ -75,10 +73,3 @@ def local(tensor: Any) -> torch.Tensor:
     """What this process holds of it."""
     found: torch.Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()
     return found
-
-
-def to_bytes(tensor: torch.Tensor) -> Any:
-    """A CPU tensor's own bytes, or a copy of those of another device's."""
-    if not tensor.numel():
-        return np.empty(0, dtype=np.uint8)
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,55 @@
+"""Whether all ranks hold what a commit holds once.
+
+Invariant: a digest says nothing that differs between ranks that hold the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+import xxhash
+
+from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.state import Captured
+
+BUDGET: Final = 2**26  # bytes that are looked at; of a larger state an equal part of each tensor
+LEAST: Final = 2**12  # bytes of each tensor
+
+
+def differing(told: Sequence[Mapping[str, int]]) -> list[str]:
+    """The keys of which the ranks have told other digests than each other, or that not all of them have."""
+    return sorted({key for one in told for key in one if len({other.get(key) for other in told}) > 1})
+
+
+def digests(captured: Captured) -> dict[str, int]:
+    """62 bits of each key that is replicated: its values, and its tensors but for modules' buffers. Of a sharded tensor
+    its presence alone."""
+    listed = {name: t.detach() for name, t in captured.tensors.items() if name not in captured.buffers}
+    whole = {name: t for name, t in listed.items() if not is_sharded(t)}
+    size = sum(t.numel() * t.element_size() for t in whole.values())
+    most = size if size <= BUDGET else max(LEAST, BUDGET // len(whole))
+    found: dict[str, int] = {}
+    for key, body in captured.values.items():
+        digest = xxhash.xxh3_64(json.dumps(body, sort_keys=True).encode())
+        for name, tensor in sorted(whole.items()):
+            if name == key or name.startswith(f"{key}/"):
+                digest.update(first_bytes(tensor, most))
+        found[key] = digest.intdigest() >> 2
+    return found
+
+
+def first_bytes(tensor: torch.Tensor, most: int) -> Any:
+    """At most so many bytes of a tensor, cut before they are copied from a device."""
+    return to_bytes(tensor.reshape(-1)[: most // tensor.element_size()])
+
+
+def to_bytes(tensor: torch.Tensor) -> Any:
+    """A CPU tensor's own bytes, or a copy of those of another device's."""
+    if not tensor.numel():
+        return np.empty(0, dtype=np.uint8)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy()
