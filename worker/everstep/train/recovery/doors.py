@@ -2,7 +2,7 @@
 
 Before its first round a process is alone, so torch's own functions would give it groups and meshes of one, without a
 word. Each is refused by name here, or made one that follows the world. Uses names of torch's that are not public;
-`tests/recovery/test_recovery_scope.py` watches them. What is put in their place asks first whether the default group is
+`tests/agent/test_agent_scope.py` watches them. What is put in their place asks first whether the default group is
 ours, so it changes nothing elsewhere.
 """
 
