@@ -178,4 +178,4 @@ def _nothing_to_close_at_exit() -> Iterator[None]:
     """Checkpointers that a test forgets are those of processes that died: nothing is to be saved when pytest ends."""
     yield
     if (at_exit := sys.modules.get("everstep.checkpoint.at_exit")) is not None:
-        at_exit._open.clear()
+        at_exit.forget_all()

@@ -129,17 +129,18 @@ def test_damaged_commit_is_stepped_over_unless_it_was_asked_for(filled: bool, ru
         everstep.load(store=store, state=runs.state() if filled else None, step=2)
 
 
+class Races(MemoryStore):
+    trains: Any = None
+
+    def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
+        if (trains := self.trains) is not None:
+            self.trains = None
+            trains()
+        super().get_into(name, start, *buffers)
+
+
 @pytest.mark.parametrize("filled", [False, True])
 def test_commit_that_goes_while_it_is_read_is_read_anew(filled: bool, runs: Any) -> None:
-    class Races(MemoryStore):
-        trains: Any = None
-
-        def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
-            if (trains := self.trains) is not None:
-                self.trains = None
-                trains()
-            super().get_into(name, start, *buffers)
-
     store = Races()
     run, _ = runs(store).begin(keep=1)
     run.save(1, runs.state(1)).wait(30)
@@ -152,6 +153,24 @@ def test_commit_that_goes_while_it_is_read_is_read_anew(filled: bool, runs: Any)
     store.trains = train
     loaded = everstep.load(store=store, state=runs.state() if filled else None)
     assert (loaded.step, set(loaded.state["w"].tolist())) == (2, {2.0})
+    run.close()
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_older_commit_that_is_pinned_is_not_taken_for_the_newest(filled: bool, runs: Any) -> None:
+    store = Races()
+    run, _ = runs(store).begin(keep=1)
+    run.save(1, runs.state(1)).wait(30)
+    run.pin(1)
+    run.save(2, runs.state(2)).wait(30)
+    runs.settle(run)
+
+    def train() -> None:
+        run.save(3, runs.state(3)).wait(30)
+        runs.settle(run)
+
+    store.trains = train
+    assert everstep.load(store=store, state=runs.state() if filled else None).step == 3
     run.close()
 
 

@@ -5,8 +5,8 @@ Scripts that end run in processes of their own: what is tried is the end of an i
 
 import subprocess
 import sys
-import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import everstep
 from everstep.checkpoint import StateMismatch
+from everstep.checkpoint.alike import digests
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import FormatError, SaveFailed
 from everstep.checkpoint.log import Head
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord
+from everstep.checkpoint.state import capture
 from everstep.storage import MemoryStore, open_store
 
 
@@ -135,6 +137,48 @@ def test_conjugate_and_negative_views_are_no_ties() -> None:
         assert torch.equal(into[name], tensor.resolve_conj().resolve_neg()), name
 
 
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"o": torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]).state_dict()}, "Give the optimizer itself"),
+        (torch.nn.Linear(1, 1), "a state is a dict, not a Linear"),
+        ({"m": torch.nn.LazyLinear(1)}, "m/weight: a lazy module's parameter"),
+    ],
+    ids=["optimizer", "module", "lazy"],
+)
+def test_what_would_be_restored_into_nothing_is_refused(state: Any, words: str) -> None:
+    with pytest.raises(StateMismatch, match=words):
+        everstep.Checkpointer(store=MemoryStore()).restore(state)
+
+
+class Average:
+    """An average that keeps its module to itself."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> Any:
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.module.load_state_dict(state)
+
+
+def test_ranks_may_hold_other_buffers_and_mappings_in_another_order() -> None:
+    def told(rank: int) -> dict[str, int]:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        module[1].running_mean.fill_(float(rank))
+        numbers = {1: 1, 3: 1} if rank else {3: 1, 1: 1}
+        state = {"m": module, "average": Average(module), "dict": module.state_dict(), "numbers": numbers,
+                 "nested": {"of": [module.state_dict()]}, "t": torch.ones(3)}  # fmt: skip
+        return digests(state, capture(state, rank))
+
+    assert told(0) == told(1)
+    other = {"t": torch.zeros(3)}
+    assert digests(other, capture(other, 0))["t"] != told(0)["t"]
+
+
 # --- what cannot be read makes no room for what can
 
 
@@ -142,6 +186,9 @@ def test_commit_whose_shard_the_store_lost_does_not_count_as_kept(runs: Any) -> 
     class Forgetful(MemoryStore):
         def list(self, folder: str = "") -> Any:
             return [info for info in super().list(folder) if not self.hides(info.name)]
+
+        def size(self, name: str) -> int | None:
+            return None if self.hides(name) else super().size(name)
 
         def hides(self, name: str) -> bool:
             return name.startswith("data/") and name.endswith(".safetensors") and "00000002/" in name
@@ -184,53 +231,161 @@ def test_record_that_cannot_be_read_back_costs_nothing_that_was_kept(runs: Any, 
 # --- the last save
 
 
-def test_save_that_comes_while_one_is_in_flight_waits_for_it_and_is_the_one_that_counts(runs: Any, events: Any) -> None:
-    gate = threading.Event()
+class Gate(MemoryStore):
+    """Takes a commit once it is opened."""
 
-    class Gate(MemoryStore):
-        def create(self, name: str, data: bytes) -> None:
-            if name.startswith("log/") and name != "log/000000000000.json":
-                assert gate.wait(30)
-            super().create(name, data)
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
 
+    def create(self, name: str, data: Any) -> None:
+        if name.startswith("log/") and name != "log/000000000000.json":
+            assert self.gate.wait(30)
+        super().create(name, data)
+
+
+def test_save_that_comes_while_one_is_in_flight_waits_for_it_with_its_own_copy(runs: Any, events: Any) -> None:
     store = Gate()
     run, _ = runs(store).begin(on_event=events)
     live = runs.state(98)
     first = run.save(98, live)
     live["w"].fill_(99.0)
     second = run.save(99, {**live, "step": 99})
-    live["w"].fill_(100.0)
-    third = run.save(100, {**live, "step": 100})
     live["w"].fill_(-1.0)
     assert not first.done()
-    assert not third.done()
-    with pytest.raises(SaveFailed, match="step 99 was not saved: a later one came"):
-        second.wait(0)
-    assert [fields["step"] for fields in events.of("save-skipped")] == [99]
-    gate.set()
+    assert not second.done()
+    store.gate.set()
     run.close()
-    assert [fields["step"] for fields in events.of("committed")] == [98, 100]
-    assert runs(store).restored() == 100
+    assert [fields["step"] for fields in events.of("committed")] == [98, 99]
+    assert runs(store).restored() == 99
 
 
-def test_state_that_is_refused_leaves_the_save_that_waits(runs: Any) -> None:
-    gate = threading.Event()
-
-    class Gate(MemoryStore):
-        def create(self, name: str, data: bytes) -> None:
-            if name.startswith("log/") and name != "log/000000000000.json":
-                assert gate.wait(30)
+def test_saves_faster_than_the_store_are_all_committed_in_their_order(runs: Any, events: Any) -> None:
+    class Slow(MemoryStore):
+        def create(self, name: str, data: Any) -> None:
+            time.sleep(0.01)
             super().create(name, data)
 
+        def list(self, folder: str = "") -> Any:
+            time.sleep(0.01)
+            return super().list(folder)
+
+    store = Slow()
+    run, _ = runs(store).begin(keep=100, on_event=events)
+    for step in range(1, 60):
+        run.save(step, runs.state(step))
+        time.sleep(0.001 * (step % 7))
+    run.close()
+    assert [fields["step"] for fields in events.of("committed")] == list(range(1, 60))
+    assert runs(store).restored() == 59
+
+
+def test_threads_that_save_at_once_save_one_after_the_other(runs: Any) -> None:
+    store = MemoryStore()
+    run, _ = runs(store).begin(keep=100)
+
+    def save(first: int) -> None:
+        for step in range(first, 30, 3):
+            run.save(step, {"w": torch.full((300,), float(step)), "step": step})
+
+    threads = [threading.Thread(target=save, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run.close()
+    found = everstep.Checkpointer(store=store).list()
+    assert sorted(f.step for f in found) == list(range(30))
+    for one in found:
+        loaded = everstep.load(store=store, n=one.n)
+        assert set(loaded.state["w"].tolist()) == {float(one.step)} == {float(loaded.state["step"])}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_save_that_is_interrupted_while_it_copies_costs_no_other(error: type[BaseException], runs: Any) -> None:
+    store = Gate()
+    run, _ = runs(store).begin()
+    run.save(98, runs.state(98))
+    run.save(99, runs.state(99))
+    store.gate.set()
+    run.wait(30)
+    for buffer in run._buffers:
+        buffer.staging.fill = lambda *_: (_ for _ in ()).throw(error)
+    with pytest.raises(error):
+        run.save(100, runs.state(100))
+    assert run.wait(1)
+    run.close()
+    assert runs(store).restored() == 99
+
+
+def test_hook_that_ends_the_script_ends_no_save(runs: Any) -> None:
+    def hook(kind: str, **_: Any) -> None:
+        if kind in ("committed", "save-failed"):
+            sys.exit(84)
+
+    class Fails(MemoryStore):
+        fails = False
+
+        def create(self, name: str, data: Any) -> None:
+            if self.fails:
+                raise BaseException("of a foreign library")
+            super().create(name, data)
+
+    store = Fails()
+    run, _ = runs(store).begin(on_event=hook)
+    run.save(1, runs.state(1)).wait(30)
+    store.fails = True
+    with pytest.raises(SaveFailed, match="of a foreign library"):
+        run.save(2, runs.state(2)).wait(30)
+    store.fails = False
+    run.save(3, runs.state(3)).wait(30)
+    run.close()
+    assert runs(store).restored() == 3
+
+
+def test_state_that_is_refused_leaves_the_saves_before_it(runs: Any) -> None:
     store = Gate()
     run, _ = runs(store).begin()
     run.save(98, runs.state(98))
     run.save(99, runs.state(99))
     with pytest.raises(StateMismatch):
         run.save(100, {"w": object()})
-    gate.set()
+    store.gate.set()
     run.close()
     assert runs(store).restored() == 99
+
+
+def test_run_whose_saves_are_slow_proves_all_the_same_that_its_state_is_no_poison(runs: Any) -> None:
+    store = Gate()
+    store.gate.set()
+    runs(store).save(1)
+    run, _ = runs(store).begin(every_steps=1000)
+    store.gate.clear()
+    run.save(2, runs.state(2))
+    run.save(3, runs.state(3))
+    for step in range(4, 30):
+        run.should_save(step)
+    store.gate.set()
+    run.close()
+    assert [name for name in store.objects if name.startswith("loads/")] == []
+
+
+def test_listing_that_is_stale_deletes_nothing(runs: Any) -> None:
+    class Stale(MemoryStore):
+        hidden = ""
+
+        def list(self, folder: str = "") -> Any:
+            return [i for i in super().list(folder) if not self.hidden or self.hidden not in i.name]
+
+    store = Stale()
+    run, _ = runs(store).begin(keep=2)
+    for step in (1, 2, 3):
+        store.hidden = "00000002/" if step == 3 else ""
+        run.save(step, runs.state(step)).wait(30)
+        runs.settle(run)
+    store.hidden = ""
+    assert [f.step for f in run.list()] == [3, 2]
+    run.close()
 
 
 def test_close_tells_what_the_last_save_came_to(runs: Any) -> None:
@@ -260,7 +415,7 @@ def test_close_tells_what_the_last_save_came_to(runs: Any) -> None:
 
 
 SCRIPT = """
-import sys, time
+import atexit, os, signal, sys, threading, time
 import torch, everstep
 from everstep.storage.local import LocalStore
 
@@ -273,49 +428,99 @@ def late(self, name, data):
 LocalStore.create = late
 
 def main():
-    run = everstep.Checkpointer(sys.argv[1])
+    run = everstep.Checkpointer(sys.argv[1], peer_timeout=120)
     state = {{"w": torch.full((10,), 99.0)}}
     run.restore(state)
+    atexit.register(print, "handlers ran")
     run.save(99, state)
     state["w"].fill_(100.0)
-    run.save(100, state)
     {end}
 
-main()
+{start}
 """
+LAST = "run.save(100, state)"
 ENDS = {
-    "nothing": ("pass", 0, 100),
-    "exit": ("sys.exit(0)", 0, 100),
-    "exit code": ("sys.exit(3)", 3, 100),
-    "left": ("\n    with run:\n        sys.exit(0)", 0, 100),
-    "error": ("raise ValueError('a mistake')", 1, None),
-}
+    "nothing": (LAST, 0),
+    "exit": (f"{LAST}; sys.exit(0)", 0),
+    "exit code": (f"{LAST}; sys.exit(3)", 3),
+    "left": ("""
+    with run:
+        run.save(100, state)
+        sys.exit(0)""", 0),
+    "an error before": (f"""
+    import code
+    code.InteractiveInterpreter().runsource("1/0")
+    {LAST}""", 0),
+    "a thread": (f"""
+    def train():
+        time.sleep(1)
+        {LAST}
+    threading.Thread(target=train).start()""", 0),
+    "a handler": (f"""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    {LAST}
+    os.kill(os.getpid(), signal.SIGTERM)""", 0),
+    "a child": (f"""
+    {LAST}
+    with run:
+        if os.fork() == 0:
+            sys.exit(0)
+        os.wait()""", 0),
+    "tried again": (f"""
+    try:
+        with run:
+            raise ValueError
+    except ValueError:
+        pass
+    with everstep.Checkpointer(sys.argv[1]) as run:
+        run.restore(state)
+        state["w"].fill_(100.0)
+        {LAST}""", 0),
+}  # fmt: skip
 
 
-def play(url: Path, end: str, store: str = "pass") -> subprocess.CompletedProcess[str]:
-    script = textwrap.dedent(SCRIPT).format(end=end, store=store)
+def play(url: Path, end: str, store: str = "pass", start: str = "main()") -> subprocess.CompletedProcess[str]:
+    script = SCRIPT.format(end=end, store=store, start=start)
     return subprocess.run(
-        [sys.executable, "-c", script, str(url)], check=False, capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", script, str(url)], check=False, capture_output=True, text=True, timeout=60
     )
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_script_that_ends_in_order_keeps_its_last_save(name: str, tmp_path: Path) -> None:
-    end, code, step = ENDS[name]
+    end, code = ENDS[name]
     done = play(tmp_path, end)
     assert done.returncode == code, done.stderr
+    assert "handlers ran" in done.stdout
     into = {"w": torch.zeros(10)}
-    found = kept(open_store(str(tmp_path)), into)
-    if step is not None:
-        assert found == step
-        assert set(into["w"].tolist()) == {100.0}
+    assert kept(open_store(str(tmp_path)), into) == 100
+    assert set(into["w"].tolist()) == {100.0}
+
+
+def test_script_that_ends_by_an_error_waits_for_no_save(tmp_path: Path) -> None:
+    done = play(tmp_path, f"{LAST}; raise ValueError('a mistake')", store="time.sleep(50)")
+    assert done.returncode == 1
+    assert "a mistake" in done.stderr
 
 
 def test_script_whose_last_save_comes_to_nothing_ends_with_an_error(tmp_path: Path) -> None:
-    done = play(tmp_path, "pass", store="raise PermissionError('no space')")
+    done = play(tmp_path, LAST, store="raise PermissionError('no space')")
     assert done.returncode == 1, done.stderr
     assert "its last save came to nothing" in done.stderr
     assert "step 100: no space" in done.stderr
+    assert "handlers ran" in done.stdout
+
+
+def test_child_of_multiprocessing_that_fails_waits_for_no_save(tmp_path: Path) -> None:
+    start = """
+import multiprocessing
+child = multiprocessing.get_context("fork").Process(target=main)
+child.start()
+child.join()
+print("child", child.exitcode)
+"""
+    done = play(tmp_path, "raise ValueError('a mistake')", store="time.sleep(50)", start=start)
+    assert "child 1" in done.stdout, done.stderr
 
 
 EVALUATES = """

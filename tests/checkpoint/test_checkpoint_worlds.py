@@ -78,6 +78,11 @@ def test_tensors_of_one_row_and_empty_ones_come_back(ranks: int, tmp_path: Path)
     assert world == [{"same": True}] * ranks
 
 
+def test_every_save_of_ranks_that_are_faster_than_the_store_is_committed(tmp_path: Path) -> None:
+    (world,) = run(tmp_path / "out", f"hurried:2:{tmp_path / 'store'}")
+    assert world == [{"steps": list(range(8, 0, -1))}] * 2
+
+
 @pytest.mark.parametrize("what", ["value", "generator", "weights", "expert", "missing"])
 def test_state_that_is_each_ranks_own_is_refused_by_name_and_never_committed(what: str, tmp_path: Path) -> None:
     (world,) = run(tmp_path / "out", f"differ:2:{tmp_path / 'store'}:what={what}")

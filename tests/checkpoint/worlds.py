@@ -211,6 +211,30 @@ def thin(root: str) -> Result:
     return {"same": all(same) and all(alike) and digest(saved) == digest(loaded)}
 
 
+def hurried(root: str) -> Result:
+    """Saves that come faster than the store takes them."""
+    import time  # noqa: PLC0415
+
+    class Slow(type(open_store(root))):  # type: ignore[misc]
+        def create(self, name: str, data: Any) -> None:
+            time.sleep(0.1 * (1 + dist.get_rank()))
+            super().create(name, data)
+
+        def start_upload(self, name: str, size_hint: int | None = None) -> Any:
+            time.sleep(0.1 * (2 - dist.get_rank()))
+            return super().start_upload(name, size_hint)
+
+    state = {"t": torch.zeros(10)}
+    with everstep.Checkpointer(store=Slow(root), keep=50, peer_timeout=60) as checkpointer:
+        checkpointer.restore(state)
+        for step in range(1, 9):
+            state["t"].fill_(float(step))
+            checkpointer.save(step, state)
+            time.sleep(0.03)
+    dist.barrier()
+    return {"steps": [found.step for found in everstep.Checkpointer(root).list()]}
+
+
 def load_and_train(root: str, kind: str) -> Result:
     """A state that is restored trains on as the one that was saved would have."""
     found = state(kind, 1)
@@ -333,8 +357,9 @@ def mutate(root: str) -> Result:
 
 
 SCENARIOS: dict[str, Callable[..., Result]] = {
-    "save": save, "load": load, "look": look, "differ": differ, "thin": thin, "load_and_train": load_and_train,
-    "grid": grid, "steps": steps, "restore": restore, "diverge": diverge, "mutate": mutate,
+    "save": save, "load": load, "look": look, "differ": differ, "thin": thin, "hurried": hurried,
+    "load_and_train": load_and_train, "grid": grid, "steps": steps, "restore": restore, "diverge": diverge,
+    "mutate": mutate,
 }  # fmt: skip
 
 

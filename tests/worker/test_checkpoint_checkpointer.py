@@ -329,7 +329,7 @@ def test_save_is_made_though_notes_wait_for_a_slow_store() -> None:
     writer.later(lambda: (waits.set(), goes_on.wait(30)))
     assert waits.wait(30)
     for note in notes:
-        writer.later(note.set)
+        writer._note(note.set)
     handle = checkpointer.save(1, state(1.0))
     goes_on.set()
     assert isinstance(handle.wait(30), Committed)

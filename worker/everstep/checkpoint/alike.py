@@ -25,21 +25,40 @@ def differing(told: Sequence[Mapping[str, int]]) -> list[str]:
     return sorted({key for one in told for key in one if len({other.get(key) for other in told}) > 1})
 
 
-def digests(captured: Captured) -> dict[str, int]:
+def digests(state: Mapping[str, Any], captured: Captured) -> dict[str, int]:
     """62 bits of each key that is replicated: its values, and its tensors but for modules' buffers. Of a sharded tensor
-    its presence alone."""
+    its presence alone, and of what may hold buffers without saying so (an average's `state_dict`) its values alone."""
+    found: dict[str, int] = {}
     listed = {name: t.detach() for name, t in captured.tensors.items() if name not in captured.buffers}
     whole = {name: t for name, t in listed.items() if not is_sharded(t)}
     size = sum(t.numel() * t.element_size() for t in whole.values())
     most = size if size <= BUDGET else max(LEAST, BUDGET // len(whole))
-    found: dict[str, int] = {}
     for key, body in captured.values.items():
-        digest = xxhash.xxh3_64(json.dumps(body, sort_keys=True).encode())
-        for name, tensor in sorted(whole.items()):
+        digest = xxhash.xxh3_64(json.dumps(_sorted(body), sort_keys=True).encode())
+        for name, tensor in sorted(whole.items() if _is_known(state[key]) else ()):
             if name == key or name.startswith(f"{key}/"):
                 digest.update(first_bytes(tensor, most))
         found[key] = digest.intdigest() >> 2
     return found
+
+
+def _is_known(target: Any) -> bool:
+    """Whether it is known which of its tensors are buffers, or that none is."""
+    if isinstance(target, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
+        return True
+    if hasattr(target, "state_dict") or hasattr(target, "_metadata"):  # as a module's state_dict has
+        return False
+    parts = target.values() if isinstance(target, Mapping) else target if isinstance(target, list | tuple) else ()
+    return all(_is_known(part) for part in parts)
+
+
+def _sorted(body: Any) -> Any:
+    """The same for mappings that were filled in another order."""
+    if isinstance(body, dict):
+        if len(body) == 1 and isinstance(pairs := body.get("$dict"), list):
+            return {"$dict": sorted(([_sorted(k), _sorted(v)] for k, v in pairs), key=lambda p: json.dumps(p[0]))}
+        return {key: _sorted(value) for key, value in body.items()}
+    return [_sorted(value) for value in body] if isinstance(body, list) else body
 
 
 def first_bytes(tensor: torch.Tensor, most: int) -> Any:

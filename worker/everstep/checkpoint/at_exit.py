@@ -2,17 +2,23 @@
 
 A thread is ended with the interpreter wherever it is, so a save in flight would be lost without a word. A script that
 ends by an error does not wait for it: others wait for the script, and the commit before stays.
+
+Invariant: after the script's own threads, and before those of executors, which write, are told to end.
 """
 
 from __future__ import annotations
 
+import atexit
+
 # First: it ends its own threads, which write, when the interpreter ends; who registers later goes before it.
-import concurrent.futures.thread  # noqa: F401
+import concurrent.futures.thread
 import logging
 import os
 import sys
 import threading
 from typing import Protocol
+
+from everstep.checkpoint.errors import Fenced
 
 log = logging.getLogger("everstep.checkpoint")
 
@@ -21,39 +27,78 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-_open: set[Closable] = set()
-_process = 0
+class _Script:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self.process = 0
+        self.open: dict[Closable, str] = {}  # with the URL of each
+        self.newest: dict[str, Closable] = {}  # of each URL: an older one is fenced by it, and by nobody else
+        self.error: object = None  # that the interpreter had told of when the newest save was made
+        self.code = 0
 
 
-def close(checkpointer: Closable) -> None:
+_script = _Script()
+
+
+def close(checkpointer: Closable, url: str) -> None:
     """When the script ends in order."""
-    global _process  # noqa: PLW0603  one a process: a forked child has none of its parent's saves
-    if _process != os.getpid():
-        if _process == 0:
-            # Before the interpreter waits for threads, after which none can be started; atexit's come later.
+    if _script.process != os.getpid():  # a forked child has none of its parent's saves
+        if _script.process == 0:
             threading._register_atexit(_close_all)  # type: ignore[attr-defined]
-        _open.clear()
-        _process = os.getpid()
-    _open.add(checkpointer)
+        _script.process, _script.open, _script.newest = os.getpid(), {}, {}
+    _script.open[checkpointer], _script.newest[url] = url, checkpointer
 
 
 def forget(checkpointer: Closable) -> None:
     """Do nothing for this one."""
-    _open.discard(checkpointer)
+    _script.open.pop(checkpointer, None)
+
+
+def forget_all() -> None:
+    """As if their processes had died."""
+    _script.open.clear()
+    _script.newest.clear()
+
+
+def saves() -> None:
+    """An error that was told of before is not the one that the script ends by."""
+    _script.error = getattr(sys, "last_value", None)
 
 
 def _close_all() -> None:
-    failed = hasattr(sys, "last_type") and not hasattr(sys, "ps1")  # set when the interpreter has told of an error
-    if _process != os.getpid() or failed:
+    if _script.process != os.getpid() or not _script.open or _failed():
         return
-    problem: BaseException | None = None
-    for checkpointer in list(_open):
+    for thread in threading.enumerate():  # as the interpreter does next; one of them may train
+        of_executor = thread in concurrent.futures.thread._threads_queues
+        if not (thread.daemon or of_executor or thread in (threading.main_thread(), threading.current_thread())):
+            thread.join()
+    for checkpointer, url in list(_script.open.items()):
         try:
             checkpointer.close()
         except Exception as e:
-            problem = e
+            if isinstance(e, Fenced) and _script.newest.get(url) is not checkpointer:
+                continue
+            _script.code = getattr(e, "exit_code", 1)
             log.exception("the script has ended, and its last save came to nothing")
-    if problem is not None:
+
+
+def _failed() -> bool:
+    """Whether the script ends by an error."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_bootstrap" and frame.f_globals.get("__name__") == "multiprocessing.process":
+            return frame.f_locals.get("exitcode") != 0
+    return getattr(sys, "last_value", None) is not _script.error
+
+
+def _leave() -> None:
+    """The interpreter's own exit code is settled by now. What the script has registered since runs before."""
+    if _script.code and _script.process == os.getpid():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(getattr(problem, "exit_code", 1))  # the interpreter's own exit code is settled by now
+        os._exit(_script.code)
+
+
+atexit.register(_leave)

@@ -45,7 +45,6 @@ from everstep.storage import ObjectStore, RetryableError, StorageError, StoreUnu
 logger = logging.getLogger("everstep.checkpoint")
 
 IN_FLIGHT = "the save before is still in flight"
-GIVES_WAY = "a later one came while it waited for the save before"
 
 CLOSE_SECONDS = 600.0
 
@@ -143,8 +142,9 @@ class Checkpointer:
         self._newest = -1  # the step of the newest commit when the log was taken, until the state is of it or later
         self._round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
         self._by_session = False
+        self._saving = threading.RLock()  # threads of the script; a handler of signals may save within a save
         self._closed = threading.Event()
-        at_exit.close(self)
+        self._process = 0  # in which the thread is
 
     def restore(self, state: Mapping[str, Any]) -> int | None:
         """Take the log, load the newest whole commit into `state` in place, and return its step; None if there is
@@ -207,12 +207,15 @@ class Checkpointer:
         """Copy `state` to host memory and make it durable in the background as the state after `step`.
 
         Every rank calls it at the same step; the state may change as soon as it returns. While the save before is in
-        flight it waits for that one, and a save that waits already gives way to it (`Skipped`): two never overlap.
+        flight it waits for that one; while another waits already, this call does too: no save is left out.
 
         In the 1st, 2nd, 4th, 8th, … save the ranks' states are compared. If they differ nothing is committed, and the
         next `save` raises `StateMismatch` on rank 0, with the keys that do.
         """
-        step = whole_step(step)
+        with self._saving:
+            return self._save(whole_step(step), state)
+
+    def _save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
         ready = self._ready_again(step)
         if isinstance(ready, SaveFailed):
             return SaveHandle(step, Failed(step, ready))
@@ -224,19 +227,25 @@ class Checkpointer:
         identifier = save_id(self._own.n, self._own.writer, self._sequence)
         captured = capture(state, ranks.rank)
         compares = ranks.world_size > 1 and not self._by_session and not self._sequence & (self._sequence - 1)
-        arranged, tensors = self._arranger.arrange(captured, ranks)  # what refuses the state lets the one that waits be
-        if (replaced := writer.withdraw(GIVES_WAY)) is not None:
-            self._skipped(replaced, GIVES_WAY)
+        arranged, tensors = self._arranger.arrange(captured, ranks)
+        told = digests(state, captured) if compares else {}
+        at_exit.saves()
+        writer.wait_for_room()
         self._policy.saved(time.monotonic())
         buffer = self._buffer()
-        staged = Staged(
-            step, identifier, ranks.rank, ranks.world_size,
-            buffer.staging.fill(arranged.plan, tensors) if tensors else None, arranged.entries,
-            captured.own_values, captured.values, arranged.checked, self._settings.nonfinite,
-            digests(captured) if compares else {},
-        )  # fmt: skip
-        buffer.handle = writer.submit(staged)
-        return buffer.handle
+        handle = buffer.handle = SaveHandle(step)
+        try:
+            staged = Staged(
+                step, identifier, ranks.rank, ranks.world_size,
+                buffer.staging.fill(arranged.plan, tensors) if tensors else None, arranged.entries,
+                captured.own_values, captured.values, arranged.checked, self._settings.nonfinite, told,
+            )  # fmt: skip
+            writer.submit(staged, handle)
+        except BaseException as e:  # a signal too, whose handler may end the script
+            if writer.newest is not handle:
+                handle.finish(Failed(step, SaveFailed(f"step {step} was not saved: {e!r} while it was copied")))
+            raise
+        return handle
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str = "") -> None:
         """Go on in another world, that of round `round_`, whose members have the state that this process has, or are
@@ -264,12 +273,10 @@ class Checkpointer:
         Raises `SaveFailed` if the newest save came to nothing, or is not over after `timeout` seconds, unless its
         handle's `wait` has raised that; `Fenced` if a newer writer owns the log.
         """
-        if self._writer is None:
-            at_exit.forget(self)
-        if self._closed.is_set() or self._writer is None:
-            return
-        self._closed.set()
         at_exit.forget(self)
+        if self._closed.is_set() or self._writer is None or self._process != os.getpid():
+            return  # in a forked child the saves are its parent's
+        self._closed.set()
         if self._proved is not None and self._loads is not None:
             self._writer.later(self._loads.end)
         newest = self._writer.newest
@@ -290,6 +297,8 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.close()
+        else:
+            at_exit.forget(self)  # others wait for the script, and the commit before stays
 
     def list(self) -> tuple[Found, ...]:
         """The commits that have their data, newest first. Like what follows, it takes nothing: any process may ask."""
@@ -412,6 +421,9 @@ class Checkpointer:
             )  # fmt: skip
             identity = Identity(self._own, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
+            self._process = os.getpid()
+            if not self._by_session:
+                at_exit.close(self, self._store.url)
 
     def _skipped(self, step: int, why: str) -> None:
         logger.warning("step %d is not saved: %s", step, why)

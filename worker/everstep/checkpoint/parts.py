@@ -106,7 +106,10 @@ def gather_parts(
             break
         if clock() > deadline:
             absent = [r for r in range(staged.world_size) if r not in parts]
-            raise SaveFailed(f"step {staged.step}: no part from ranks {absent[:16]} within {timeout:.0f} s")
+            raise SaveFailed(
+                f"step {staged.step}: no part from ranks {absent[:16]} within {timeout:.0f} s. Every "
+                "rank calls save(), not rank 0 alone"
+            )
         pause = _POLL_FIRST if len(parts) > before else min(_POLL_MOST, pause * 2)
         if stop.wait(pause):
             raise SaveFailed(f"step {staged.step}: closed while waiting for the other ranks")

@@ -112,6 +112,8 @@ def _load(
             return
         end = CommitLog(store).head().last
         for found in CommitLog(store).commits(end + 1):
+            if passed and CommitLog(store).head().last > end:
+                raise CheckpointError(passed[-1])  # it went while it was read: not an older one, but the newest
             if (reason := unfit(found)) is not None:
                 stepped_over(found.n, reason)
             elif isinstance(found, CommitRecord):
@@ -135,7 +137,7 @@ def _load(
         raise NoCommit(f"{store.url}: there is no commit")
     record, tensors = found
     assert isinstance(record.values, dict)
-    apply(state, record.values, tensors, ranks.rank)
+    apply(state, record.values, tensors, ranks.rank, whole=False)
     return Loaded(record.step, record.n, state)
 
 

@@ -39,6 +39,8 @@ class Captured:
 
 def capture(state: Mapping[str, Any], rank: int) -> Captured:
     """Take a state apart. Raises `StateMismatch` naming the first value that no checkpoint can hold."""
+    if not isinstance(state, Mapping):
+        raise StateMismatch(f"a state is a dict, not a {type(state).__qualname__}: {{'model': model}}")
     shared, own = Flattener(), Flattener()
     values: dict[str, Json] = {}
     own_values: dict[str, Json] = {}
@@ -46,6 +48,11 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
     for key, target in state.items():
         if not isinstance(key, str) or not key or key.startswith(("@", "$")):
             raise StateMismatch(f"state key {key!r}: a text that does not start with '@' or '$' is expected")
+        if isinstance(target, dict) and set(target) == {"state", "param_groups"}:
+            raise StateMismatch(
+                f"{key}: this is the state_dict() of an optimizer, and restoring it would change nothing of the "
+                f"optimizer's. Give the optimizer itself: {{{key!r}: optimizer}}"
+            )
         if getattr(target, "everstep_per_rank", False):
             own_values[key] = _encode(own, target, f"@{rank}/{key}")
         else:
@@ -81,8 +88,15 @@ def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) ->
     return bodies
 
 
-def apply(state: Mapping[str, Any], saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Put a commit's values back into `state`, in place.
+def apply(
+    state: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    *,
+    whole: bool = True,
+) -> None:
+    """Put a commit's values back into `state`, in place. `whole`: a key of the commit that `state` lacks is told.
 
     Modules, optimizers and other objects get `load_state_dict`; tensors are copied into; mappings and lists are
     refilled, and so is what they hold: a script may have names of its own for it. Plain values are set in `state`
@@ -91,7 +105,7 @@ def apply(state: Mapping[str, Any], saved: Mapping[str, Any], tensors: Mapping[s
     bodies = bodies_for(state, saved, rank)
     taken = set[int]()
     values = saved.get("state", {})
-    for key in sorted(set(values) - set(state)):
+    for key in sorted(set(values) - set(state)) if whole else ():
         log.warning("the commit holds %r, which the state passed in does not ask for", key)
     for key, body in bodies.items():
         tree = unflatten(body["tree"], tensors, key)

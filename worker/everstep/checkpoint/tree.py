@@ -94,6 +94,8 @@ class Flattener:
             raise StateMismatch(f"{path}: a ShardedTensor (FSDP1) cannot be in a checkpoint; use fully_shard (FSDP2)")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in DTYPES:
             raise StateMismatch(f"{path}: a {tensor.dtype} tensor ({tensor.layout}, {tensor.device}) is not supported")
+        if torch.nn.parameter.is_lazy(tensor):
+            raise StateMismatch(f"{path}: a lazy module's parameter that has no shape yet; run a forward pass before")
         if len(path) > MAX_PATH:
             raise StateMismatch(f"{path[:80]}…: a path of {len(path)} characters; at most {MAX_PATH} are allowed")
         _check_memory(tensor, path)

@@ -1,7 +1,8 @@
 """The thread that makes saves durable, one at a time, while training goes on.
 
-It gets staged bytes and never touches live tensors or the process group. Invariants: at most one save is in flight,
-and at most one waits; nothing it meets stops training, except that another writer owns the log (`fenced`).
+It gets staged bytes and never touches live tensors or the process group. Invariants: saves are written one at a time,
+in the order in which they came, on each rank the same ones; at most `MOST` are there at once; whatever it meets, each
+save ends, and training goes on, unless another writer owns the log (`fenced`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from everstep.storage import ObjectStore, StorageError
 
 logger = logging.getLogger("everstep.checkpoint")
 
+MOST: Final = 2  # saves: one that is in flight, and one that waits for it
 _NOTES: Final = 4
 
 
@@ -54,14 +56,6 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
-    """Nothing was written: a later save came while this one waited for the save before."""
-
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """The save came to nothing."""
 
@@ -69,7 +63,7 @@ class Failed:
     error: Exception
 
 
-Outcome = Committed | Written | Skipped | Failed
+Outcome = Committed | Written | Failed
 
 
 class SaveHandle:
@@ -91,8 +85,8 @@ class SaveHandle:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> Outcome:
-        """Block until the save is over. Raises what it failed with (`SaveFailed`, `Fenced`), `SaveFailed` if it was
-        skipped, and `TimeoutError` after `timeout` seconds."""
+        """Block until the save is over. Raises what it failed with (`SaveFailed`, `Fenced`), and `TimeoutError` after
+        `timeout` seconds."""
         if not self._done.wait(timeout):
             raise TimeoutError(f"the save of step {self.step} is still in flight after {timeout} s")
         assert self._outcome is not None
@@ -100,8 +94,6 @@ class SaveHandle:
         match self._outcome:
             case Failed(_, error):
                 raise error
-            case Skipped(step, reason):
-                raise SaveFailed(f"step {step} was not saved: {reason}")
             case outcome:
                 return outcome
 
@@ -155,57 +147,40 @@ class Writer:
         self._head = Head(own.n, own, own.commit)
         self._stop = threading.Event()
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._lock = threading.Lock()
-        self._waiting: tuple[Staged, SaveHandle] | None = None  # for the thread
-        self._current: SaveHandle | None = None  # in flight, or over
+        self._notes = 0  # in the queue
+        self._saves: list[SaveHandle] = []  # that may not be over
         self.newest: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self.fenced: Fenced | None = None
         self.refused: StateMismatch | None = None  # what the ranks would save is not one state
 
+    def _unfinished(self) -> list[SaveHandle]:
+        self._saves = [handle for handle in self._saves if not handle.done()]
+        return self._saves
+
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight, or waits."""
-        return self._next() is not None
+        """Whether a save is in flight."""
+        return bool(self._unfinished())
 
     def idle(self, timeout: float | None = None) -> bool:
         """Wait until no save is in flight, and none waits; False after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
-        while (handle := self._next()) is not None:
+        for handle in list(self._unfinished()):
             if not handle._done.wait(None if until is None else max(0.0, until - time.monotonic())):
                 return False
         return True
 
-    def _next(self) -> SaveHandle | None:
-        """The save to wait for, if any."""
-        with self._lock:
-            handle = self._waiting[1] if self._waiting is not None else self._current
-        return handle if handle is not None and not handle.done() else None
+    def wait_for_room(self) -> None:
+        """Until one more save may be submitted. Each save ends, so this does."""
+        while len(unfinished := list(self._unfinished())) >= MOST:
+            unfinished[0]._done.wait()
 
-    def submit(self, staged: Staged) -> SaveHandle:
-        """Write it, after the save in flight. The caller has withdrawn the one that waited."""
-        handle = self.newest = SaveHandle(staged.step)
-        with self._lock:
-            assert self._waiting is None
-            waits = self._current is not None and not self._current.done()
-            if waits:
-                self._waiting = (staged, handle)
-            else:
-                self._current = handle
-        self._put(self._save_waiting if waits else lambda: self._save(staged, handle))
-        return handle
-
-    def withdraw(self, reason: str) -> int | None:
-        """Give up the save that waits, if one does, for a later one; its step. Its memory is free then."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return None
-        staged, handle = waiting
-        handle.finish(Skipped(staged.step, reason))
-        if staged.rank != 0:
-            self.give_up(staged.save_id, staged.rank, reason)
-        return staged.step
+    def submit(self, staged: Staged, handle: SaveHandle) -> None:
+        """Write it, after the save in flight. The caller has waited for room."""
+        self._put(lambda: self._save(staged, handle))
+        self._saves.append(handle)  # now: a signal may end what the thread that trains does at any place
+        self.newest = handle
 
     def give_up(self, save_id: str, rank: int, reason: str) -> None:
         """Tell the coordinator, after what is in flight, that this rank takes no part in a save."""
@@ -219,7 +194,8 @@ class Writer:
         self._note(note)
 
     def later(self, task: Callable[[], object]) -> None:
-        """Do something small on the writer's thread, after what is in flight; what it raises is logged."""
+        """Do something small on the writer's thread, after what is in flight; what it raises is logged. Never left
+        out."""
 
         def run() -> None:
             try:
@@ -227,7 +203,7 @@ class Writer:
             except (StorageError, CheckpointError) as e:
                 logger.warning("the store did not take a note: %s", e)
 
-        self._note(run)
+        self._put(run)
 
     def close(self, timeout: float) -> None:
         """Finish what is in flight, for at most `timeout` seconds, then stop."""
@@ -254,34 +230,38 @@ class Writer:
 
     def _note(self, task: Callable[[], None]) -> None:
         """What may be dropped, as neither a save nor the end may."""
-        if self._queue.qsize() < _NOTES:
-            self._put(task)
+
+        def run() -> None:
+            self._notes -= 1
+            task()
+
+        if self._notes < _NOTES:
+            self._notes += 1
+            self._put(run)
         else:
             logger.warning("the store is too slow even for notes to the coordinator; one is dropped")
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:
-            task()
+            try:
+                task()
+            except BaseException:  # of a hook or a store: the thread has to live, for what waits and for what comes
+                logger.exception("the thread that writes checkpoints met an error, and goes on")
             del task  # and with it the staged bytes, which the next save may have to make room for
-
-    def _save_waiting(self) -> None:
-        with self._lock:
-            waiting, self._waiting = self._waiting, None
-            if waiting is not None:
-                self._current = waiting[1]
-        if waiting is not None:  # else it was withdrawn, and the later one has a task of its own
-            self._save(*waiting)
 
     def _save(self, staged: Staged, handle: SaveHandle) -> None:
         started = self._clock()
         try:
             outcome = self._write(staged, started)
-        except Exception as e:  # whatever it is, training goes on and the caller is told
+        except BaseException as e:  # whatever it is, training goes on and the caller is told
             error = e if isinstance(e, CheckpointError) else SaveFailed(f"step {staged.step}: {e}")
             outcome = Failed(staged.step, error)
             if error is not e:
                 error.__cause__ = e
-            self._failed(staged, error)
+            try:
+                self._failed(staged, error)
+            except BaseException:
+                logger.exception("a save failed, and what was to be told of it")
         handle.finish(outcome)
         if isinstance(outcome, Committed):
             self._cleaner.clean()
@@ -313,9 +293,12 @@ class Writer:
         self._head, record = self._log.commit(self._head, own, draft)
         self._cleaner.committed(record)
         size, seconds = sum(s.bytes for s in shards), self._clock() - started
-        if bad:
-            self._events("nonfinite", step=record.step, n=record.n, names=bad)
-        self._events("committed", step=record.step, n=record.n, at=now, bytes=size, seconds=seconds)
+        try:
+            if bad:
+                self._events("nonfinite", step=record.step, n=record.n, names=bad)
+            self._events("committed", step=record.step, n=record.n, at=now, bytes=size, seconds=seconds)
+        except BaseException:  # SystemExit of a hook, which does not end a process from here: the commit exists
+            logger.exception("on_event failed")
         return Committed(record.step, record.n, now, size, seconds)
 
     def _failed(self, staged: Staged, error: CheckpointError) -> None:

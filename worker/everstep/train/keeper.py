@@ -18,7 +18,7 @@ from typing import Any
 from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle
 from everstep.checkpoint.opening import Settings
 from everstep.checkpoint.ranks import Ranks
-from everstep.checkpoint.writer import Committed, Outcome, Skipped, Written
+from everstep.checkpoint.writer import Committed, Outcome, Written
 from everstep.storage.errors import StorageError
 
 log = logging.getLogger("everstep.train")
@@ -107,9 +107,7 @@ class Keeper:
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save. Every rank at the same step."""
         self._began = time.monotonic()
-        handle = self.checkpointer.save(step, state)
-        if not isinstance(handle.outcome, Skipped):  # else the one in flight is what there is to wait for
-            self._handle = handle
+        self._handle = self.checkpointer.save(step, state)
 
     def durable(self, step: int, seconds: float | None, check: Callable[[], None]) -> bool:
         """Wait for the save in flight, at most `seconds`; whether this rank's part of `step` is durable then. `check`
