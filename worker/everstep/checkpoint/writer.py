@@ -178,9 +178,11 @@ class Writer:
 
     def submit(self, staged: Staged, handle: SaveHandle) -> None:
         """Write it, after the save in flight. The caller has waited for room."""
-        self._put(lambda: self._save(staged, handle))
-        self._saves.append(handle)  # now: a signal may end what the thread that trains does at any place
+        # In this order: a signal may end what the thread that trains does between any two of these lines, and then
+        # nobody waits for what is not in the queue, nor takes the memory of what is.
         self.newest = handle
+        self._put(lambda: self._save(staged, handle))
+        self._saves.append(handle)
 
     def give_up(self, save_id: str, rank: int, reason: str) -> None:
         """Tell the coordinator, after what is in flight, that this rank takes no part in a save."""
