@@ -95,7 +95,9 @@ def _load(
     only: tuple[str, ...] | None,
     map_location: Any,
 ) -> Loaded:
-    ranks: Ranks = join(None, None, None) if state is not None and dist.is_initialized() else Alone()
+    ranks: Ranks = (
+        join(None, None, None) if state is not None and dist.is_available() and dist.is_initialized() else Alone()
+    )
     passed: list[str] = []
 
     def stepped_over(n: int, reason: str, *, suspected: bool = False) -> None:
