@@ -78,6 +78,14 @@ def test_tensors_of_one_row_and_empty_ones_come_back(ranks: int, tmp_path: Path)
     assert world == [{"same": True}] * ranks
 
 
+def test_rank_that_waits_for_ranks_which_do_not_call_says_so(tmp_path: Path) -> None:
+    (world,) = run(tmp_path / "out", f"left_out:2:{tmp_path / 'store'}")
+    assert world[0]["told"] == [
+        "rank 0 has waited 0 s for the other ranks: every rank calls restore(), should_save(), save() and load(). "
+        "If only some do, take `if rank == 0` away"
+    ]
+
+
 def test_every_save_of_ranks_that_are_faster_than_the_store_is_committed(tmp_path: Path) -> None:
     (world,) = run(tmp_path / "out", f"hurried:2:{tmp_path / 'store'}")
     assert world == [{"steps": list(range(8, 0, -1))}] * 2

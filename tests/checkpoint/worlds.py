@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -211,9 +213,31 @@ def thin(root: str) -> Result:
     return {"same": all(same) and all(alike) and digest(saved) == digest(loaded)}
 
 
+def left_out(root: str) -> Result:
+    """Rank 0 restores, and the others come later."""
+    import everstep.checkpoint.ranks as ranks  # noqa: PLC0415
+
+    ranks.PATIENCE = 0.4
+    told: list[str] = []
+    ranks.log.warning = lambda text, *values: told.append(text % values)  # type: ignore[method-assign]
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() != 0:
+        store.wait(["told"])
+    checkpointer = everstep.Checkpointer(root)
+    if dist.get_rank() == 0:
+        threading.Thread(target=_when, args=(lambda: bool(told), lambda: store.set("told", "yes"))).start()
+    checkpointer.restore({"t": torch.zeros(1)})
+    return {"told": told[:1]}
+
+
+def _when(holds: Callable[[], bool], call: Callable[[], object]) -> None:
+    while not holds():
+        time.sleep(0.05)
+    call()
+
+
 def hurried(root: str) -> Result:
     """Saves that come faster than the store takes them."""
-    import time  # noqa: PLC0415
 
     class Slow(type(open_store(root))):  # type: ignore[misc]
         def create(self, name: str, data: Any) -> None:
@@ -358,8 +382,8 @@ def mutate(root: str) -> Result:
 
 SCENARIOS: dict[str, Callable[..., Result]] = {
     "save": save, "load": load, "look": look, "differ": differ, "thin": thin, "hurried": hurried,
-    "load_and_train": load_and_train, "grid": grid, "steps": steps, "restore": restore, "diverge": diverge,
-    "mutate": mutate,
+    "left_out": left_out, "load_and_train": load_and_train, "grid": grid, "steps": steps, "restore": restore,
+    "diverge": diverge, "mutate": mutate,
 }  # fmt: skip
 
 

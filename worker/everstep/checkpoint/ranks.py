@@ -6,13 +6,22 @@ uses a process group, because a save must survive the death of a peer. Bytes tra
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from everstep.checkpoint.errors import CheckpointError
+
+log = logging.getLogger("everstep.checkpoint")
+
+PATIENCE = 20.0  # seconds after which a rank says that it waits
 
 
 class Ranks(Protocol):
@@ -80,6 +89,43 @@ class Broadcasting:
         return bytes(buffer)
 
 
+class _Patience:
+    """Says so where a rank waits long for the others: maybe they do not call what this one does. One thread, which
+    looks now and then, so that a collective pays for two assignments."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._rank = 0
+        self._watching = 0  # the process
+
+    @contextmanager
+    def of(self, rank: int) -> Iterator[None]:
+        if self._watching != os.getpid():
+            self._watching = os.getpid()
+            threading.Thread(target=self._watch, name="everstep-patience", daemon=True).start()
+        self._rank, self._since = rank, time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def _watch(self) -> None:
+        told: float | None = None
+        while True:
+            time.sleep(PATIENCE / 4)
+            since = self._since
+            if since is not None and since != told and time.monotonic() - since > PATIENCE:
+                told = since
+                log.warning(
+                    "rank %d has waited %.0f s for the other ranks: every rank calls restore(), should_save(), save() "
+                    "and load(). If only some do, take `if rank == 0` away",
+                    self._rank, PATIENCE,
+                )  # fmt: skip
+
+
+_patience = _Patience()
+
+
 class Group(Broadcasting):
     """A world over a process group that moves CPU tensors. None is the default group."""
 
@@ -91,8 +137,13 @@ class Group(Broadcasting):
 
     def maximum(self, value: int) -> int:
         tensor = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        with _patience.of(self.rank):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return int(tensor.item())
+
+    def from_first(self, data: bytes) -> bytes:
+        with _patience.of(self.rank):
+            return super().from_first(data)
 
     def broadcast(self, data: torch.Tensor, source: int) -> Any:
         from_rank = source if self._group is None else dist.get_global_rank(self._group, source)
