@@ -129,6 +129,12 @@ def test_damaged_commit_is_stepped_over_unless_it_was_asked_for(filled: bool, ru
         everstep.load(store=store, state=runs.state() if filled else None, step=2)
 
 
+def train(run: everstep.Checkpointer, runs: Any, step: int) -> None:
+    """Commit a step, and clean up."""
+    run.save(step, runs.state(step)).wait(30)
+    runs.settle(run)
+
+
 class Races(MemoryStore):
     trains: Any = None
 
@@ -143,14 +149,8 @@ class Races(MemoryStore):
 def test_commit_that_goes_while_it_is_read_is_read_anew(filled: bool, runs: Any) -> None:
     store = Races()
     run, _ = runs(store).begin(keep=1)
-    run.save(1, runs.state(1)).wait(30)
-    runs.settle(run)
-
-    def train() -> None:
-        run.save(2, runs.state(2)).wait(30)
-        runs.settle(run)
-
-    store.trains = train
+    train(run, runs, 1)
+    store.trains = lambda: train(run, runs, 2)
     loaded = everstep.load(store=store, state=runs.state() if filled else None)
     assert (loaded.step, set(loaded.state["w"].tolist())) == (2, {2.0})
     run.close()
@@ -162,14 +162,8 @@ def test_older_commit_that_is_pinned_is_not_taken_for_the_newest(filled: bool, r
     run, _ = runs(store).begin(keep=1)
     run.save(1, runs.state(1)).wait(30)
     run.pin(1)
-    run.save(2, runs.state(2)).wait(30)
-    runs.settle(run)
-
-    def train() -> None:
-        run.save(3, runs.state(3)).wait(30)
-        runs.settle(run)
-
-    store.trains = train
+    train(run, runs, 2)
+    store.trains = lambda: train(run, runs, 3)
     assert everstep.load(store=store, state=runs.state() if filled else None).step == 3
     run.close()
 

@@ -64,4 +64,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"] if "__version__" in globals() else list(__all__)
+    return list(__all__)

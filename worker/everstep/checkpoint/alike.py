@@ -6,7 +6,7 @@ Invariant: a digest says nothing that differs between ranks that hold the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -31,8 +31,7 @@ def digests(state: Mapping[str, Any], captured: Captured) -> dict[str, int]:
     found: dict[str, int] = {}
     listed = {name: t.detach() for name, t in captured.tensors.items() if name not in captured.buffers}
     whole = {name: t for name, t in listed.items() if not is_sharded(t)}
-    size = sum(t.numel() * t.element_size() for t in whole.values())
-    most = size if size <= BUDGET else max(LEAST, BUDGET // len(whole))
+    most = bytes_of_each(whole.values())
     for key, body in captured.values.items():
         digest = xxhash.xxh3_64(json.dumps(_sorted(body), sort_keys=True).encode())
         for name, tensor in sorted(whole.items() if _is_known(state[key]) else ()):
@@ -59,6 +58,12 @@ def _sorted(body: Any) -> Any:
             return {"$dict": sorted(([_sorted(k), _sorted(v)] for k, v in pairs), key=lambda p: json.dumps(p[0]))}
         return {key: _sorted(value) for key, value in body.items()}
     return [_sorted(value) for value in body] if isinstance(body, list) else body
+
+
+def bytes_of_each(tensors: Collection[torch.Tensor]) -> int:
+    """How many bytes of each tensor are looked at, at most."""
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    return size if size <= BUDGET else max(LEAST, BUDGET // len(tensors))
 
 
 def first_bytes(tensor: torch.Tensor, most: int) -> Any:

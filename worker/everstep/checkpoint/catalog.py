@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 from everstep.checkpoint import pins
 from everstep.checkpoint.chunks import verify
-from everstep.checkpoint.cleaner import UPLOAD_SECONDS, clean, enough, lost, missing, sizes_in
+from everstep.checkpoint.cleaner import UPLOAD_SECONDS, clean, enough, has_lost, missing, sizes_in
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, NoCommit
 from everstep.checkpoint.layout import folder_of, owner_of
@@ -109,7 +109,7 @@ class Catalog:
             return ()
         sizes = sizes_in(self._store)
         walked = list(self._down_to_the_last(head.last, sizes))
-        damaged = frozenset(r.n for r in walked if lost(self._store, r, sizes))
+        damaged = frozenset(r.n for r in walked if has_lost(self._store, r, sizes))
         commits = enough(walked, keep, lambda r: r.n in damaged)
         newest = owner_of(commits[0].save_id) if commits else None
         sequence = newest[1] if newest and newest[0] == head.open.n else 0

@@ -76,14 +76,14 @@ class Cleaner:
                 )
                 return
             sizes = sizes_in(self._store)
-            gone = frozenset(r.n for r in self._recent if lost(self._store, r, sizes))
+            gone = frozenset(r.n for r in self._recent if has_lost(self._store, r, sizes))
             if gone:
                 log.error("the commits of log records %s have lost shards; they do not count as kept", sorted(gone))
             if not self._read_below or gone:
                 below = (r for r in self._log.commits(newest.n) if isinstance(r, CommitRecord))
                 self._recent, self._read_below = [newest, *self._enough(below, sizes)], True
             self._recent = self._enough(self._recent, sizes)
-            damaged = self._damaged | {r.n for r in self._recent if lost(self._store, r, sizes)}
+            damaged = self._damaged | {r.n for r in self._recent if has_lost(self._store, r, sizes)}
             owner = owner_of(newest.save_id)
             clean(
                 self._store, sizes, self._recent, self._keep, damaged, self._own.n, owner[1] if owner else 0,
@@ -99,7 +99,7 @@ class Cleaner:
 
     def _enough(self, commits: Iterable[CommitRecord], sizes: Sizes) -> list[CommitRecord]:
         def unusable(record: CommitRecord) -> bool:
-            return record.n in self._damaged or bool(lost(self._store, record, sizes))
+            return record.n in self._damaged or has_lost(self._store, record, sizes)
 
         return enough(commits, self._keep, unusable, self._suspected)
 
@@ -139,10 +139,11 @@ def missing(record: CommitRecord, sizes: Sizes) -> tuple[str, ...]:
     return tuple(s.path for s in record.shards if sizes.get(folder_of(s.path) or "", {}).get(s.path) != s.bytes)
 
 
-def lost(store: ObjectStore, record: CommitRecord, sizes: Sizes) -> tuple[str, ...]:
-    """The commit's shards that are not there, or of another size. A listing may be stale, so each is asked for."""
+def has_lost(store: ObjectStore, record: CommitRecord, sizes: Sizes) -> bool:
+    """Whether a shard of the commit is not there, or of another size. A listing may be stale, so the store is asked for
+    those that it lacks, up to the first that is lost: of a commit that was deleted, one."""
     told = {s.path: s.bytes for s in record.shards}
-    return tuple(path for path in missing(record, sizes) if store.size(path) != told[path])
+    return any(store.size(path) != told[path] for path in missing(record, sizes))
 
 
 def clean(

@@ -123,9 +123,7 @@ class Part:
     entries: tuple[Entry, ...]  # pieces point at shard 0
     values: Json
     nonfinite: tuple[str, ...] = ()  # parameters in it that hold NaN or infinity
-    digests: dict[str, int] = field(
-        default_factory=dict
-    )  # of the rank's replicated state, by key, where it is compared
+    digests: dict[str, int] = field(default_factory=dict)  # of its replicated state, by key, where that is compared
 
 
 @dataclass(frozen=True, slots=True)

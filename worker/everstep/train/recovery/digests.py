@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
-from everstep.checkpoint.alike import BUDGET, LEAST, first_bytes
-from everstep.checkpoint.alike import to_bytes as to_bytes  # noqa: PLC0414  of this module too
+from everstep.checkpoint.alike import bytes_of_each, first_bytes, to_bytes
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import capture
 from everstep.train.randomness import STATE
@@ -34,8 +33,7 @@ def state_digest(state: Mapping[str, Any]) -> int:
         for name in captured.tensors if name.startswith(f"{key}/") and name not in captured.parameters
     }  # fmt: skip
     listed = [(name, local(t)) for name, t in sorted(captured.tensors.items()) if name not in buffers]
-    whole = sum(t.numel() * t.element_size() for _, t in listed)
-    most = whole if whole <= BUDGET else max(LEAST, BUDGET // len(listed))
+    most = bytes_of_each([t for _, t in listed])
     found = xxhash.xxh3_64(json.dumps(captured.values, sort_keys=True).encode())
     for _, tensor in listed:
         found.update(first_bytes(tensor, most))

@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from everstep.checkpoint.alike import to_bytes
 from everstep.train.plain import Values, differences, plain_values
 from everstep.train.playable import may_be_left
-from everstep.train.recovery.digests import to_bytes
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.local_gradients import LocalGradients, is_own
 from everstep.train.recovery.members import Members

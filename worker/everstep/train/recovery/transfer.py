@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import xxhash
 
+from everstep.checkpoint.alike import to_bytes
 from everstep.checkpoint.exchange import exchange
 from everstep.checkpoint.filling import Segment
 from everstep.checkpoint.reading import Task
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import apply, capture
-from everstep.train.recovery.digests import local, to_bytes
+from everstep.train.recovery.digests import local
 from everstep.train.recovery.fsdp import NotRecoverable
 from everstep.train.recovery.members import Members
 
