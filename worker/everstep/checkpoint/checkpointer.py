@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from everstep.checkpoint import at_exit, opening
+from everstep.checkpoint import at_exit, attachments, opening
 from everstep.checkpoint.alike import digests
 from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.catalog import Catalog, Found
@@ -138,6 +138,7 @@ class Checkpointer:
         self._damaged: set[int] = set()
         self._suspected: set[int] = set()  # whole, and earlier runs that loaded them came to nothing
         self._sequence = 0
+        self._restored_id: str | None = None  # the save that was restored
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
         self._newest = -1  # the step of the newest commit when the log was taken, until the state is of it or later
         self._round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
@@ -177,6 +178,7 @@ class Checkpointer:
         self._start_writer()
         self._policy.saved(time.monotonic())
         self._newest = -1
+        self._restored_id = found[0].save_id if found else None
         n = found[0].n if found else None
         self._events("restored", step=step, n=n, seconds=time.monotonic() - started)
         return step
@@ -233,7 +235,7 @@ class Checkpointer:
         writer.wait_for_room()
         self._policy.saved(time.monotonic())
         buffer = self._buffer()
-        handle = buffer.handle = SaveHandle(step)
+        handle = buffer.handle = SaveHandle(step, save_id=identifier)
         try:
             staged = Staged(
                 step, identifier, ranks.rank, ranks.world_size,
@@ -285,6 +287,20 @@ class Checkpointer:
             raise self._writer.fenced
         if newest is not None and (problem := newest.unheard()) is not None:
             raise problem
+
+    def attach(self, handle: SaveHandle, name: str, data: bytes) -> None:
+        """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see `attachments`."""
+        if self._writer is not None:
+            self._writer.later(partial(attachments.attach, self._store, handle, name, data))
+
+    def attached(self, name: str) -> bytes | None:
+        """What was put beside the commit that `restore` has loaded. Not collective."""
+        return attachments.read(self._store, self._restored_id, name) if self._restored_id else None
+
+    def attach_to_restored(self, name: str, data: bytes) -> None:
+        """Put `data` beside the commit that `restore` has loaded, now."""
+        if self._restored_id:
+            attachments.write(self._store, self._restored_id, name, data)
 
     def belong_to_session(self) -> None:
         """A session compares the ranks' state itself, and sees to it that the last save ends."""

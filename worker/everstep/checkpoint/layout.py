@@ -62,6 +62,11 @@ def part_name(identifier: str, rank: int) -> str:
     return f"{DATA}{identifier}/{rank:05d}.json"
 
 
+def attachment_name(identifier: str, name: str) -> str:
+    """A small object beside the shards of a save, which nobody needs to read them."""
+    return f"{DATA}{identifier}/{name}.bin"
+
+
 def folder_of(shard: str) -> str | None:
     """The save id in a shard's name, or None if the name is not one that a manifest may hold."""
     match = _SHARD.fullmatch(shard)

@@ -69,8 +69,9 @@ Outcome = Committed | Written | Failed
 class SaveHandle:
     """One save. `outcome` is None while it is in flight."""
 
-    def __init__(self, step: int, outcome: Outcome | None = None) -> None:
+    def __init__(self, step: int, outcome: Outcome | None = None, save_id: str = "") -> None:
         self.step = step
+        self.save_id = save_id  # the folder of its shards; empty if nothing was begun
         self._outcome = outcome
         self._done = threading.Event()
         self._heard = False  # somebody was told what it failed with

@@ -110,6 +110,11 @@ class Boundary:
         """Whether `restore` found a commit."""
         return self._keeper is not None and self._keeper.restored
 
+    @property
+    def keeper(self) -> Keeper | None:
+        """What saves; None without a store."""
+        return self._keeper
+
     def newest_commit(self) -> int:
         """Its step; -1 if there is none, or none is known. Not collective."""
         found = self._keeper.newest() if self._keeper is not None else None

@@ -28,6 +28,7 @@ from everstep.train.recovery.rounds import Dismissed, Round
 from everstep.train.recovery.transfer import TransferFailed
 from everstep.train.reduction import Reduction
 from everstep.train.replicas import Replicas
+from everstep.train.restart_check import RestartCheck
 from everstep.train.step import LoopError, Phase
 
 log = logging.getLogger("everstep.train")
@@ -47,7 +48,9 @@ class Recovering:
         between: Between,
         census: Census,
         rehearsal: Rehearsal | None = None,
+        check: RestartCheck | None = None,
     ) -> None:
+        self._check = check
         self._recovery = recovery
         self._rehearsal = rehearsal
         self._between = between
@@ -71,8 +74,8 @@ class Recovering:
         Reduction(self._state, self._reducers, self._census, lasts=False)
         self._reducers.learn()  # of a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
-        if (replay := self._recovery.replay) is not None and self._rehearsal is not None:
-            replay.before_update, replay.heard = self._rehearsal.update, self._rehearsal.collective
+        if (replay := self._recovery.replay) is not None:
+            replay.listeners = [one for one in (self._rehearsal, self._check) if one is not None]
         self._enter(Quality.NONE)
 
     def ready(self) -> bool:
@@ -99,13 +102,16 @@ class Recovering:
         plays = self._rehearsal is not None and self._rehearsal.plays(self._reducers.can_renew)
         self._recovery.begin(self._boundary.step, keep=plays)
         self._census.begins()
-        if self._rehearsal is None:
-            return None
-        assert self._recovery.replay is not None
-        if plays and not self._recovery.replay.kept:
-            self._rehearsal.cannot("there is no room for a copy of the tracked state")
-        if (model := self._rehearsal.begin()) is not None:
-            self._read_as(model)
+        model = None
+        if self._rehearsal is not None:
+            assert self._recovery.replay is not None
+            if plays and not self._recovery.replay.kept:
+                self._rehearsal.cannot("there is no room for a copy of the tracked state")
+            if (model := self._rehearsal.begin()) is not None:
+                self._read_as(model)
+        if self._check is not None and model is None:
+            members = self._recovery.members
+            self._check.begin(members.rank, members.world_size)
         return model
 
     def step_over(self) -> None:
@@ -113,6 +119,8 @@ class Recovering:
         self._recovery.over()
         if self._rehearsal is not None:
             self._rehearsal.over()
+        if self._check is not None:
+            self._check.over()
 
     def step_ended(self) -> bool:
         if self._playing:
@@ -226,6 +234,18 @@ class Recovering:
         self._census.completed(size, self._boundary.same)
         if self._rehearsal is not None:
             self._rehearsal.compare()
+        if self._check is not None:
+            self._compare_restart(self._check, size)
+
+    def _compare_restart(self, check: RestartCheck, size: int) -> None:
+        """Raises `LoopError` on all members if rank 0's gradients are not those of before the restart."""
+        try:
+            check.completed()
+        except LoopError as e:
+            if size == 1:
+                raise
+            self._recovery.refuse(str(e))
+            self._enter(Quality.TORN)
 
     def _compare(self) -> None:
         members = self._recovery.members

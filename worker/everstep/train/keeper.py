@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle
@@ -25,7 +25,7 @@ log = logging.getLogger("everstep.train")
 
 NEVER = 999_999_999  # steps between saves, for a Checkpointer whose saves the session times
 LOOK_SECONDS = 0.02  # from one look at the peers to the next, while a save is waited for
-ASK_SECONDS = 3.0  # for the store to name its newest commit
+ASK_SECONDS = 3.0  # for the store to answer what a run can do without
 
 
 class Keeper:
@@ -73,6 +73,37 @@ class Keeper:
         """Whether the last `restore` found a commit, and the world is still that one."""
         return self._restored is not None
 
+    @property
+    def restored_step(self) -> int | None:
+        """That of the commit that `restore` has loaded, while the world is still that one."""
+        return self._restored
+
+    @property
+    def saved_step(self) -> int | None:
+        """That of the newest save of this world."""
+        return self._handle.step if self._handle is not None else None
+
+    def attach(self, name: str, data: bytes) -> None:
+        """Put `data` beside the newest save, once it is a commit. By rank 0."""
+        if self._handle is not None:
+            self.checkpointer.attach(self._handle, name, data)
+
+    def attached(self, names: Sequence[str]) -> dict[str, bytes]:
+        """What was put beside the commit that was restored; without what the store does not give soon."""
+        found: dict[str, bytes] = {}
+
+        def ask() -> None:
+            for name in names:
+                if (data := self.checkpointer.attached(name)) is not None:
+                    found[name] = data
+
+        _within(ASK_SECONDS, ask)
+        return dict(found)
+
+    def attach_to_restored(self, name: str, data: bytes) -> None:
+        """Put `data` beside the commit that was restored, if the store takes it soon."""
+        _within(ASK_SECONDS, lambda: self.checkpointer.attach_to_restored(name, data))
+
     def newest(self) -> int | None:
         """The step of the newest commit; None without one, or if the store does not say so soon: it may be away, and a
         recovery does not need it. Not collective."""
@@ -84,9 +115,7 @@ class Keeper:
             except (CheckpointError, StorageError) as e:
                 log.warning("the newest commit is not known: %s", e)
 
-        asking = threading.Thread(target=ask, name="everstep-newest", daemon=True)
-        asking.start()
-        asking.join(ASK_SECONDS)
+        _within(ASK_SECONDS, ask)
         return found[0] if found else None
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str) -> None:
@@ -120,6 +149,13 @@ class Keeper:
             log.warning("step %d is not saved: %s", self._handle.step, e)
             return False
         return isinstance(outcome, Committed | Written) and outcome.step == step
+
+
+def _within(seconds: float, ask: Callable[[], None]) -> None:
+    """Call it, and wait no longer than that for it to end."""
+    asking = threading.Thread(target=ask, name="everstep-ask", daemon=True)
+    asking.start()
+    asking.join(seconds)
 
 
 def _wait(handle: SaveHandle, seconds: float | None, check: Callable[[], None]) -> Outcome:

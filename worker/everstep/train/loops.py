@@ -31,6 +31,7 @@ from everstep.train.randomness import STATE, Randomness, Rng
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS, Reducers
 from everstep.train.recovery.rehearsal import Rehearsal
+from everstep.train.restart_check import RestartCheck
 from everstep.train.shape import Shape
 from everstep.train.step import LoopError, Phase, Step, failed
 from everstep.train.switches import SWITCHES, Switches
@@ -254,9 +255,11 @@ class Loops:
         self._random.start()
         self._switches.start()
         between = self._between
+        check = self._restart_check()
         world: World = Steady(
-            self._boundary, self._state, reducers, feed, self.place.world_size, between, self._census, self._shape
-        )
+            self._boundary, self._state, reducers, feed, self.place.world_size, between, self._census, self._shape,
+            check,
+        )  # fmt: skip
         if self._recovery is not None:
             self._recovery.program.evaluations = len(self._evaluations)
             world = Recovering(
@@ -269,6 +272,7 @@ class Loops:
                 between,
                 self._census,
                 self._make_rehearsal(self._recovery, reducers),
+                check,
             )
         refused = self._refused()
         world.begin()
@@ -277,10 +281,20 @@ class Loops:
         self._world = world
         return feed, world
 
+    @property
+    def _comparable(self) -> bool:
+        """Whether what a step computes is known: its random numbers, and the whole state."""
+        return self._rehearses and self._random.each_step and self._mesh is None
+
+    def _restart_check(self) -> RestartCheck | None:
+        if not self._comparable or not self._boundary.saves:
+            return None
+        return RestartCheck(self._state, self._boundary, hears=self._recovery is not None)
+
     def _make_rehearsal(self, recovery: Recovery, reducers: Reducers) -> Rehearsal | None:
         """Another rank's part can be played where all of its step is known: its random numbers, and its share of the
         state."""
-        if self._rehearses and self._random.each_step and self._mesh is None:
+        if self._comparable:
             self._rehearsal = Rehearsal(
                 self._state, recovery.members, recovery.program.stand_in, lambda: reducers.broadcast(self._state)
             )

@@ -8,6 +8,7 @@ that was written to and whose part is the same, all bytes are digested, from the
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,8 @@ def state_of_generator(generator: Generator) -> int:
         return xxhash.xxh3_64_intdigest(data)
     if isinstance(generator, np.random.Generator):
         return hash(repr(generator.bit_generator.state))
+    if isinstance(generator, random.SystemRandom):
+        return 0  # it has none
     return hash(repr(generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()))
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import hashlib
 import inspect
 import linecache
+import sys
 import types
+from pathlib import Path
 from typing import Any
 
 from everstep.train.holdings import is_script
@@ -23,6 +27,16 @@ def tree_of(path: str) -> ast.Module | None:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         return None
+
+
+def program() -> str:
+    """The digest of the script's arguments, and of the text of all files of its own that this process has loaded."""
+    found = hashlib.sha256(repr(sys.argv).encode())
+    paths = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    for path in sorted(path for path in paths if path and is_script(path)):
+        with contextlib.suppress(OSError):
+            found.update(path.encode() + b"\0" + Path(path).read_bytes())
+    return found.hexdigest()
 
 
 def code_of(function: Any) -> types.CodeType | None:

@@ -26,6 +26,7 @@ from everstep.train.recovery import wrapped
 from everstep.train.recovery.reducers import Reducers
 from everstep.train.reduction import Reduction
 from everstep.train.replicas import Replicas
+from everstep.train.restart_check import RestartCheck
 from everstep.train.shape import Shape
 from everstep.train.step import Phase, Scope
 
@@ -80,8 +81,10 @@ class Steady:
         between: Between,
         census: Census,
         shape: Shape,
+        check: RestartCheck | None = None,
     ) -> None:
         self._shape = shape
+        self._check = check
         self._boundary = boundary
         self._state = state
         self._reducers = reducers
@@ -132,9 +135,13 @@ class Steady:
         self._census.begins()
         self._taken += 1
         self._gradients.begin(watched=not self._taken & (self._taken - 1))
+        if self._check is not None:
+            self._check.begin(dist.get_rank() if self._size > 1 else 0, self._size)
 
     def step_over(self) -> None:
         self._census.over()
+        if self._check is not None:
+            self._check.over()
         self._slowest = max(self._slowest, time.monotonic() - self._began)
 
     def step_ended(self) -> bool:
@@ -179,6 +186,8 @@ class Steady:
         if self._feed is not None:
             self._feed.completed(self._size, self._boundary.same)
         self._census.completed(self._size, self._boundary.same)
+        if self._check is not None:
+            self._check.completed()
 
     def finish(self) -> bool:
         self._completed(last=True)

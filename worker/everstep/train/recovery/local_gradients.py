@@ -8,6 +8,7 @@ the backward pass in which the averaging begins, and of those before it.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -117,6 +118,23 @@ class LocalGradients:
             elif np.any(np.abs(a[i, 1:] - b[i, 1:]) > close * size):
                 return name
         return None
+
+
+def pack(sums: torch.Tensor | None, head: Mapping[str, Any]) -> bytes:
+    """`sums`: of `LocalGradients.told`. `head`: what JSON holds."""
+    shape = list(sums.shape) if sums is not None else None
+    text = json.dumps({**head, "shape": shape}).encode()
+    return len(text).to_bytes(8, "little") + text + (sums.numpy().tobytes() if sums is not None else b"")
+
+
+def unpack(data: bytes) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """What `pack` was given. Raises ValueError."""
+    size = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + size])
+    if not isinstance(head, dict) or (shape := head.get("shape")) is None:
+        return None, head
+    sums = np.frombuffer(data[8 + size :], dtype=np.float64).reshape(shape)
+    return torch.from_numpy(sums.copy()), head
 
 
 def is_own(name: str) -> bool:

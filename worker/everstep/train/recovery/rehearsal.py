@@ -27,14 +27,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from everstep.checkpoint.alike import to_bytes
 from everstep.train.plain import Values, differences, plain_values
 from everstep.train.playable import may_be_left
 from everstep.train.recovery.flight import PeerLost
-from everstep.train.recovery.local_gradients import LocalGradients, is_own
+from everstep.train.recovery.local_gradients import LocalGradients, is_own, pack, unpack
 from everstep.train.recovery.members import Members
 from everstep.train.recovery.scope import script_asks
 from everstep.train.step import LoopError
@@ -223,10 +222,10 @@ class Rehearsal:
     def _compare(self, model: int) -> None:
         members, mine = self._members, self._found
         is_model = members.rank == model
-        told = members.from_rank(model, _packed(mine, self._values) if is_model else b"")
+        told = members.from_rank(model, pack(mine, {"values": self._values}) if is_model else b"")
         found = ""
         if not is_model and mine is not None and self._gradients is not None:
-            theirs, values = _unpacked(told)
+            theirs, head = unpack(told)
             name = self._gradients.first_difference(mine, theirs) if theirs is not None else None
             if name is not None and model != 0 and self._buffers() and bool((mine[:, 0] > 1).any()):
                 # A second forward pass of the step takes rank 0's buffers again, as its first has left them.
@@ -234,7 +233,7 @@ class Rehearsal:
             elif name is not None and self._asked:
                 log.info("%s has other gradients than on rank %s; but the step asks for its rank", name, model)
             elif name is not None:
-                found = _refusal(name, members.rank, model, self._age, differences(values, self._values))
+                found = _refusal(name, members.rank, model, self._age, differences(head["values"], self._values))
         said = members.gather((int(bool(found)),))
         worst = next((rank for rank, (bad,) in enumerate(said) if bad), None)
         if worst is not None:
@@ -279,20 +278,6 @@ def unpack_tensors(data: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _packed(found: torch.Tensor | None, values: Values) -> bytes:
-    head = json.dumps({"shape": list(found.shape) if found is not None else None, "values": values}).encode()
-    return len(head).to_bytes(8, "little") + head + (found.numpy().tobytes() if found is not None else b"")
-
-
-def _unpacked(data: bytes) -> tuple[torch.Tensor | None, Values]:
-    size = int.from_bytes(data[:8], "little")
-    head = json.loads(data[8 : 8 + size])
-    if head["shape"] is None:
-        return None, head["values"]
-    found = np.frombuffer(data[8 + size :], dtype=np.float64).reshape(head["shape"])
-    return torch.from_numpy(found.copy()), head["values"]
 
 
 def _refusal(name: str, rank: int, model: int, age: int, differing: list[str]) -> str:

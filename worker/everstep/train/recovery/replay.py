@@ -8,8 +8,8 @@ The 1st, 2nd, 4th, 8th, … step of a world is watched: digests find what moves 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +27,18 @@ EARLY = 4  # steps of a world after which the parts of what is tracked are looke
 
 # What of a tensor can be told apart: its bits, and what torch counts.
 Print = tuple[int, int, int]
+
+
+class Listener(Protocol):
+    """Is told what happens in a step."""
+
+    def collective(self, name: str) -> None:
+        """One of the program's begins."""
+        ...
+
+    def update(self, closure: bool) -> None:
+        """Before an optimizer's step; `closure`: it is given one. May raise `PeerLost`."""
+        ...
 
 
 class Replay:
@@ -56,9 +68,7 @@ class Replay:
         self._places: dict[int, str] = {}  # addresses of what is not copied
         self._untraced: str | None = None
         self._after_block: dict[str, Print] = {}  # a watched step's, at its end
-        # Called before an optimizer's step, with whether it is given a closure; may raise `PeerLost`.
-        self.before_update: Callable[[bool], None] | None = None
-        self.heard: Callable[[str], object] | None = None  # called with the name of each collective of a step
+        self.listeners: Sequence[Listener] = ()
         self.asked = False  # the script has asked whether the step counts
         self.undoes = False  # this step is one that all members may take back
         self.kept = False  # a copy of all was made when the step began
@@ -137,8 +147,8 @@ class Replay:
         """A collective of the program's begins, and writes into these tensors."""
         if not self._in_step:
             return
-        if self.heard is not None:
-            self.heard(name)
+        for listener in self.listeners:
+            listener.collective(name)
         tensors = list(_flat(written))
         if self._written is None:  # which torch does not count
             self._written = next((found for t in tensors if (found := self._places.get(address(t)))), None)
@@ -200,8 +210,8 @@ class Replay:
         def hook(_: Any, *given: Any) -> None:
             try:
                 self._refuse()
-                if self.before_update is not None:
-                    self.before_update(any(given))
+                for listener in self.listeners:
+                    listener.update(any(given))
             except BaseException:
                 self.refused += 1
                 raise

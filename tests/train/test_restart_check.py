@@ -1,0 +1,137 @@
+"""The first step after a restart is compared with what was noted of it: what is refused, and what is not.
+
+Restarts of three processes, under both launchers, are rows of `tests/ordinary`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import everstep
+from everstep.train import restart_check
+from everstep.train.restart_check import AGAIN, NEXT
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+DATA = torch.utils.data.TensorDataset(X, X.sum(1, keepdim=True))
+SAVED = 2
+WAIT_SECONDS = 20.0
+
+
+class Crash(Exception):
+    """Ends a run as a power cut would: nothing of it is saved any more."""
+
+
+def noted(folder: Path, name: str) -> list[Path]:
+    return list(folder.glob(f"data/*/{name}.bin"))
+
+
+def train(
+    folder: Path, factor: Callable[[], float], *, until: int = 6, crash: int = 0, rehearsal: bool = True, seed: int = 0
+) -> list[torch.Tensor]:
+    """A run of one process, whose loss has a factor that no commit holds; its parameters at the end. `crash`: the step
+    behind which it dies, once the commit and what is noted of the step behind that are there."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with everstep.start(str(folder), every_steps=SAVED, rehearsal=rehearsal) as run:
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(run.loader(DATA, global_batch=8), until=until):
+            if crash and step.number == crash:
+                deadline = time.monotonic() + WAIT_SECONDS
+                while rehearsal and not noted(folder, NEXT) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                raise Crash
+            with step as batch:
+                data, target = batch.data
+                batch.scale(factor() * mse_loss(model(data), target)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def crashed(folder: Path, factor: Callable[[], float] = lambda: 1.0, *, rehearsal: bool = True) -> None:
+    with pytest.raises(Crash):
+        train(folder, factor, crash=SAVED + 1, rehearsal=rehearsal)
+
+
+def test_restart_with_the_same_gradients_goes_on(tmp_path: Path) -> None:
+    crashed(tmp_path / "a")
+    assert noted(tmp_path / "a", NEXT)
+    resumed = train(tmp_path / "a", lambda: 1.0)
+    assert all(map(torch.equal, resumed, train(tmp_path / "b", lambda: 1.0)))
+
+
+def test_restart_with_other_gradients_is_refused_each_time_and_nothing_is_saved(tmp_path: Path) -> None:
+    crashed(tmp_path)
+    for _ in range(2):
+        with pytest.raises(everstep.LoopError, match=r"commit of step 2, .* other gradients .*model\.(weight|bias)"):
+            train(tmp_path, lambda: 0.5)
+        latest = everstep.Checkpointer(str(tmp_path)).latest()
+        assert latest is not None
+        assert latest.step == SAVED
+    assert noted(tmp_path, AGAIN)
+    train(tmp_path, lambda: 1.0)  # and the right one goes on
+
+
+def test_step_that_nobody_computes_twice_alike_goes_on_in_the_second_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = random.SystemRandom()
+    crashed(tmp_path, own.random)
+    with pytest.raises(everstep.LoopError, match="other gradients"):
+        train(tmp_path, own.random)
+    with caplog.at_level(logging.WARNING, "everstep.train"):
+        train(tmp_path, own.random)
+    assert "other gradients in each process that computes it" in caplog.text
+
+
+def test_script_that_was_changed_is_warned_of_and_not_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashed(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py", "--loss-factor=0.5"])
+    with caplog.at_level(logging.WARNING, "everstep.train"):
+        train(tmp_path, lambda: 0.5)
+    assert "It goes on, because the script or its arguments are not those of then" in caplog.text
+
+
+def test_without_rehearsal_nothing_is_noted_and_nothing_compared(tmp_path: Path) -> None:
+    crashed(tmp_path / "a", rehearsal=False)
+    assert not noted(tmp_path / "a", NEXT)
+    crashed(tmp_path / "b")
+    train(tmp_path / "b", lambda: 0.5, rehearsal=False)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 7, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"])
+def test_note_that_cannot_be_read_costs_nothing(tmp_path: Path, damage: bytes) -> None:
+    crashed(tmp_path)
+    (note,) = noted(tmp_path, NEXT)
+    note.write_bytes(damage)
+    train(tmp_path, lambda: 0.5)
+
+
+def test_note_of_a_larger_world_is_not_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = restart_check.RestartCheck.begin
+    monkeypatch.setattr(restart_check.RestartCheck, "begin", lambda self, rank, _: begin(self, rank, 3))
+    crashed(tmp_path)
+    monkeypatch.undo()
+    with caplog.at_level(logging.INFO, "everstep.train"):
+        train(tmp_path, lambda: 0.5)
+    assert "is not compared: the world had 3 ranks" in caplog.text
+
+
+def test_note_goes_with_its_commit(tmp_path: Path) -> None:
+    train(tmp_path, lambda: 1.0, until=20)
+    kept = everstep.Checkpointer(str(tmp_path)).list()
+    assert len(list((tmp_path / "data").iterdir())) == len(kept) == 3
+    assert len(noted(tmp_path, NEXT)) <= 3

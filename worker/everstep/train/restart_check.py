@@ -1,0 +1,174 @@
+"""Compares the first step after a restart with the same step before it.
+
+What a script keeps in plain variables, caches, hooks and files is in no commit. Under a launcher that starts all
+processes again nobody is left who has it, and could be asked (`recovery.rehearsal`). So rank 0 puts the sums of its own
+gradients in the first step behind a commit beside that commit; and after a restart rank 0 of a world of the same size
+computes that step from the same state, samples and random numbers. Gradients that are not the same mean that the step
+reads something that a new process does not have, and the run is refused (ADR 0021).
+
+A step that no process computes twice alike (an augmentation with a generator of its own) shows in the second restart:
+the two new processes differ from each other too. Then the run goes on, with a warning.
+
+Invariants: nothing here waits longer than the store is given to answer; a run whose script, or whose arguments, are
+others than before is not refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from everstep.train.boundary import Boundary
+from everstep.train.plain import Values, differences, plain_values
+from everstep.train.recovery.local_gradients import LocalGradients, pack, unpack
+from everstep.train.sources import program
+from everstep.train.step import LoopError
+
+log = logging.getLogger("everstep.train")
+
+NEXT: Final = "next-step"  # the attachment of the process that has saved
+AGAIN: Final = "next-step-again"  # of the first one that was refused
+MOST_NAMED = 8  # variables in a refusal
+
+
+class RestartCheck:
+    """Of one process. `hears`: it is told of the collectives of the step. Those sums that depend on other ranks' values
+    are left out then."""
+
+    def __init__(self, state: Mapping[str, Any], boundary: Boundary, *, hears: bool) -> None:
+        self._state = state
+        self._boundary = boundary
+        self._hears = hears
+        self._program: str | None = None
+        self._gradients: LocalGradients | None = None
+        self._sums: torch.Tensor | None = None
+        self._values: Values = {}
+        self._size = self._step = 0
+        self._restored: int | None = None  # the step of the commit that this process began from
+
+    def begin(self, rank: int, world_size: int) -> None:
+        """A step begins, which this process takes as itself."""
+        self._forget()
+        keeper, step = self._boundary.keeper, self._boundary.step
+        if keeper is None or rank != 0:
+            return
+        if keeper.restored_step == step:
+            self._restored = step
+        if step not in (self._restored, keeper.saved_step):
+            return
+        if self._program is None:
+            self._program = program()
+        self._size, self._step = world_size, step
+        self._values = plain_values(sys._getframe(1))
+        self._gradients = LocalGradients(self._state)
+        self._gradients.begin()
+
+    def collective(self, name: str) -> None:
+        """One of the program's begins in a step."""
+        if self._gradients is not None:
+            self._gradients.collective(name)
+
+    def update(self, closure: bool) -> None:
+        """Before an optimizer's step, which has yet to compute gradients by its `closure`."""
+        if not closure:
+            self.over()
+
+    def over(self) -> None:
+        """The block of the step has ended, or the first of its optimizers steps."""
+        if self._gradients is not None and self._sums is None:
+            self._gradients.end()
+            self._sums = self._gradients.told()
+
+    def completed(self) -> None:
+        """The step is complete, and nothing is saved yet. Raises `LoopError` on rank 0."""
+        if self._sums is not None:
+            if self._step == self._restored:
+                self._compare(self._sums)
+            elif (keeper := self._boundary.keeper) is not None:
+                keeper.attach(NEXT, pack(self._sums, self._head()))
+        self._forget()
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "world_size": self._size,
+            "hears": self._hears,
+            "program": self._program,
+            "names": self._gradients.names if self._gradients is not None else [],
+            "values": self._values,
+        }
+
+    def _compare(self, sums: torch.Tensor) -> None:
+        keeper, gradients = self._boundary.keeper, self._gradients
+        assert keeper is not None
+        assert gradients is not None
+        told = {name: found for name, data in keeper.attached((NEXT, AGAIN)).items() if (found := _unpacked(data))}
+        if NEXT not in told:
+            return
+        theirs, head = told[NEXT]
+        if head["world_size"] != self._size or head["hears"] != self._hears:
+            log.info("the first step after this restart is not compared: the world had %s ranks", head["world_size"])
+            return
+        differing = differences(head["values"], self._values)
+        name = gradients.first_difference(sums, theirs)
+        if name is None:
+            if differing:
+                log.info(
+                    "this restart has the gradients of the run before it. Of the script's variables these differ: %s; "
+                    "what later steps read of them is to be tracked", _listed(differing),
+                )  # fmt: skip
+            return
+        text = _refusal(name, self._step, differing)
+        if head["program"] != self._program:
+            log.warning("%s. It goes on, because the script or its arguments are not those of then", text)
+            return
+        if AGAIN in told and gradients.first_difference(sums, told[AGAIN][0]) is not None:
+            log.warning(
+                "step %d has other gradients in each process that computes it, from the same samples, random numbers "
+                "and tracked state: %s. So nothing can be told from that, and the run goes on; it will not be that of "
+                "an undisturbed run. Random numbers that are drawn from torch's, numpy's or Python's own generators, "
+                "or from one that is tracked, are the same after a restart", self._step, name,
+            )  # fmt: skip
+            return
+        if AGAIN not in told:
+            keeper.attach_to_restored(AGAIN, pack(sums, self._head()))
+        raise LoopError(text)
+
+    def _forget(self) -> None:
+        if self._gradients is not None:
+            self._gradients.end()
+        self._gradients, self._sums, self._values = None, None, {}
+
+
+def _unpacked(data: bytes) -> tuple[torch.Tensor, dict[str, Any]] | None:
+    try:
+        sums, head = unpack(data)
+    except (ValueError, TypeError) as e:
+        log.warning("what was noted of the step behind the commit cannot be read: %s", e)
+        return None
+    usable = sums is not None and head.get("version") == 1 and isinstance(head.get("values"), dict)
+    return (sums, head) if sums is not None and usable else None
+
+
+def _listed(differing: list[str]) -> str:
+    more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+    return f"{'; '.join(differing[:MOST_NAMED])}{more}"
+
+
+def _refusal(name: str, step: int, differing: list[str]) -> str:
+    text = (
+        f"the run was started again from the commit of step {step}, and the step after it computes other gradients "
+        f"than before, from the same samples, random numbers and tracked state: {name} has others. So the step reads "
+        "something that a new process does not have. Nothing was saved since"
+    )
+    if differing:
+        text += f". Of the script's variables these differ: {_listed(differing)}"
+    return text + (
+        ". What steps change is tracked (`run.track(name=value)`; a number in a dictionary of its own), or computed "
+        "anew in each step from run.step. If it is meant to be another (a configuration file or data were changed), "
+        "start(rehearsal=False)"
+    )
