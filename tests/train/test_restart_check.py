@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,6 +105,40 @@ def test_script_that_was_changed_is_warned_of_and_not_refused(
     assert "It goes on, because the script or its arguments are not those of then" in caplog.text
 
 
+def test_configuration_file_that_was_changed_is_warned_of_and_not_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text("factor: 1.0")
+    monkeypatch.setattr("sys.argv", ["train.py", f"--options={options}"])
+    crashed(tmp_path / "run")
+    options.write_text("factor: 0.5")
+    with caplog.at_level(logging.WARNING, "everstep.train"):
+        train(tmp_path / "run", lambda: 0.5)
+    assert "It goes on, because the script or its arguments are not those of then" in caplog.text
+
+
+def test_script_without_a_file_is_warned_of_and_not_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # a notebook: its cells may have changed
+    crashed(tmp_path)
+    with caplog.at_level(logging.WARNING, "everstep.train"):
+        train(tmp_path, lambda: 0.5)
+    assert "other gradients" in caplog.text
+
+
+def test_machine_of_another_kind_may_round_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def narrow() -> float:
+        return 1.003  # as a kernel that computes in bfloat16 may differ from one that does not
+
+    crashed(tmp_path)
+    with pytest.raises(everstep.LoopError):
+        train(tmp_path, narrow)
+    monkeypatch.setattr(restart_check, "kernels", lambda: "another machine")
+    train(tmp_path, narrow)
+
+
 def test_without_rehearsal_nothing_is_noted_and_nothing_compared(tmp_path: Path) -> None:
     crashed(tmp_path / "a", rehearsal=False)
     assert not noted(tmp_path / "a", NEXT)
@@ -131,7 +167,9 @@ def test_note_of_a_larger_world_is_not_compared(
 
 
 def test_note_goes_with_its_commit(tmp_path: Path) -> None:
-    train(tmp_path, lambda: 1.0, until=20)
-    kept = everstep.Checkpointer(str(tmp_path)).list()
-    assert len(list((tmp_path / "data").iterdir())) == len(kept) == 3
-    assert len(noted(tmp_path, NEXT)) <= 3
+    crashed(tmp_path)
+    (note,) = noted(tmp_path, NEXT)
+    for until in (10, 12, 14, 16):  # each ends with a commit; three are kept
+        train(tmp_path, lambda: 1.0, until=until)
+    assert not note.parent.exists()
+    assert len(list((tmp_path / "data").iterdir())) == len(everstep.Checkpointer(str(tmp_path)).list()) == 3

@@ -29,13 +29,19 @@ def tree_of(path: str) -> ast.Module | None:
         return None
 
 
-def program() -> str:
-    """The digest of the script's arguments, and of the text of all files of its own that this process has loaded."""
+def program() -> str | None:
+    """The digest of the script's arguments, of the files that they name, and of the text of all files of its own that
+    this process has loaded. None where the script is no file (a prompt, a notebook)."""
+    if getattr(sys.modules.get("__main__"), "__file__", None) is None:
+        return None
     found = hashlib.sha256(repr(sys.argv).encode())
     paths = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    for path in sorted(path for path in paths if path and is_script(path)):
-        with contextlib.suppress(OSError):
-            found.update(path.encode() + b"\0" + Path(path).read_bytes())
+    texts = sorted(path for path in paths if path and is_script(path))
+    named = [part for argument in sys.argv[1:] for part in (argument, argument.rpartition("=")[2])]
+    for path in (*texts, *named):
+        with contextlib.suppress(OSError, ValueError):
+            if Path(path).is_file() and Path(path).stat().st_size <= LARGEST:
+                found.update(path.encode() + b"\0" + Path(path).read_bytes())
     return found.hexdigest()
 
 

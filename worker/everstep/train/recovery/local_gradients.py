@@ -99,15 +99,17 @@ class LocalGradients:
 
         return hook
 
-    def first_difference(self, mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
-        """The name of the first parameter whose gradients are not the same."""
+    def first_difference(self, mine: torch.Tensor, theirs: torch.Tensor, *, alike: bool = True) -> str | None:
+        """The name of the first parameter whose gradients are not the same. `alike`: both were computed on machines of
+        the same kind."""
         if mine.shape != theirs.shape:
             return "the tracked parameters"
         a, b = mine.numpy(), theirs.numpy()
         of_all = float(np.sqrt(np.nansum(np.where(np.isfinite(b[:, 1]), b[:, 1], 0.0) ** 2)))
         for i, name in enumerate(self.names):
             parameter = self._parameters[i]
-            close = CLOSE.get(parameter.dtype, CLOSE_ON_DEVICE) if parameter.device.type == "cpu" else CLOSE_ON_DEVICE
+            exact = alike and parameter.device.type == "cpu"
+            close = CLOSE.get(parameter.dtype, CLOSE_ON_DEVICE) if exact else CLOSE_ON_DEVICE
             size = max(abs(a[i, 1]), abs(b[i, 1]), SMALL * of_all)
             if a[i, 0] != b[i, 0]:
                 if size > SMALL * of_all or not of_all:
