@@ -6,7 +6,9 @@ Restarts of three processes, under both launchers, are rows of `tests/ordinary`.
 from __future__ import annotations
 
 import logging
+import os
 import random
+import signal
 import sys
 import time
 import types
@@ -36,13 +38,21 @@ def noted(folder: Path, name: str) -> list[Path]:
 
 
 def train(
-    folder: Path, factor: Callable[[], float], *, until: int = 6, crash: int = 0, rehearsal: bool = True, seed: int = 0
+    folder: Path,
+    factor: Callable[[], float],
+    *,
+    until: int = 6,
+    crash: int = 0,
+    stop: int = 0,
+    rehearsal: bool = True,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
 ) -> list[torch.Tensor]:
     """A run of one process, whose loss has a factor that no commit holds; its parameters at the end. `crash`: the step
-    behind which it dies, once the commit and what is noted of the step behind that are there."""
-    torch.manual_seed(seed)
+    behind which it dies, once the commit and what is noted of the step behind that are there. `stop`: the step in which
+    it is asked to stop."""
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = optimizer_of(model.parameters(), lr=0.1)
     with everstep.start(str(folder), every_steps=SAVED, rehearsal=rehearsal) as run:
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(run.loader(DATA, global_batch=8), until=until):
@@ -52,6 +62,8 @@ def train(
                     time.sleep(0.01)
                 raise Crash
             with step as batch:
+                if stop and step.number == stop:
+                    os.kill(os.getpid(), signal.SIGTERM)
                 data, target = batch.data
                 batch.scale(factor() * mse_loss(model(data), target)).backward()
                 optimizer.step()
@@ -137,6 +149,43 @@ def test_machine_of_another_kind_may_round_otherwise(tmp_path: Path, monkeypatch
         train(tmp_path, narrow)
     monkeypatch.setattr(restart_check, "kernels", lambda: "another machine")
     train(tmp_path, narrow)
+
+
+def test_run_that_was_suspended_is_compared_too(tmp_path: Path) -> None:
+    """No step follows the commit with which it leaves: one is begun for that, and not made."""
+    with pytest.raises(everstep.Preempted) as left:
+        train(tmp_path / "a", lambda: 1.0, stop=2)
+    assert left.value.committed
+    assert left.value.step == 3
+    assert len(noted(tmp_path / "a", NEXT)) == 2  # of the second step's commit, too
+    with pytest.raises(everstep.LoopError, match=r"commit of step 3, .* other gradients"):
+        train(tmp_path / "a", lambda: 0.5)
+    resumed = train(tmp_path / "a", lambda: 1.0)
+    assert all(map(torch.equal, resumed, train(tmp_path / "b", lambda: 1.0)))
+
+
+def test_step_that_is_not_made_leaves_as_without_it_whatever_happens_in_it(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def breaks() -> float:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("the script's own")
+        return 1.0
+
+    with pytest.raises(everstep.Preempted) as left:
+        train(tmp_path / "a", breaks, stop=2)
+    assert len(calls) == 4
+    assert left.value.committed
+    resumed = train(tmp_path / "a", lambda: 1.0)
+    assert all(map(torch.equal, resumed, train(tmp_path / "b", lambda: 1.0)))
+
+
+def test_short_grace_period_is_not_spent_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_GRACE_SECONDS", "3")
+    with pytest.raises(everstep.Preempted):
+        train(tmp_path, lambda: 1.0, stop=2)
+    assert len(noted(tmp_path, NEXT)) == 1  # of the second step's commit, and not of the last
 
 
 def test_without_rehearsal_nothing_is_noted_and_nothing_compared(tmp_path: Path) -> None:

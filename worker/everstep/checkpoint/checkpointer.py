@@ -288,9 +288,12 @@ class Checkpointer:
         if newest is not None and (problem := newest.unheard()) is not None:
             raise problem
 
-    def attach(self, handle: SaveHandle, name: str, data: bytes) -> None:
-        """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see `attachments`."""
-        if self._writer is not None:
+    def attach(self, handle: SaveHandle, name: str, data: bytes, *, now: bool = False) -> None:
+        """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see `attachments`. `now`: it is
+        over; return when that is done."""
+        if now:
+            attachments.attach(self._store, handle, name, data)
+        elif self._writer is not None:
             self._writer.later(partial(attachments.attach, self._store, handle, name, data))
 
     def attached(self, name: str) -> bytes | None:

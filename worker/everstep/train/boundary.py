@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -33,6 +34,7 @@ from everstep.train.stopping import Left, Preempted, StopSignal
 log = logging.getLogger("everstep.train")
 
 HANDLER_STEPS = 16  # between two looks at the handler of SIGTERM, which take 10 µs
+ONE_MORE_SECONDS, ONE_MORE_STEPS = 5.0, 3.0  # that must be left, to begin one more step before the process leaves
 PEER_SECONDS = 600.0  # an agreement of the ranks fails after so long
 
 
@@ -49,6 +51,8 @@ class Boundary:
         self._intent = Intent(None)
         self._rank = 0
         self._check: Callable[[], None] = _nothing
+        self._counted, self._step_seconds = time.monotonic(), 0.0  # of the newest step, with what came before it
+        self.has_time = False  # when the run was asked to stop: for one more step, on all ranks
         self.step = 0
 
     @classmethod
@@ -149,6 +153,8 @@ class Boundary:
     def count(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
         """`step` steps are complete: report it."""
         self.step = step
+        now = time.monotonic()
+        self._counted, self._step_seconds = now, now - self._counted
         self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
 
     def slow(self, what: str | None) -> None:
@@ -226,6 +232,8 @@ class Boundary:
         try:
             self._intent.settle()
             committed = self._save_now(self._stop.remaining)
+            enough = self._stop.remaining() > ONE_MORE_SECONDS + ONE_MORE_STEPS * self._step_seconds
+            self.has_time = self._all(committed and enough)
         except RuntimeError:
             # The others leave as soon as the commit exists, maybe before this rank has heard that it does.
             if self.newest_commit() != self.step:

@@ -88,6 +88,11 @@ class Keeper:
         if self._handle is not None:
             self.checkpointer.attach(self._handle, name, data)
 
+    def attach_now(self, name: str, data: bytes) -> None:
+        """The same for a save that is over, if the store takes it soon."""
+        if (handle := self._handle) is not None:
+            _within(ASK_SECONDS, lambda: self.checkpointer.attach(handle, name, data, now=True))
+
     def attached(self, names: Sequence[str]) -> dict[str, bytes]:
         """What was put beside the commit that was restored; without what the store does not give soon."""
         found: dict[str, bytes] = {}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from everstep.checkpoint import RngState
 from everstep.contract import exit_codes
 from everstep.data.assignment import World as Cut
-from everstep.train import bodies, ending, once
+from everstep.train import bodies, ending, mistakes, once
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
 from everstep.train.byhand import ByHand
@@ -27,13 +27,16 @@ from everstep.train.evaluation import Evaluations
 from everstep.train.feeding import Feed, feed_of
 from everstep.train.meshes import make_mesh
 from everstep.train.nesting import Nesting
+from everstep.train.one_more import OneMore
+from everstep.train.playable import may_be_left
 from everstep.train.randomness import STATE, Randomness, Rng
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS, Reducers
 from everstep.train.recovery.rehearsal import Rehearsal
 from everstep.train.restart_check import RestartCheck
 from everstep.train.shape import Shape
-from everstep.train.step import LoopError, Phase, Step, failed
+from everstep.train.step import LoopError, Phase, Scope, Step, failed
+from everstep.train.stopping import Left, Preempted
 from everstep.train.switches import SWITCHES, Switches
 from everstep.train.world import Place
 from everstep.train.worlds import Steady, World
@@ -52,6 +55,7 @@ class Loops:
         self._recovery = recovery
         self._rehearses = rehearsal
         self._rehearsal: Rehearsal | None = None
+        self._check: RestartCheck | None = None
         self._random = Randomness(rng, place.device)
         self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
         self._switches = self._state[SWITCHES] = Switches(self._state)
@@ -95,7 +99,7 @@ class Loops:
         if self._nesting.nested:
             yield from self._steps_of_epoch(loader, until, epochs)
             return
-        _check_goal(loader, until, epochs)
+        mistakes.check_goal(loader, until, epochs)
         with self._looping(loader, until, epochs) as (world, _):
             while True:
                 while self.step < self._goal:
@@ -104,9 +108,22 @@ class Loops:
                     step = self._begin_step(world)
                     yield step
                     self._end_step(step)
-                    self._after(world, step, last=self.step >= self._goal)
+                    yield from self._after(world, step, last=self.step >= self._goal)
                 if self._finish(world):
                     return
+
+    def _one_more(self, world: World, why: Preempted) -> Iterator[Step]:
+        """The run was asked to stop: begin the step behind its last commit, for `restart_check`. Raises `why`."""
+        self._ended_by = why  # also if the script leaves its loop in that step
+        check = self._check
+        if check is None or isinstance(why, Left) or not self._boundary.has_time or not may_be_left(sys._getframe(1)):
+            raise why
+        rank = world.step_begins()
+        self._random.begin(self.step, rank if rank is not None else self._rank)
+        yield self._new_step(one_more := OneMore(self._state, world))
+        if one_more.seen:
+            check.note()
+        raise why
 
     def epochs(self, loader: Any, epochs: int) -> Iterator[int]:
         """`steps` in two loops: the number of each epoch that is left, from 0. In the outer loop's body
@@ -158,7 +175,7 @@ class Loops:
                 self._end_step(step)
                 given = step.phase is Phase.LOST
                 if nesting.steps_left or given:
-                    self._after(world, step, last=False)
+                    yield from self._after(world, step, last=False)
                     self._stay()
         finally:
             nesting.steps_end(given=given)
@@ -196,9 +213,12 @@ class Loops:
     def _begin_step(self, world: World) -> Step:
         rank = world.step_begins()
         self._random.begin(self.step, rank if rank is not None else self._rank)
-        feed = self._feed
-        self._taken = Step(self.step, feed, feed is None or feed.whole, self._count, world)
+        self._taken = self._new_step(world)
         return self._taken
+
+    def _new_step(self, scope: Scope) -> Step:
+        feed = self._feed
+        return Step(self.step, feed, feed is None or feed.whole, self._count, scope)
 
     def _end_step(self, step: Step) -> None:
         """The script asks for the next one."""
@@ -216,12 +236,15 @@ class Loops:
                 f"step {step.number} was taken and not completed: write `with step as batch:` around its work"
             )
 
-    def _after(self, world: World, step: Step, *, last: bool) -> None:
-        """What is due between this step and the next."""
-        if step.phase is Phase.LOST:
-            world.go_on(step.phase)
-        elif not last:
-            world.between()
+    def _after(self, world: World, step: Step, *, last: bool) -> Iterator[Step]:
+        """What is due between this step and the next. Where the run is asked to stop, a step that is not made."""
+        try:
+            if step.phase is Phase.LOST:
+                world.go_on(step.phase)
+            elif not last:
+                world.between()
+        except Preempted as why:
+            yield from self._one_more(world, why)
 
     def _finish(self, world: World) -> bool:
         if not (world.ready() and world.finish()):
@@ -255,10 +278,11 @@ class Loops:
         self._random.start()
         self._switches.start()
         between = self._between
-        check = self._restart_check()
+        if self._comparable and self._boundary.saves:
+            self._check = RestartCheck(self._state, self._boundary, hears=self._recovery is not None)
         world: World = Steady(
             self._boundary, self._state, reducers, feed, self.place.world_size, between, self._census, self._shape,
-            check,
+            self._check,
         )  # fmt: skip
         if self._recovery is not None:
             self._recovery.program.evaluations = len(self._evaluations)
@@ -272,7 +296,7 @@ class Loops:
                 between,
                 self._census,
                 self._make_rehearsal(self._recovery, reducers),
-                check,
+                self._check,
             )
         refused = self._refused()
         world.begin()
@@ -285,11 +309,6 @@ class Loops:
     def _comparable(self) -> bool:
         """Whether what a step computes is known: its random numbers, and the whole state."""
         return self._rehearses and self._random.each_step and self._mesh is None
-
-    def _restart_check(self) -> RestartCheck | None:
-        if not self._comparable or not self._boundary.saves:
-            return None
-        return RestartCheck(self._state, self._boundary, hears=self._recovery is not None)
 
     def _make_rehearsal(self, recovery: Recovery, reducers: Reducers) -> Rehearsal | None:
         """Another rank's part can be played where all of its step is known: its random numbers, and its share of the
@@ -379,10 +398,3 @@ class Loops:
         self._asked = shape
         self._shape, self._mesh = make_mesh(self.place, self._recovery, shape)
         self._cuts.shape = self._random.shape = self._shape
-
-
-def _check_goal(loader: Any, until: int | None, epochs: int | None) -> None:
-    if (until is None) == (epochs is None):
-        raise LoopError("steps(): say either until=STEPS or epochs=N")
-    if until is None and loader is None:
-        raise LoopError("steps(epochs=…) needs a loader, whose length is an epoch; without one say until=STEPS")

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from everstep.train.covered import word
 from everstep.train.holdings import variables, walk
+from everstep.train.step import LoopError
 
 
 def unnamed(objects: Iterable[Any], named: Mapping[str, Any], frame: FrameType) -> str:
@@ -60,3 +61,11 @@ def tracked_late(objects: Mapping[str, Any]) -> str:
         f" Make it, and write `run.track({call})`, before the loop: before `for step in run.steps(…):`, run.epochs(…) "
         "or run.train(…)"
     )
+
+
+def check_goal(loader: Any, until: int | None, epochs: int | None) -> None:
+    """Raises `LoopError` for a loop that does not say how long it is."""
+    if (until is None) == (epochs is None):
+        raise LoopError("steps(): say either until=STEPS or epochs=N")
+    if until is None and loader is None:
+        raise LoopError("steps(epochs=…) needs a loader, whose length is an epoch; without one say until=STEPS")

@@ -95,6 +95,14 @@ class RestartCheck:
                 keeper.attach(NEXT, pack(self._sums, self._head()))
         self._forget()
 
+    def note(self) -> None:
+        """The same of a step that is not made, before the process leaves."""
+        self.over()
+        keeper = self._boundary.keeper
+        if self._sums is not None and keeper is not None and keeper.saved_step == self._step:
+            keeper.attach_now(NEXT, pack(self._sums, self._head()))
+        self._forget()
+
     def _head(self) -> dict[str, Any]:
         return {
             "version": 1,
