@@ -1,6 +1,7 @@
 """The Checkpointer as a script uses it: what blocks, what raises, what is reported, and who may write."""
 
 import json
+import logging
 import math
 import os
 import resource
@@ -18,7 +19,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import everstep
-from everstep.checkpoint import CheckpointError, SaveFailed, UnsupportedVersion, layout
+from everstep.checkpoint import CheckpointError, SaveFailed, StateMismatch, UnsupportedVersion, layout
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.manifest import OpenRecord
 from everstep.checkpoint.opening import Settings
@@ -123,7 +124,7 @@ def test_save_while_one_is_in_flight_waits_and_training_is_not_blocked(
     assert not handle.done(), "nobody waited for it"
     assert not waits.done()
     assert [f["step"] for f in events.of("save-skipped")] == [2]
-    assert "step 2 is not saved: the save before is still in flight" in caplog.text
+    assert "should_save(2) says no: the save before is still in flight" in caplog.text
     assert checkpointer.should_save(3) is False
     store.gate.set()
     assert isinstance(handle.wait(30), Committed)
@@ -289,6 +290,33 @@ def test_commits_beyond_keep_are_deleted_and_the_kept_ones_are_whole(url: str) -
     newest = next(i.name for i in reversed(store.list("data/")))
     store.delete(newest)
     assert value_in(store) == (5, {5.0})
+
+
+def test_save_that_lacks_a_key_of_the_restored_state_is_refused_before_it_takes_the_place_of_a_whole_one(
+    url: str,
+) -> None:
+    with everstep.Checkpointer(url) as checkpointer:
+        checkpointer.restore({**state(), "optimizer": {"rate": 0.1}})
+        with pytest.raises(StateMismatch, match=r"lacks 'optimizer'.*another URL"):
+            checkpointer.save(1, state())
+        checkpointer.save(1, {**state(), "optimizer": {"rate": 0.1}, "epoch": 1}).wait(60)
+        with pytest.raises(StateMismatch, match="lacks 'epoch'"):
+            checkpointer.save(2, {**state(), "optimizer": {"rate": 0.1}})
+        found = checkpointer.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_saves_that_are_left_out_are_told_of_once_a_save(caplog: pytest.LogCaptureFixture) -> None:
+    store = Gate()
+    checkpointer = begun(store, every_steps=1)
+    checkpointer.save(1, state(1.0))
+    with caplog.at_level(logging.WARNING, "everstep.checkpoint"):
+        assert not any(checkpointer.should_save(step) for step in range(2, 9))
+    assert [r.getMessage() for r in caplog.records if "should_save(2) says no" in r.getMessage()] == caplog.messages
+    assert len(caplog.messages) == 1
+    store.gate.set()
+    checkpointer.close()
 
 
 def test_save_by_time_that_a_slow_store_delays_is_made_later_and_reported_once(events: Any) -> None:

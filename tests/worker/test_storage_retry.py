@@ -1,5 +1,7 @@
 """Bounded retries at the pace that a store allows, on a clock that the test moves."""
 
+import logging
+
 import pytest
 
 from everstep.storage import (
@@ -59,6 +61,15 @@ def test_store_that_stays_away_fails_at_the_bound_and_says_how_often_it_tried() 
         retrying(faulty, clock, outage=60.0).put("a", b"x")
     assert 50.0 <= clock.now <= 60.0
     assert len(faulty.calls) < 40
+
+
+def test_reason_is_said_while_it_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    faulty = FaultStore(MemoryStore(), {n: Fail(RetryableError("no space left on device")) for n in range(1000)})
+    store = retrying(faulty, Clock(), outage=75.0)
+    with caplog.at_level(logging.WARNING, "everstep.storage"), pytest.raises(RetryableError):
+        store.put("a", b"")
+    (said,) = caplog.messages  # once, and long before it is given up
+    assert "no space left on device: trying again, for 6" in said
 
 
 def test_terminal_error_is_not_repeated() -> None:

@@ -26,7 +26,7 @@ from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed
+from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed, StateMismatch
 from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
@@ -139,6 +139,7 @@ class Checkpointer:
         self._suspected: set[int] = set()  # whole, and earlier runs that loaded them came to nothing
         self._sequence = 0
         self._restored_id: str | None = None  # the save that was restored
+        self._keys: frozenset[str] = frozenset()  # of the state that was restored or saved last
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
         self._newest = -1  # the step of the newest commit when the log was taken, until the state is of it or later
         self._round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
@@ -178,6 +179,7 @@ class Checkpointer:
         self._start_writer()
         self._policy.saved(time.monotonic())
         self._newest = -1
+        self._keys = frozenset(state)
         self._restored_id = found[0].save_id if found else None
         n = found[0].n if found else None
         self._events("restored", step=step, n=n, seconds=time.monotonic() - started)
@@ -201,8 +203,10 @@ class Checkpointer:
         if verdict is Verdict.FENCED:
             raise writer.fenced or Fenced(f"{self._store.url}: rank 0 was fenced by a newer writer")
         if verdict is Verdict.BUSY and (self._policy.by_steps(step) or self._told != self._sequence):
-            self._told = self._sequence  # by the clock it is due after each step from now on
-            self._skipped(step, IN_FLIGHT)
+            if self._told != self._sequence:  # by the clock, or where each step is saved, it is due again and again
+                logger.warning("should_save(%d) says no: %s. A slow store makes saves rarer", step, IN_FLIGHT)
+            self._told = self._sequence
+            self._events("save-skipped", step=step, error=IN_FLIGHT)
         return verdict is Verdict.SAVE
 
     def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
@@ -224,6 +228,13 @@ class Checkpointer:
         writer, ranks = ready
         if (problem := writer.fenced or writer.refused) is not None:
             raise problem
+        if lost := sorted(self._keys - state.keys()):
+            raise StateMismatch(
+                f"step {step} was not saved: the state lacks {', '.join(map(repr, lost))}, which the state of the "
+                "restore() or save() before had. A commit takes the place of those before it, so each has to hold all. "
+                "Pass the same keys; a part is saved for others by a Checkpointer with another URL"
+            )
+        self._keys = frozenset(state)
         assert self._own is not None
         self._sequence += 1  # on every rank alike, whatever becomes of the save
         identifier = save_id(self._own.n, self._own.writer, self._sequence)
@@ -443,10 +454,6 @@ class Checkpointer:
             self._process = os.getpid()
             if not self._by_session:
                 at_exit.close(self, self._store.url)
-
-    def _skipped(self, step: int, why: str) -> None:
-        logger.warning("step %d is not saved: %s", step, why)
-        self._events("save-skipped", step=step, error=why)
 
     def _stepped_over(self, n: int, reason: str, *, suspected: bool = False) -> None:
         (self._suspected if suspected else self._damaged).add(n)

@@ -10,6 +10,7 @@ object is its own, and compares.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -23,6 +24,9 @@ from everstep.storage.parts import create_in_parts, in_one_piece
 
 T = TypeVar("T")
 
+log = logging.getLogger("everstep.storage")
+
+SAY_SECONDS: Final = 5.0  # of failed attempts, after which a person hears of it
 MAX_RETRY_AFTER: Final = 60.0  # seconds: a store that asks for more is asked again before
 
 
@@ -110,7 +114,7 @@ class RetryingStore(ObjectStore):
     def repeat(self, operation: Callable[[], T]) -> T:
         """Do `operation` until it succeeds, fails for good, or the policy's time is over."""
         began = self._clock()
-        attempt = 0
+        attempt, said = 0, False
         while True:
             wait = self._pacer.reserve(self._clock())
             if wait > 0:
@@ -127,6 +131,9 @@ class RetryingStore(ObjectStore):
                     delay = max(delay, min(e.retry_after, MAX_RETRY_AFTER))
                 if now + delay > began + limit:
                     raise type(e)(f"{e} (gave up after {attempt + 1} attempts)") from e
+                if not said and now - began > SAY_SECONDS:
+                    said = True
+                    log.warning("%s: trying again, for %.0f s at most", e, began + limit - now)
             else:
                 self._pacer.succeeded(self._clock())
                 return result

@@ -24,11 +24,11 @@ from everstep.train.recovery.forming import Unformed
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import Reducers
 from everstep.train.recovery.rehearsal import Rehearsal
+from everstep.train.recovery.restart_check import RestartCheck
 from everstep.train.recovery.rounds import Dismissed, Round
 from everstep.train.recovery.transfer import TransferFailed
 from everstep.train.reduction import Reduction
 from everstep.train.replicas import Replicas
-from everstep.train.restart_check import RestartCheck
 from everstep.train.step import LoopError, Phase
 
 log = logging.getLogger("everstep.train")

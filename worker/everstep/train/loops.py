@@ -33,7 +33,7 @@ from everstep.train.randomness import STATE, Randomness, Rng
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.recovery.reducers import BUCKETS, Reducers
 from everstep.train.recovery.rehearsal import Rehearsal
-from everstep.train.restart_check import RestartCheck
+from everstep.train.recovery.restart_check import RestartCheck
 from everstep.train.shape import Shape
 from everstep.train.step import LoopError, Phase, Scope, Step, failed
 from everstep.train.stopping import Left, Preempted

@@ -24,9 +24,9 @@ from everstep.train.hooks import Hooks
 from everstep.train.randomness import settle
 from everstep.train.recovery import wrapped
 from everstep.train.recovery.reducers import Reducers
+from everstep.train.recovery.restart_check import RestartCheck
 from everstep.train.reduction import Reduction
 from everstep.train.replicas import Replicas
-from everstep.train.restart_check import RestartCheck
 from everstep.train.shape import Shape
 from everstep.train.step import Phase, Scope
 
