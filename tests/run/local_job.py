@@ -13,11 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from descriptors import opened
+from lines import Asked
 from player import TOGETHER, Player, ScenarioError, wait_for
 from testcluster.s3 import S3Server
 from training_processes import children_of, command_of, trainers
@@ -89,10 +91,10 @@ class LocalJob(Player):
         for node in others:
             self.ask("start-node", node=node)
 
+    def ask_for(self, asked: Asked) -> None:
+        super().ask_for(replace(asked, pause=asked.pause * self.faster))
+
     def submit(self, manifest: dict[str, Any]) -> None:
-        command = manifest["spec"]["template"]["spec"]["containers"][0]["command"]
-        index = command.index("--step-seconds") + 1
-        command[index] = str(float(command[index]) * self.faster)
         path = self.folder / "job.yaml"
         path.write_text(yaml.safe_dump(manifest))
         options = ["--nodes", str(NODES), "--out", str(self.out), "--plain"]

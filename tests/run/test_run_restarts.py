@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from etcd_server import EtcdCluster
 from local_job import LocalJob
-from rows import LOCALLY, ROWS, Row
+from rows import HERE, LOCALLY, ROWS, Row
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -18,4 +18,4 @@ pytestmark = pytest.mark.timeout(400)
 def test_job_restarted_as_a_whole_ends_as_if_undisturbed(
     row: Row, new_job: Callable[..., LocalJob], etcd: EtcdCluster
 ) -> None:
-    new_job(etcd=etcd.urls[0]).play(row.text())
+    new_job(etcd=etcd.urls[0]).play(row.text(HERE))

@@ -15,7 +15,7 @@ from testcluster.s3 import S3Server
 
 FOLDER = Path(__file__).resolve().parents[1] / "scenarios"
 NEEDS_SERVER = "store_restarted_during_save"
-EACH_TIME = {"node_killed"}
+EACH_TIME = {"node_killed", "elastic_example_every_pod_deleted_at_once"}
 FASTER = 0.4  # of its pause: nothing in it waits for a cluster
 SCENARIOS = [
     pytest.param(p, id=p.stem, marks=() if p.stem in EACH_TIME else pytest.mark.long)

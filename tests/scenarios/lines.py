@@ -8,10 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from reference import SCRIPTS, ScenarioError
+import yaml
+from reference import EXAMPLE, SCRIPTS, ScenarioError
 
 if TYPE_CHECKING:
     from player import Player
+
+
+# What disturbs a job. One that has ended is not disturbed by it, whether the line can be carried out or not.
+FAULTS = (
+    "delete-pod", "kill-process", "kill-torchrun", "lose-processes", "kill-node-of", "kill-node", "pause-node",
+    "drain-node", "kill-operator", "restart-store", "scale", "suspend",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,13 +35,17 @@ class Asked:
     script: str = "digits"
     sizes: str = ""  # FEWEST:MOST of an elastic job
     together: bool = False  # all workers on one node
+    restarts: int | None = None  # PET_MAX_RESTARTS in the pod template; None: what the operator sets
+    example: str = ""  # this manifest of examples/digits as it stands; all of the above that it has comes from it
 
     @classmethod
     def parse(cls, words: list[str]) -> Asked:
         """Raises `ScenarioError` naming the word."""
         given = dict(word.partition("=")[::2] for word in words)
+        if "example" in given:
+            given = {**of_example(given["example"]), **given}
         kinds: dict[str, Callable[[str], Any]] = {
-            "workers": int, "steps": int, "pause": float, "every": int, "together": "yes".__eq__,
+            "workers": int, "steps": int, "pause": float, "every": int, "together": "yes".__eq__, "restarts": int,
         }  # fmt: skip
         try:
             asked = cls(**{key: kinds.get(key, str)(value) for key, value in given.items()})
@@ -44,38 +56,63 @@ class Asked:
         return replace(asked, launcher=asked.launcher or ("torchrun" if asked.backend == "c10d" else "everstep-run"))
 
 
-def play(player: Player, text: str) -> None:
-    """Run a scenario; an error names its line."""
+def of_example(name: str) -> dict[str, str]:
+    """The words of a `job` line for examples/digits/NAME.yaml. Raises `ScenarioError` if there is no such file."""
+    path = EXAMPLE / f"{name}.yaml"
+    if not path.exists():
+        raise ScenarioError(f"job: example={name}: there is no {path}")
+    spec = yaml.safe_load(path.read_text())["spec"]
+    launcher, script, *_ = spec["template"]["spec"]["containers"][0]["command"]
+    found = {
+        "workers": spec["replicas"], "every": spec["checkpoint"]["everySteps"], "launcher": launcher,
+        "script": next((word for word, file in SCRIPTS.items() if file == EXAMPLE / script), script),
+    }  # fmt: skip
+    if elastic := spec.get("elastic"):
+        found["sizes"] = f"{elastic['minReplicas']}:{elastic['maxReplicas']}"
+    return {key: str(value) for key, value in found.items()}
+
+
+def play(player: Player, text: str, *, leave_out: bool = False) -> None:
+    """Run a scenario; an error names its line. `leave_out`: what would disturb a job that has ended is left out, and
+    is an error otherwise. `player.struck` and `player.left_out` tell which faults were which."""
+    player.struck, player.left_out = [], []
     for number, line in enumerate(text.splitlines(), 1):
         words = shlex.split(line, comments=True)
         if not words:
             continue
         try:
-            _step(player, words)
+            _step(player, words, leave_out)
         except ScenarioError as e:
             raise ScenarioError(f"line {number}: {line}\n{e}") from e
 
 
-def _step(player: Player, words: list[str]) -> None:
+def _step(player: Player, words: list[str], leave_out: bool) -> None:
     match words:
         case ["maybe", *rest]:
-            _maybe(player, rest)
+            _maybe(player, rest, leave_out)
         case ["job", *sizes]:
             player.ask_for(Asked.parse(sizes))
         case ["until", *what]:
             _until(player, what)
         case ["expect", *what]:
             _expect(player, what)
+        case [verb, *_] if verb in (*FAULTS, "resume") and (over := player.over):
+            if not leave_out:
+                raise ScenarioError(f"there is nothing to disturb any more, the job is {over}: give it more steps")
+            player.left_out.append(f"{shlex.join(words)}: the job is {over}")
+        case [verb, *_] if verb in FAULTS:
+            _do(player, words)
+            player.struck.append(shlex.join(words))
         case _:
             _do(player, words)
 
 
-def _maybe(player: Player, words: list[str]) -> None:
+def _maybe(player: Player, words: list[str], leave_out: bool) -> None:
     """What cannot be done now, because what it is done to is not there, is left out."""
     try:
-        _step(player, words)
+        _step(player, words, leave_out)
     except ScenarioError as e:
-        print(f"left out: {shlex.join(words)}: {str(e).splitlines()[0]}")
+        player.left_out.append(f"{shlex.join(words)}: {str(e).splitlines()[0]}")
 
 
 def _until(player: Player, what: list[str]) -> None:

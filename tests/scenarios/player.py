@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import lines
 import yaml
 from lines import Asked
-from reference import EXAMPLE, SCRIPTS, Committed, Result, ScenarioError, differences, undisturbed
+from reference import BESIDE, EXAMPLE, SCRIPTS, Committed, Result, ScenarioError, differences, undisturbed
 from warm_python import warm
 
 from everstep_operator.plan.elastic import INCIDENT
@@ -62,6 +62,9 @@ class Player(ABC):
     round_before: int = 1
     said: int = 0  # the step that workers had said when they were suspended
     recovery_before: Mapping[str, Any] | None = None
+    # Of the text that is played: the faults that were done to the job, and those that could not be, with the reason.
+    struck: list[str]
+    left_out: list[str]
 
     # What a place provides.
 
@@ -175,22 +178,29 @@ class Player(ABC):
 
     def manifest(self, asked: Asked) -> dict[str, Any]:
         """The example's own manifest with what the scenario asks for."""
-        manifest: dict[str, Any] = yaml.safe_load((EXAMPLE / "trainingjob.yaml").read_text())
+        manifest: dict[str, Any] = yaml.safe_load((EXAMPLE / f"{asked.example or 'trainingjob'}.yaml").read_text())
         manifest["metadata"]["name"] = self.name
         spec = manifest["spec"]
+        worker = spec["template"]["spec"]["containers"][0]
+        # Small enough that four of them and the cluster's own pods fit on two cores.
+        worker["resources"]["requests"] = {"cpu": "50m", "memory": "200Mi"}
+        script, *_ = [self.script_path(path) for path in (SCRIPTS[asked.script], *BESIDE.get(asked.script, ()))]
+        if asked.restarts is not None:
+            worker["env"] = [*worker.get("env", ()), {"name": "PET_MAX_RESTARTS", "value": str(asked.restarts)}]
+        if asked.example:
+            spec["checkpoint"]["url"] = self.url
+            told = {"DIGITS_STEPS": asked.steps, "DIGITS_STEP_SECONDS": asked.pause}
+            worker["env"] = [*worker.get("env", ()), *({"name": k, "value": str(v)} for k, v in told.items())]
+            return manifest
         spec["replicas"] = asked.workers
         if asked.sizes:
             fewest, most = map(int, asked.sizes.split(":"))
             spec["elastic"] = {"minReplicas": fewest, "maxReplicas": most}
         spec["checkpoint"].update(url=self.url, everySteps=asked.every)
-        worker = spec["template"]["spec"]["containers"][0]
         spec["rendezvous"] = {"backend": asked.backend}
         if asked.backend == "etcd":
             spec["rendezvous"]["etcd"] = {"endpoints": [self.etcd()]}
-        script = self.script_path(SCRIPTS[asked.script])
         worker["command"] = [asked.launcher, script, "--steps", str(asked.steps), "--step-seconds", str(asked.pause)]
-        # Small enough that four of them and the cluster's own pods fit on two cores.
-        worker["resources"]["requests"] = {"cpu": "50m", "memory": "200Mi"}
         return manifest
 
     def apply(self, workers: int, steps: int, pause: float, every: int, **more: Any) -> None:

@@ -129,5 +129,8 @@ def test_every_row_is_a_text_whose_job_can_be_asked_for(row: rows.Row) -> None:
     (job,) = [words for words in words_of(row.text()) if words[0] == "job"]
     asked = Asked.parse(job[1:])
     assert asked.launcher == rows.LAUNCHERS[row.launcher].command
+    assert ["lose-processes", "5"] in words_of(row.text())
+    # torchrun counts what was killed, and what was killed in another pod: once each in five losses and the fault.
+    assert asked.restarts is None if asked.launcher == "everstep-run" else (asked.restarts or 0) > 2 * 6
     assert asked.together == (row.fault == "node-of-all")
     assert (asked.every < asked.steps) == row.committed
