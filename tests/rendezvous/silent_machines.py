@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from agents import LIMIT, until
@@ -36,8 +37,10 @@ ROUNDS = Settings(patience=Patience(last_call=30.0))  # all else as it is by def
 class SilentNode:
     """Use as a context manager; `cut` once."""
 
-    def __init__(self, folder: Path, lease_seconds: int = 6) -> None:
+    def __init__(self, folder: Path, lease_seconds: int = 6, ttl: float = ROUNDS.ttl) -> None:
+        """`lease_seconds`: of the operator's Lease; `ttl`: seconds of each agent's."""
         self._folder, self._lease_seconds = folder, lease_seconds
+        self._settings = replace(ROUNDS, ttl=ttl)
         self.machines = Machines("hub", LOST, *KEPT)
         self.drivers: list[Driver] = []
 
@@ -67,7 +70,7 @@ class SilentNode:
                 links = Links(f"agent-{index}", address)
                 member = Member(index, f"agent-{index}", address=address, link_port=links.port)
                 store = HttpStore(OperatorCalls(f"http://{SERVICE}:{PORT}", str(pod.token_file)))
-                self.drivers.append(Driver(store, member, Sizes(2, 3), ROUNDS, links=links))
+                self.drivers.append(Driver(store, member, Sizes(2, 3), self._settings, links=links))
                 stack.callback(self.drivers[-1].stop)
         assert {formed.number for formed in self.join(self.drivers)} == {1}
         followers = [f for driver in self.drivers for f in driver._links._followed.values()]  # type: ignore[union-attr]
