@@ -53,7 +53,7 @@ Options = Annotated[
 def ls(url: Url, as_json: AsJson = False, storage_option: Options = None) -> None:
     """The commits that have their data, newest first. Looks at names and sizes, not at the bytes: see `verify`."""
     with _catalog(url, storage_option) as (catalog, _):
-        found = catalog.list()
+        found = _there(catalog, url).list()
     if as_json:
         print(json.dumps([asdict(f) for f in found], indent=2))
         return
@@ -109,7 +109,7 @@ def verify(
     with _catalog(url, storage_option) as (catalog, store):
         from everstep.checkpoint.chunks import verify as check  # noqa: PLC0415
 
-        records = [catalog.find(n=f.n) for f in catalog.list()] if every else [catalog.find(step, record)]
+        records = [catalog.find(n=f.n) for f in _there(catalog, url).list()] if every else [catalog.find(step, record)]
         results = [(r, check(store, r)) for r in records]
     if as_json:
         print(json.dumps([{"step": r.step, "n": r.n, "problems": list(p)} for r, p in results], indent=2))
@@ -166,7 +166,7 @@ def gc(
 ) -> None:  # fmt: skip
     """Delete the data of older commits and of saves that never became one. Pinned ones and saves in flight stay."""
     with _catalog(url, storage_option) as (catalog, _):
-        deleted = catalog.gc(keep, really=not dry_run)
+        deleted = _there(catalog, url).gc(keep, really=not dry_run)
     if as_json:
         print(json.dumps([asdict(d) for d in deleted], indent=2))
         return
@@ -211,6 +211,13 @@ def _catalog(url: str, options: list[str] | None) -> Iterator[tuple[Catalog, Obj
         _fail(str(e), STORE)
     except ImportError as e:
         _fail(f"{e.name} is missing: install everstep[worker]", STORE)
+
+
+def _there(catalog: Catalog, url: str) -> Catalog:
+    """The catalog, if there is a log: a folder that is misspelt holds no commits either, and is not to look fine."""
+    if not catalog.begun():
+        _fail(f"{redact.text(url)}: there is no checkpoint log there; look for a mistake in the URL", DAMAGED)
+    return catalog
 
 
 def _open(url: str, options: list[str] | None, *, to_write: bool = False) -> ObjectStore:

@@ -61,12 +61,6 @@ def test_ls_shows_the_commits_newest_first_and_json_has_the_same(url: str) -> No
     assert found[0]["bytes"] == shards(url)[-1].stat().st_size
 
 
-def test_ls_of_nothing_says_so(tmp_path: Path) -> None:
-    assert done("ls", tmp_path / "nothing") == f"no commits below {tmp_path / 'nothing'}\n"
-    assert json.loads(done("ls", tmp_path / "nothing", "--json")) == []
-    assert not (tmp_path / "nothing").exists(), "looking leaves nothing behind"
-
-
 def test_show_tells_what_is_in_a_commit(url: str) -> None:
     told = done("show", url, "--step", "20", "--tensors")
     assert "step 20  record 2" in told
@@ -137,7 +131,7 @@ def test_export_writes_files_for_other_tools(url: str, tmp_path: Path) -> None:
         (["ls", "nothing://x/y"], 3, "unknown scheme 'nothing'"),
         (["ls", ""], 3, "no checkpoint URL"),
         (["ls", "file://relative"], 3, "absolute path"),
-        (["ls", "/proc/version"], 0, "no commits"),
+        (["ls", "/proc/version"], 1, "/proc/version: there is no checkpoint log there"),
         (["pin", "/proc/everstep"], 2, "there is no commit"),
         (["restore", "{url}", "/proc/everstep"], 3, "/proc"),
         (["ls", "{url}", "--storage-option", "key"], 2, "expected NAME=VALUE"),
@@ -182,3 +176,18 @@ def test_commands_work_on_an_object_store(s3_server: Any, runs: Any, monkeypatch
     assert done("verify", url, "--all").count("whole") == 2
     done("restore", url, f"{url}-copy")
     assert done("verify", f"{url}-copy").count("whole") == 1
+
+
+@pytest.mark.parametrize("command", [("ls",), ("ls", "--json"), ("verify", "--all"), ("gc", "--keep", "1")])
+def test_log_that_does_not_exist_is_no_success(command: tuple[str, ...], tmp_path: Path) -> None:
+    result = ckpt(command[0], tmp_path / "nowhere", *command[1:])
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"everstep: {tmp_path}/nowhere: there is no checkpoint log there; look for")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_log_without_a_commit_is_there(tmp_path: Path) -> None:
+    run = everstep.Checkpointer(str(tmp_path), on_event=lambda kind, **_: None)
+    run.restore({"epoch": 0})
+    run.close()
+    assert done("ls", tmp_path) == f"no commits below {tmp_path}\n"

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from warm_python import warm
 
+import everstep
+
 PROGRAM = Path(__file__).with_name("worlds.py")
 LOADED = (1, 3, 7, 16)
 
@@ -204,3 +206,16 @@ def test_sharded_parameters_that_change_during_the_write_do_not_reach_the_checkp
     # Case 82; a hash of the logical state proves it.
     (world,) = run(tmp_path / "out", f"mutate:2:{tmp_path / 'store'}")
     assert [(r["same"], r["changed"]) for r in world] == [(True, True)] * 2
+
+
+def test_folder_that_ranks_do_not_share_is_named_before_the_first_step(tmp_path: Path) -> None:
+    # A path on each node's own disk. One of them holds a log of its own, with a record of the same number.
+    root = tmp_path / "store"
+    old = everstep.Checkpointer(f"{root}-1", on_event=lambda kind, **_: None)
+    old.restore({"epoch": 0})
+    old.close()
+    apart, some, one = run(tmp_path / "out", f"apart:2:{root}:at=1", f"apart:3:{root}:at=2", f"apart:3:{root}:at=3")
+    for world, odd in ((apart, 1), (some, 2)):
+        assert [f"rank {odd}" in r["error"] and "not shared" in r["error"] for r in world] == [True] * len(world)
+        assert max(r["seconds"] for r in world) < 30
+    assert one == [{}, {}, {}]

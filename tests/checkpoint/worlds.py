@@ -342,6 +342,17 @@ def restore(root: str, odd: str = "") -> Result:
     return {"step": step, "values": sorted(values), "told": events, "read": store.read, "epoch": into["step"]}
 
 
+def apart(root: str, at: str) -> Result:
+    """A folder that each rank has of its own; `at`: the number of ranks that rank 0 shares its with."""
+    own = root if dist.get_rank() < int(at) else f"{root}-{dist.get_rank()}"
+    started = time.monotonic()
+    try:
+        everstep.Checkpointer(own).restore(small(0))
+    except everstep.StoreUnusable as e:
+        return {"error": str(e), "seconds": time.monotonic() - started}
+    return {}
+
+
 def diverge(root: str) -> Result:
     """A parameter's part that the last rank writes is not finite."""
     model = network(1)
@@ -383,7 +394,7 @@ def mutate(root: str) -> Result:
 SCENARIOS: dict[str, Callable[..., Result]] = {
     "save": save, "load": load, "look": look, "differ": differ, "thin": thin, "hurried": hurried,
     "left_out": left_out, "load_and_train": load_and_train, "grid": grid, "steps": steps, "restore": restore,
-    "diverge": diverge, "mutate": mutate,
+    "diverge": diverge, "mutate": mutate, "apart": apart,
 }  # fmt: skip
 
 

@@ -56,6 +56,10 @@ class Catalog:
         """The newest commit in the log, of whatever writer."""
         return next(self._commits(), None)
 
+    def begun(self) -> bool:
+        """Whether there is a log at all: a run has been here, even if it made no commit."""
+        return self._log.head().last >= 0
+
     def list(self, limit: int = 1000) -> tuple[Found, ...]:
         """The newest commits that have their data, newest first. Older ones are history: their shards are deleted."""
         end = self._log.head().last  # first: what commits until now has its shards in the listing that follows

@@ -36,6 +36,7 @@ from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
 from everstep.checkpoint.ranks import Ranks, join
 from everstep.checkpoint.restoring import Guard, candidates, newest_whole
+from everstep.checkpoint.shared import check_shared
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state import apply, capture
 from everstep.checkpoint.targets import targets
@@ -434,7 +435,9 @@ class Checkpointer:
             claim = opening.claim(uuid.uuid4().hex, round_, ranks.world_size, stamp(time.time()), os.environ)
             probed = self._store if self._probe else None
             try:
-                self._own, self._newest = opening.open_together(self._log, probed, self._settings, claim, ranks)
+                own, self._newest = opening.open_together(self._log, probed, self._settings, claim, ranks)
+                check_shared(self._store, own, ranks)
+                self._own = own
             except (Fenced, StoreUnusable) as e:
                 # Both end the process; a person should find the reason where the exit code is shown.
                 self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)

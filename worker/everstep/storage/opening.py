@@ -11,13 +11,13 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 from everstep.storage.base import ObjectStore
 from everstep.storage.errors import StoreUnusable
 from everstep.storage.local import LocalStore
 from everstep.storage.locks import ForkLock
 from everstep.storage.memory import MemoryStore
+from everstep.storage.paths import folder, folder_of_url
 
 if TYPE_CHECKING:
     from everstep.storage.fsspec_store import FsspecStore
@@ -37,24 +37,24 @@ def open_store(
     part_size: int | None = None,
     backend: str | None = None,
 ) -> ObjectStore:
-    """The store below `url`: a path, `file://` (%-encoded), `memory://NAME` (this process only) or any fsspec URL.
+    """The store below `url`: a path (`~` is the home folder), `file://` (%-encoded), `memory://NAME` (this process
+    only) or any fsspec URL.
 
     `options` go to the backend (keys, endpoint and the like); a function is called for each new client, so it can give
     fresh credentials. `part_size` is in bytes. `backend` is "fsspec" or "obstore", which carries the bytes of s3 and
     az; by default what `EVERSTEP_STORAGE` says, else fsspec. Opening does no I/O.
 
-    Raises `StoreUnusable` for an empty URL, a scheme that cannot be used, and a missing package.
+    Raises `StoreUnusable` for an empty URL, a scheme that cannot be used, a missing package, and a text that looks like
+    a URL or a variable but is none: `s3:/bucket`, `$HOME/run`.
     """
     if not url:
         raise StoreUnusable("no checkpoint URL: pass url=… or set EVERSTEP_CHECKPOINT_URL")
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return LocalStore(url, part_size, single_committer=single_committer)
+        return LocalStore(folder(url), part_size, single_committer=single_committer)
     match scheme:
         case "file" | "local":
-            if not rest.startswith("/"):
-                raise StoreUnusable(f"{url}: a file URL needs an absolute path, as in file:///path")
-            return LocalStore(unquote(rest), part_size, single_committer=single_committer)
+            return LocalStore(folder_of_url(url, rest), part_size, single_committer=single_committer)
         case "memory":
             with _memory_lock:
                 return _memory.setdefault(rest, MemoryStore(rest, part_size))

@@ -1,0 +1,47 @@
+"""A URL that is no URL: it is meant as a folder, or refused with what to write instead. No folder is named `s3:`."""
+
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from everstep.storage import StoreUnusable, open_store
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3:/bucket/run", "s3://bucket/run"),
+        ("gs:bucket/run", "gs://bucket/run"),
+        ("az:/container", "az://container"),
+        ("file:/data/run", "file:///data/run"),
+        ("file:data/run", "file:///"),
+        ("dbfs:/run", "/dbfs/run"),
+        ("run:1/x", r"\./run:1/x"),
+        ("$HOME/x", r"\$HOME.*environment variable"),
+        ("/data/${RUN}/x", r"\$\{RUN\}.*environment variable"),
+        ("file:///data/$RUN", "%24RUN"),
+        ("file://$HOME/x", "absolute path"),
+        ("~nobody-of-this-name/x", "~nobody-of-this-name.*home"),
+        (" /data/x", "blank"),
+        ("/data/x\n", "blank"),
+    ],
+)
+def test_url_that_nobody_can_mean_as_a_folder_is_refused_with_what_to_write(url: str, says: str) -> None:
+    with pytest.raises(StoreUnusable, match=says):
+        open_store(url)
+
+
+def test_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/x").url == f"file://{tmp_path}/x"
+    assert open_store("~").url == f"file://{tmp_path}"
+
+
+def test_folders_with_such_characters_can_still_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("./run:1", "runs/10:30", "2026-01-01T10:00", "./~x", "a~b", "cost$", "with space/x"):
+        store = open_store(path)
+        store.create("a", b"1")
+        assert (tmp_path / path / "a").read_bytes() == b"1"
+    assert open_store(f"file://{quote('/data/$RUN')}").url == "file:///data/$RUN"
