@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UnsupportedVersion,
     )
     from everstep.checkpoint.rng import RngState
+    from everstep.checkpoint.selection import LoadReport
     from everstep.checkpoint.writer import SaveHandle
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Fenced",
     "FormatError",
     "Found",
+    "LoadReport",
     "NoCommit",
     "RngState",
     "SaveFailed",
@@ -45,6 +47,7 @@ _HOME = {
     "Catalog": "catalog",
     "Checkpointer": "checkpointer",
     "Found": "catalog",
+    "LoadReport": "selection",
     "RngState": "rng",
     "SaveHandle": "writer",
 }

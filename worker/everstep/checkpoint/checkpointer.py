@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -26,8 +26,9 @@ from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed, StateMismatch
+from everstep.checkpoint.errors import CheckpointError, Damaged, Fenced, NewerCommit, SaveFailed, StateMismatch
 from everstep.checkpoint.finite import Nonfinite
+from everstep.checkpoint.fit import fit
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
 from everstep.checkpoint.manifest import MAX_STEP, OpenRecord
@@ -35,7 +36,8 @@ from everstep.checkpoint.opening import InRound, Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
 from everstep.checkpoint.ranks import Ranks, join
-from everstep.checkpoint.restoring import Guard, candidates, newest_whole
+from everstep.checkpoint.restoring import Guard, asked, candidates, newest_whole
+from everstep.checkpoint.selection import LoadReport, Selection
 from everstep.checkpoint.shared import check_shared
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state import apply, capture
@@ -143,38 +145,67 @@ class Checkpointer:
         self._keys: frozenset[str] = frozenset()  # of the state that was restored or saved last
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
         self._newest = -1  # the step of the newest commit when the log was taken, until the state is of it or later
+        self._last = -1  # the step that this run has saved or restored last
+        self.report = LoadReport()  # what the newest `restore` left out
         self._round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
         self._by_session = False
         self._saving = threading.RLock()  # threads of the script; a handler of signals may save within a save
         self._closed = threading.Event()
         self._process = 0  # in which the thread is
 
-    def restore(self, state: Mapping[str, Any]) -> int | None:
+    def restore(
+        self, state: Mapping[str, Any], *, step: int | None = None, n: int | None = None, strict: bool = True,
+        include: Iterable[str] | None = None, exclude: Iterable[str] | None = None,
+        rename: Mapping[str, str] | None = None, cast: bool = False,
+    ) -> int | None:  # fmt: skip
         """Take the log, load the newest whole commit into `state` in place, and return its step; None if there is
         none. Collective. Commits with damaged shards are stepped over, each with an event that names the file.
 
-        Tensors are read in place where they fit: when it raises, the state may hold parts of commits that were damaged.
+        - `step`, `n`: the newest commit of this step, or log record `n`, and no other. Called later, it goes back.
+        - `strict=False`: load what fits. `report` says what was left.
+        - `include`, `exclude`: paths, as `"model/0.weight"`, or their beginnings, or globs. `rename`: from beginnings
+          of paths in the commit to those in the state, which is what the other two see.
+        - `cast`: convert tensors of another dtype.
+
+        Raises `StateMismatch`, before anything is changed, if the commit does not fit; `NoCommit` and `Damaged` for
+        what was asked for. Tensors are read in place where they fit: when it raises anything else than
+        `StateMismatch`, the state may hold parts of commits that were damaged.
         """
         started = time.monotonic()
+        chosen = Selection.of(strict, include, exclude, rename, cast)
         own, ranks = self._open()
         captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
-        wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group)
-        loads = Loads(self._store, own)
+        wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group, selection=chosen)
+        self.wait()  # for this run's own saves, if it goes back
+        loads = self._loads or Loads(self._store, own)
+        passed: list[str] = []
+
+        def told(n: int, reason: str, *, suspected: bool = False) -> None:
+            passed.append(reason)
+            self._stepped_over(n, reason, suspected=suspected)
+
         guard = Guard(loads, self._settings.max_loads, self._settings.nonfinite)
         self._loading = loads
+        named = step is not None or n is not None
         try:
-            tried = candidates(self._log, own, guard, self._stepped_over)  # by rank 0
-            found = newest_whole(self._store, ranks, wanted, tried, self._stepped_over)
+            tried = asked(self._catalog, guard, step, n) if named else candidates(self._log, self._end, guard, told)
+            found = newest_whole(self._store, ranks, wanted, tried, told)  # the candidates are rank 0's
+            self.report = LoadReport()
             if found is not None:
                 record, tensors = found
                 assert isinstance(record.values, dict)
-                apply(state, record.values, tensors, ranks.rank)
-        except (CheckpointError, StorageError, KeyboardInterrupt):
+                fitted = fit(state, captured, record, ranks.rank, chosen)
+                apply(state, record.values, tensors, ranks.rank, whole=chosen.whole, bodies=fitted.bodies)
+                self.report = fitted.report()
+        except (CheckpointError, StorageError, KeyboardInterrupt) as e:
             with contextlib.suppress(StorageError):
                 loads.end()  # this says nothing about the commit
+            if named and passed and isinstance(e, CheckpointError):
+                raise Damaged(f"{self._store.url}: {passed[-1]}") from e
             raise
         self._loading = None
         step = found[0].step if found else None
+        self._last = -1 if step is None else step
         if ranks.rank == 0 and step is not None:
             self._loads, self._proved = loads, step + SURVIVED_STEPS
         self._start_writer()
@@ -223,6 +254,12 @@ class Checkpointer:
             return self._save(whole_step(step), state)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
+        if step < self._last:
+            raise CheckpointError(
+                f"{self._store.url}: save({step}) after step {self._last} was saved or restored: the newest "
+                "commit would be of an older step. To go back, call restore(state, step=…) before; a new run needs "
+                "another URL"
+            )
         ready = self._ready_again(step)
         if isinstance(ready, SaveFailed):
             return SaveHandle(step, Failed(step, ready))
@@ -238,6 +275,7 @@ class Checkpointer:
         self._keys = frozenset(state)
         assert self._own is not None
         self._sequence += 1  # on every rank alike, whatever becomes of the save
+        self._last = step
         identifier = save_id(self._own.n, self._own.writer, self._sequence)
         captured = capture(state, ranks.rank)
         compares = ranks.world_size > 1 and not self._by_session and not self._sequence & (self._sequence - 1)
@@ -274,7 +312,7 @@ class Checkpointer:
             self._loading.end_quietly()
             self._loading = None
         self._round = InRound(round_, rendezvous)
-        self._ranks, self._own, self._sequence, self._newest = ranks, None, 0, -1
+        self._ranks, self._own, self._sequence, self._newest, self._last = ranks, None, 0, -1, -1
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is in flight; False after `timeout` seconds. Raises nothing: see `SaveHandle.wait`."""
@@ -424,6 +462,15 @@ class Checkpointer:
             logger.warning("the save of step %d failed, training goes on: %s", step, e)
             self._events("save-failed", step=step, error=str(e))
             return SaveFailed(f"step {step} was not saved: {e}")
+
+    def _end(self) -> int:
+        """The record below which a commit may be restored: what this run has saved since it opened the log counts."""
+        assert self._own is not None
+        if self._writer is None:
+            return self._own.n
+        if self._writer.fenced is not None:
+            raise self._writer.fenced
+        return self._log.head().last + 1
 
     def _open(self) -> tuple[OpenRecord, Ranks]:
         """Take the log once, by rank 0; its open record is every rank's."""

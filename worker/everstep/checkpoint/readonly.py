@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -17,10 +17,12 @@ import torch.distributed as dist
 from everstep.checkpoint.catalog import Catalog
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, NoCommit, StateMismatch
+from everstep.checkpoint.fit import fit
 from everstep.checkpoint.manifest import CommitRecord
 from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.checkpoint.reading import load_whole
 from everstep.checkpoint.restoring import newest_whole, unfit
+from everstep.checkpoint.selection import LoadReport, Selection
 from everstep.checkpoint.state import apply, capture
 from everstep.checkpoint.targets import targets
 from everstep.checkpoint.tree import references, unflatten
@@ -34,11 +36,13 @@ MAX_RACES: Final = 5  # commits that may go, one after the other, while they are
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A commit that was read: its step, its number in the log, and `state`: the mapping that was passed, filled, or
-    what the commit holds: of an object with a `state_dict` that, of anything else its value."""
+    what the commit holds: of an object with a `state_dict` that, of anything else its value. `report`: what was left
+    out of a load into a state."""
 
     step: int
     n: int
     state: Mapping[str, Any]
+    report: LoadReport = field(default_factory=LoadReport)
 
 
 def load(
@@ -48,6 +52,11 @@ def load(
     step: int | None = None,
     n: int | None = None,
     only: Iterable[str] | None = None,
+    strict: bool = True,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    cast: bool = False,
     map_location: Any = None,
     storage_options: Mapping[str, Any] | None = None,
     store: ObjectStore | None = None,
@@ -61,6 +70,7 @@ def load(
     - `state`: what to fill, as `Checkpointer.restore` does; keys of the commit that it does not have are left out. With
       a process group every rank calls this, and all read the same commit. Sharded modules get their part.
     - `only`, without `state`: keys, or paths of tensors in them (`"model/0.weight"`); nothing else is read.
+    - `strict`, `include`, `exclude`, `rename` and `cast`, with a `state`: as for `Checkpointer.restore`.
     - `map_location`, without `state`: the device to put tensors on; else the CPU.
 
     Raises `NoCommit` if there is none such, `Damaged` if what was asked for by `step` or `n` is, `StateMismatch` if it
@@ -70,12 +80,15 @@ def load(
         raise CheckpointError("give the URL of a checkpoint, or store=")
     if state is not None and (only is not None or map_location is not None):
         raise CheckpointError("only= and map_location= are for a load without a state, which says both itself")
+    selection = Selection.of(strict, include, exclude, rename, cast)
+    if state is None and selection != Selection():
+        raise CheckpointError("strict=, include=, exclude=, rename= and cast= are for a load into a state; see only=")
     if isinstance(only, str):
         only = [only]
     opened = store if store is not None else RetryingStore(open_store(str(url), storage_options, single_committer=True))
     for _ in range(MAX_RACES):
         try:
-            return _load(opened, state, step, n, None if only is None else tuple(only), map_location)
+            return _load(opened, state, step, n, None if only is None else tuple(only), map_location, selection)
         except _Gone as e:
             log.info("%s: while it was read, the run that writes here has deleted it; the newest is read anew", e)
     raise CheckpointError(
@@ -94,6 +107,7 @@ def _load(
     n: int | None,
     only: tuple[str, ...] | None,
     map_location: Any,
+    selection: Selection,
 ) -> Loaded:
     ranks: Ranks = (
         join(None, None, None) if state is not None and dist.is_available() and dist.is_initialized() else Alone()
@@ -126,7 +140,7 @@ def _load(
         if state is None or captured is None:
             record, values = _read_values(store, candidates(), only, map_location, stepped_over)
             return Loaded(record.step, record.n, values)
-        wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group)
+        wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group, selection=selection)
         found = newest_whole(store, ranks, wanted, candidates(), stepped_over)
     except CheckpointError as e:  # on all ranks
         moved = end >= 0 and CommitLog(store).head().last > end
@@ -139,8 +153,9 @@ def _load(
         raise NoCommit(f"{store.url}: there is no commit")
     record, tensors = found
     assert isinstance(record.values, dict)
-    apply(state, record.values, tensors, ranks.rank, whole=False)
-    return Loaded(record.step, record.n, state)
+    fitted = fit(state, captured, record, ranks.rank, selection)
+    apply(state, record.values, tensors, ranks.rank, whole=False, bodies=fitted.bodies)
+    return Loaded(record.step, record.n, state, fitted.report())
 
 
 def _read_values(

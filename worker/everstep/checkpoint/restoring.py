@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from everstep.checkpoint import reading
+from everstep.checkpoint.catalog import Catalog
 from everstep.checkpoint.chunks import check_size, in_parallel
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
@@ -25,7 +26,6 @@ from everstep.checkpoint.loads import Loads
 from everstep.checkpoint.log import Unreadable
 from everstep.checkpoint.manifest import (
     CommitRecord,
-    OpenRecord,
     Shard,
     decode_record,
     encode_record,
@@ -175,12 +175,22 @@ def _to_check(record: CommitRecord, tasks: Sequence[reading.Task], ranks: Ranks)
     return [record.shards[number] for number in sorted(mine)]
 
 
-def candidates(log: CommitLog, own: OpenRecord, guard: Guard, stepped_over: SteppedOver) -> Iterator[CommitRecord]:
-    """The commits to try, newest first: those that were poison to earlier runs only when nothing else is left."""
+def asked(catalog: Catalog, guard: Guard, step: int | None, n: int | None) -> Iterator[CommitRecord]:
+    """The commit that somebody has named: whatever earlier runs that loaded it came to, and whatever it holds."""
+    found = catalog.find(step, n)
+    guard.loading(found)
+    yield found
+
+
+def candidates(
+    log: CommitLog, end: Callable[[], int], guard: Guard, stepped_over: SteppedOver
+) -> Iterator[CommitRecord]:
+    """The commits below record `end()` to try, newest first: those that were poison to earlier runs only when nothing
+    else is left."""
     passed: list[str] = []
     poison: list[tuple[CommitRecord, str]] = []
     tried = False
-    for found in log.commits(own.n):
+    for found in log.commits(end()):
         reason = guard.against(found)
         if reason is None and isinstance(found, CommitRecord):
             for record, why in poison if not tried else ():

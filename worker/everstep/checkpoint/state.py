@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.errors import StateMismatch
-from everstep.checkpoint.tree import Flattener, references, unflatten
+from everstep.checkpoint.fit_optimizer import names_in
+from everstep.checkpoint.tree import Flattener, join, references, unflatten
 from everstep.checkpoint.wire import Json
 
 log = logging.getLogger("everstep.checkpoint")
@@ -60,9 +61,29 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
             if isinstance(target, torch.nn.Module):
                 parameters.update(_parameters(target, values[key]))
                 buffers.update(references(values[key]))
+    _name_parameters(state, values)
     return Captured(
         values, shared.tensors, own_values, own.tensors, frozenset(parameters), frozenset(buffers - parameters)
     )
+
+
+def _name_parameters(state: Mapping[str, Any], values: Mapping[str, Json]) -> None:
+    """Say beside each optimizer's state of which class it is, and which parameter each of its numbers is."""
+    paths: dict[int, str] | None = None
+    for key, target in state.items():
+        body = values.get(key)
+        if not isinstance(target, torch.optim.Optimizer) or not isinstance(body, dict):
+            continue
+        if paths is None:
+            paths = {}
+            for name, module in state.items():
+                if isinstance(module, torch.nn.Module):
+                    for path, parameter in bare(module).named_parameters(remove_duplicate=False):
+                        paths.setdefault(id(parameter), join(name, path))
+        body["class"] = type(target).__name__
+        names = names_in(target, paths)
+        if names is not None:
+            body["names"] = list[Json](names)
 
 
 def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) -> dict[str, Mapping[str, Any]]:
@@ -83,8 +104,10 @@ def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) ->
             raise StateMismatch(f"the commit has no {key!r}; it has {', '.join(sorted(values)) or 'nothing'}")
         bodies[key] = values[key]
     for key, body in bodies.items():
-        if body["kind"] != _kind(state[key]):
-            raise StateMismatch(f"{key}: the commit holds a {body['kind']}, the state passed in a {_kind(state[key])}")
+        if body["kind"] != kind_of(state[key]):
+            raise StateMismatch(
+                f"{key}: the commit holds a {body['kind']}, the state passed in a {kind_of(state[key])}"
+            )
     return bodies
 
 
@@ -95,14 +118,17 @@ def apply(
     rank: int,
     *,
     whole: bool = True,
+    bodies: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Put a commit's values back into `state`, in place. `whole`: a key of the commit that `state` lacks is told.
+    `bodies`: what `fit` made of the commit for this state; without it the commit's own.
 
     Modules, optimizers and other objects get `load_state_dict`; tensors are copied into; mappings and lists are
     refilled, and so is what they hold: a script may have names of its own for it. Plain values are set in `state`
     itself, which must then be mutable. Raises `StateMismatch`.
     """
-    bodies = bodies_for(state, saved, rank)
+    if bodies is None:
+        bodies = bodies_for(state, saved, rank)
     taken = set[int]()
     values = saved.get("state", {})
     for key in sorted(set(values) - set(state)) if whole else ():
@@ -110,13 +136,13 @@ def apply(
     for key, body in bodies.items():
         tree = unflatten(body["tree"], tensors, key)
         try:
-            _decode(state, key, tree, body.get("metadata"), taken)
+            _decode(state, key, tree, body, taken)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise StateMismatch(f"{key}: the commit does not fit the object passed in: {e}") from e
 
 
 def _encode(flattener: Flattener, target: Any, key: str) -> Json:
-    kind = _kind(target)
+    kind = kind_of(target)
     if kind == "value":
         return {"kind": kind, "tree": flattener.flatten(target, key)}
     tree = bare(target).state_dict()
@@ -136,29 +162,34 @@ def _parameters(target: torch.nn.Module, body: Any) -> Iterator[str]:
             yield from references(value)
 
 
-def _decode(state: Mapping[str, Any], key: str, tree: Any, metadata: Json, taken: set[int]) -> None:
-    target = state[key]
-    kind = _kind(target)
+def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, Any], taken: set[int]) -> None:
+    target, metadata, partial = state[key], body.get("metadata"), bool(body.get("partial"))
+    kind = kind_of(target)
     if kind == "module":
         if metadata:
             tree = _WithMetadata(tree)
             tree._metadata = unflatten(metadata, {}, key)
         _make_writable(bare(target))
-        bare(target).load_state_dict(tree)
+        module = bare(target)
+        module.load_state_dict(tree, strict=False) if partial else module.load_state_dict(tree)
     elif kind == "stateful":
+        if partial:
+            tree = {**tree, "state": {**target.state_dict()["state"], **tree["state"]}}
         target.load_state_dict(tree)
+        if isinstance(target, torch.optim.Optimizer) and not body.get("cast"):
+            _keep_types(target, tree)
     elif isinstance(target, torch.Tensor):
-        if target.shape != tree.shape or target.dtype != tree.dtype:
+        if target.shape != tree.shape or (target.dtype != tree.dtype and not body.get("cast")):
             raise ValueError(f"{tree.dtype} {tuple(tree.shape)} in the commit, {target.dtype} {tuple(target.shape)}")
         with torch.no_grad():
             target.copy_(tree)
     elif (isinstance(target, dict) and isinstance(tree, dict)) or (isinstance(target, list) and isinstance(tree, list)):
         taken.discard(id(target))
-        _refilled(target, tree, taken)
+        _refilled(target, tree, taken, keep=partial)
     elif _is_array(target) and _is_alike(target, tree):
         target[...] = tree
     elif isinstance(state, MutableMapping):
-        state[key] = tree
+        state[key] = _refilled(target, tree, taken)
     else:
         raise TypeError("a plain value can be restored only into a mutable mapping (a dict)")
 
@@ -171,20 +202,57 @@ def _make_writable(module: torch.nn.Module) -> None:
                 part._buffers[name] = buffer.contiguous()
 
 
-def _refilled(live: Any, tree: Any, taken: set[int]) -> Any:
+def _keep_types(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
+    """Put back what torch has cast: it brings an optimizer's state to the type of the parameter, and so would make
+    float32 moments of a bfloat16 parameter lose bits."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, values in tree["state"].items() if isinstance(tree.get("state"), dict) else ():
+        if not isinstance(number, int) or number >= len(parameters) or not isinstance(values, dict):
+            continue
+        live = optimizer.state.get(parameters[number], {})
+        for name, value in values.items():
+            found = live.get(name)
+            if name == "step" or not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
+                continue  # torch has its own rule for the step, by what the optimizer computes it on
+            if value.dtype != found.dtype:
+                live[name] = value.to(device=found.device)
+
+
+def migrated(module: torch.nn.Module) -> tuple[str, ...]:
+    """The prefixes below which a module reads a `state_dict` in its own way: renames of old versions, names that may be
+    absent. What fits there only the module itself can say, while it loads."""
+    if type(module).load_state_dict is not torch.nn.Module.load_state_dict or "load_state_dict" in vars(module):
+        return ("",)
+    found = []
+    for name, part in module.named_modules():
+        prefix = f"{name}." if name else ""
+        reads = type(part)._load_from_state_dict
+        if reads is torch.nn.modules.batchnorm._NormBase._load_from_state_dict:
+            found.append(f"{prefix}num_batches_tracked")  # absent in old ones
+        elif reads is not torch.nn.Module._load_from_state_dict:
+            found.append(prefix)
+        hooks = [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
+        # FSDP2's only sees to it that the parameters are sharded.
+        if any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks):
+            found.append(prefix)
+    return tuple(found)
+
+
+def _refilled(live: Any, tree: Any, taken: set[int], keep: bool = False) -> Any:
     """`live` with the values of `tree`, where it can hold them; else `tree`. `taken`: what was refilled by now, which
-    may stand in two places, and the commit may hold two values for them."""
+    may stand in two places, and the commit may hold two values for them. `keep`: what only `live` has stays."""
     if (live.data_ptr() if isinstance(live, torch.Tensor) and _owns(live) else id(live)) in taken:
         return tree
     if isinstance(live, dict) and isinstance(tree, dict):
         taken.add(id(live))
-        found = {key: _refilled(live.get(key), value, taken) for key, value in tree.items()}
-        live.clear()
+        found = {key: _refilled(live.get(key), value, taken, keep) for key, value in tree.items()}
+        if not keep:
+            live.clear()
         live.update(found)
         return live
     if isinstance(live, list) and isinstance(tree, list):
         taken.add(id(live))
-        live[:] = [_refilled(live[i] if i < len(live) else None, value, taken) for i, value in enumerate(tree)]
+        live[:] = [_refilled(live[i] if i < len(live) else None, value, taken, keep) for i, value in enumerate(tree)]
         return live
     if isinstance(live, torch.Tensor) and isinstance(tree, torch.Tensor) and _fits(live, tree):
         taken.add(live.data_ptr())
@@ -195,6 +263,11 @@ def _refilled(live: Any, tree: Any, taken: set[int]) -> Any:
         taken.add(id(live))
         live[...] = tree
         return live
+    if isinstance(live, tuple) and isinstance(tree, tuple) and len(live) == len(tree):
+        items = [_refilled(one, other, taken, keep) for one, other in zip(live, tree, strict=True)]
+        return type(live)(*items) if hasattr(live, "_fields") else tuple(items)
+    if type(live).__module__ == "numpy" and getattr(live, "shape", None) == () and type(tree) is type(live.item()):
+        return type(live)(tree)  # a number of numpy's, which the commit has as Python's
     return tree
 
 
@@ -232,7 +305,7 @@ class _WithMetadata(dict[str, Any]):
     _metadata: Any
 
 
-def _kind(target: Any) -> str:
+def kind_of(target: Any) -> str:
     if isinstance(target, torch.nn.Module):
         return "module"
     if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):

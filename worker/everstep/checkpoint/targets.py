@@ -14,10 +14,13 @@ import torch
 
 from everstep.checkpoint.boxes import Box, whole
 from everstep.checkpoint.errors import StateMismatch
-from everstep.checkpoint.landing import fillable, memory_of
+from everstep.checkpoint.fit import fillable, fit
+from everstep.checkpoint.fit_optimizer import tensors_of
+from everstep.checkpoint.landing import memory_of
 from everstep.checkpoint.manifest import CommitRecord, Entry
+from everstep.checkpoint.selection import Selection
 from everstep.checkpoint.sharding import holding, is_sharded, like
-from everstep.checkpoint.state import Captured, bodies_for
+from everstep.checkpoint.state import Captured
 from everstep.checkpoint.tree import references
 
 
@@ -37,17 +40,21 @@ class Target:
 
 
 def targets(
-    state: Mapping[str, Any], captured: Captured, record: CommitRecord, rank: int, group: Any = None
-) -> list[Target]:
+    state: Mapping[str, Any], captured: Captured, record: CommitRecord, rank: int, group: Any = None,
+    selection: Selection | None = None,
+) -> list[Target]:  # fmt: skip
     """What `state` needs of the commit, in the order of the commit's entries. `captured` is what it holds now.
 
-    Raises `StateMismatch` if the commit lacks a key, or has a sharded tensor of another shape: here, before anything is
-    read, so that every rank learns of it.
+    Raises `StateMismatch` if the commit does not fit: here, before anything is read, so that every rank learns of it.
     """
-    values: dict[str, Any] = record.values if isinstance(record.values, dict) else {}
-    models: dict[str, torch.Tensor] = {name: t for name, t in captured.tensors.items() if is_sharded(t)}
+    fitted = fit(state, captured, record, rank, selection)
+    models: dict[str, torch.Tensor] = {}
+    for name, own_names in fitted.live.items():
+        sharded = [captured.tensors[own] for own in own_names if is_sharded(captured.tensors[own])]
+        if sharded:
+            models[name] = sharded[0]
     shared, own = set[str](), set[str]()
-    for key, body in bodies_for(state, values, rank).items():
+    for key, body in fitted.bodies.items():
         target = state[key]
         if getattr(target, "everstep_per_rank", False):
             own.update(references(body["tree"]))
@@ -55,7 +62,7 @@ def targets(
         shared.update(references(body["tree"]))
         if isinstance(target, torch.optim.Optimizer):
             models |= {n: t for n, t in _of_parameters(target, body, record, key) if n not in models}
-    live = fillable(captured, values.get("state", {}), {e.name: e for e in record.entries})
+    live = fillable(fitted, captured, {e.name: e for e in record.entries})
     found = []
     for entry in record.entries:
         if entry.name in own:
@@ -91,7 +98,7 @@ def _of_parameters(
     if not any(is_sharded(p) for p in parameters.values()):
         return
     shapes = {e.name: e.shape for e in record.entries}
-    for number, names in _state_of(body):
+    for number, names in tensors_of(body).items():
         parameter = parameters.get(number)
         if parameter is None or not is_sharded(parameter):
             continue
@@ -103,12 +110,3 @@ def _of_parameters(
                     f"{name}: is no scalar and not of its parameter's shape, so how it is sharded cannot be told: make "
                     f"one optimizer step before restore(), so that {key!r} holds such tensors"
                 )
-
-
-def _state_of(body: Mapping[str, Any]) -> Iterator[tuple[int, list[str]]]:
-    """Parameter number → names of its state's tensors, from the encoded `state_dict` of an optimizer."""
-    state = body.get("tree", {}).get("state", {})
-    pairs = state.get("$dict", []) if isinstance(state, dict) else []
-    for pair in pairs:
-        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int):
-            yield pair[0], list(references(pair[1]))

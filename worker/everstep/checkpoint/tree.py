@@ -57,21 +57,21 @@ class Flattener:
             case bytes() | bytearray():
                 return {"$bytes": base64.b64encode(value).decode()}
             case list():
-                return [self.flatten(v, _join(path, i), depth + 1) for i, v in enumerate(value)]
+                return [self.flatten(v, join(path, i), depth + 1) for i, v in enumerate(value)]
             case tuple():
-                return {"$tuple": [self.flatten(v, _join(path, i), depth + 1) for i, v in enumerate(value)]}
+                return {"$tuple": [self.flatten(v, join(path, i), depth + 1) for i, v in enumerate(value)]}
             case Mapping():
                 return self._mapping(value, path, depth)
         return self._numpy(value, path)
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Json:
         if all(isinstance(k, str) and not k.startswith("$") for k in value):
-            return {k: self.flatten(v, _join(path, k), depth + 1) for k, v in value.items()}
+            return {k: self.flatten(v, join(path, k), depth + 1) for k, v in value.items()}
         for key in value:
             if not isinstance(key, str | int | float | tuple) and key is not None:
                 raise StateMismatch(f"{path}: key {key!r} of type {type(key).__name__} cannot be in a checkpoint")
         pairs: list[Json] = [
-            [self.flatten(k, f"{path} (key)", depth + 1), self.flatten(v, _join(path, k), depth + 1)]
+            [self.flatten(k, f"{path} (key)", depth + 1), self.flatten(v, join(path, k), depth + 1)]
             for k, v in value.items()
         ]
         return {"$dict": pairs}
@@ -191,6 +191,6 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _join(path: str, key: object) -> str:
+def join(path: str, key: object) -> str:
     """Path components as in JSON pointers (RFC 6901): `~` is `~0` and `/` is `~1`."""
     return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"

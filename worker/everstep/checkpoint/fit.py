@@ -1,0 +1,298 @@
+"""What of a commit goes where in the state that was passed, decided before the first byte is read.
+
+Knows trees, shapes and names, and reads nothing. Invariant: what cannot be loaded as it was asked for is refused here,
+with every name that is at fault, while the state is still as it was; and no value is put under another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from everstep.checkpoint import fit_optimizer
+from everstep.checkpoint.errors import StateMismatch
+from everstep.checkpoint.manifest import CommitRecord, Entry
+from everstep.checkpoint.selection import LoadReport, Selection
+from everstep.checkpoint.state import Captured, bare, kind_of, migrated
+from everstep.checkpoint.tree import DTYPES, join, references
+
+_NAMED: Final = 5  # how many that do not fit an error names
+
+Body = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Fit:
+    """`bodies`: what goes into each key of the state, as `state.apply` takes it. `live`: for each of the commit's
+    tensors, the names in `Captured.tensors` of those that it is put into."""
+
+    bodies: dict[str, Body] = field(default_factory=dict)
+    live: dict[str, list[str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    not_taken: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+
+    def report(self) -> LoadReport:
+        return LoadReport(tuple(self.missing), tuple(self.not_taken), tuple(self.mismatched))
+
+
+def fit(
+    state: Mapping[str, Any], captured: Captured, record: CommitRecord, rank: int, selection: Selection | None = None
+) -> Fit:
+    """Raises `StateMismatch` naming what the commit lacks, has too much, or has in another shape or type."""
+    chosen = selection or Selection()
+    values: Mapping[str, Any] = record.values if isinstance(record.values, dict) else {}
+    fitting = _Fitting(state, captured, {e.name: e for e in record.entries}, chosen)
+    saved = _renamed(values.get("state", {}), state, chosen)
+    if not chosen.whole:
+        chosen.check(_paths(values.get("state", {})), (*_paths(captured.values), *captured.own_values))
+    for key, target in state.items():
+        if not chosen.touches(key):
+            continue
+        if getattr(target, "everstep_per_rank", False):
+            ranks = values.get("ranks", [])
+            if rank < len(ranks) and key in ranks[rank]:
+                fitting.found.bodies[key] = ranks[rank][key]
+        elif key in saved:
+            fitting.add(key, target, saved[key])
+        elif not getattr(target, "everstep_optional", False):
+            if chosen.strict:
+                raise StateMismatch(f"the commit has no {key!r}; it has {', '.join(sorted(saved)) or 'nothing'}")
+            fitting.found.missing.append(key)
+    found = fitting.found
+    found.not_taken += [key for key in saved if key not in state or not chosen.touches(key)]
+    if found.problems:
+        more = f"; and {len(found.problems) - _NAMED} more" * (len(found.problems) > _NAMED)
+        raise StateMismatch(
+            f"the commit of step {record.step} does not fit the state passed in: {'; '.join(found.problems[:_NAMED])}"
+            f"{more}. Nothing was changed. strict=False loads what fits, cast=True converts types, and include=, "
+            "exclude= and rename= say what to take"
+        )
+    return found
+
+
+class _Fitting:
+    """The keys of one state, one after the other."""
+
+    def __init__(
+        self, state: Mapping[str, Any], captured: Captured, entries: Mapping[str, Entry], selection: Selection
+    ) -> None:
+        self.found = Fit()
+        self._state = state
+        self._captured = captured
+        self._entries = entries
+        self._selection = selection
+
+    def add(self, key: str, target: Any, body: Body) -> None:
+        live: Any = self._captured.values[key]
+        kind, saved = kind_of(target), body["kind"]
+        if kind == "module" and (saved == "module" or _is_state_dict(body["tree"])):
+            self._module(key, bare(target), body, live)
+        elif kind == "stateful" and saved == "stateful":
+            self._stateful(key, target, body, live)
+        elif kind == "value" and saved in ("value", "module"):
+            self._value(key, target, body, live["tree"])
+        else:
+            self.found.problems.append(
+                f"{key}: the commit holds a {_WORDS[saved]}, the state passed in a {_WORDS[kind]}"
+            )
+            return
+        if key in self.found.bodies:
+            for name, own in _pairs(self.found.bodies[key]["tree"], live["tree"]):
+                self.found.live.setdefault(name, []).append(own)
+
+    def _module(self, key: str, module: torch.nn.Module, body: Body, live: Any) -> None:
+        own, free = live["tree"], migrated(module)
+        tree, complete = self._named(key, body["tree"], own, free, cast=self._selection.cast)
+        metadata = live.get("metadata") if self._selection.rename else body.get("metadata")
+        self.found.bodies[key] = {"kind": "module", "tree": tree, "partial": not complete}
+        if metadata:
+            self.found.bodies[key]["metadata"] = metadata
+
+    def _named(
+        self, key: str, tree: Any, own: Any, free: tuple[str, ...], *, cast: bool
+    ) -> tuple[dict[str, Any], bool]:
+        """What of a mapping of names goes into another, and whether that is all of both. What is below `free` prefixes
+        a module brings into its own form by itself: that is for it to judge."""
+        found, chosen = self.found, self._selection
+        taken: dict[str, Any] = {}
+        complete = True
+        for name, value in tree.items():
+            path = join(key, name)
+            if not chosen.takes(path):
+                found.not_taken.append(path)
+            elif name.startswith(free) or (name in own and self._same_form(path, value, own[name], cast)):
+                taken[name] = value
+                continue
+            elif name not in own:
+                self._told(found.not_taken, path, "is in the commit and not in the state passed")
+            complete = False
+        for name in own:
+            path = join(key, name)
+            if name in tree or (name.startswith(free) and chosen.takes(path)):
+                continue
+            complete = False
+            if chosen.takes(path):
+                self._told(found.missing, path, "is in the state passed and not in the commit")
+        return taken, complete
+
+    def _told(self, report: list[str], path: str, what: str) -> None:
+        if self._selection.strict:
+            self.found.problems.append(f"{path} {what}")
+        else:
+            report.append(path)
+
+    def _same_form(self, path: str, value: Any, own: Any, cast: bool) -> bool:
+        """Whether a tensor has the shape and type of the live one; if it does not, that is told."""
+        live, entry = self._tensor(own), self._entry(value)
+        if live is None and entry is None:
+            return True
+        found = self.found
+        if live is None or entry is None:
+            found.problems.append(f"{path}: a tensor in the {'commit' if live is None else 'state passed'} only")
+            return False
+        shape = tuple(live.shape)
+        if entry.shape != shape and not (shape == () and entry.shape == (1,)):  # as torch's load_state_dict does
+            text = f"{path}: shape {entry.shape} in the commit, {shape} in the state passed"
+            (found.problems if self._selection.strict else found.mismatched).append(text)
+            return False
+        if entry.dtype != DTYPES.get(live.dtype) and not cast:
+            found.problems.append(f"{path}: {entry.dtype} in the commit, {DTYPES.get(live.dtype)} in the state passed")
+            return False
+        return True
+
+    def _stateful(self, key: str, target: Any, body: Body, live: Any) -> None:
+        if isinstance(target, torch.optim.Optimizer):
+            told = fit_optimizer.fit(key, target, body, live, self._entries, self._selection, self.found)
+            if told is None:
+                return
+            body = told
+            for name, own in () if self._selection.cast else _pairs(body["tree"], live["tree"]):
+                entry, tensor = self._entries[name], self._captured.tensors[own]
+                if entry.shape == tuple(tensor.shape) and entry.dtype != DTYPES.get(tensor.dtype):
+                    text = f"{entry.dtype} in the commit, {DTYPES.get(tensor.dtype)} in the state passed"
+                    self.found.problems.append(f"{own}: {text}")
+        self.found.bodies[key] = {**body, "cast": self._selection.cast}
+
+    def _value(self, key: str, target: Any, body: Body, own: Any) -> None:
+        tree = body["tree"]
+        if isinstance(target, torch.Tensor):
+            if not self._same_form(key, tree, own, self._selection.cast):
+                return
+        elif body["kind"] == "module" or (_is_plain(tree) and _is_plain(own) and not self._selection.whole):
+            if not _is_plain(own):
+                self.found.problems.append(f"{key}: the commit holds a module, the state passed in no module or dict")
+                return
+            if body["kind"] == "module":
+                tree, complete = self._named(key, tree, own, (), cast=False)  # a dict's tensors are not converted
+            else:
+                complete = False
+                self.found.not_taken += [join(key, k) for k in tree if not self._selection.takes(join(key, k))]
+                self.found.missing += [join(key, k) for k in own if k not in tree]
+                tree = {k: v for k, v in tree.items() if self._selection.takes(join(key, k))}
+            self.found.bodies[key] = {"kind": "value", "tree": tree, "partial": not complete}
+            return
+        elif not isinstance(target, dict | list) and not isinstance(self._state, MutableMapping):
+            self.found.problems.append(f"{key}: a plain value can be restored only into a mutable mapping (a dict)")
+            return
+        self.found.bodies[key] = {"kind": "value", "tree": tree, "cast": self._selection.cast}
+
+    def _tensor(self, own: Any) -> torch.Tensor | None:
+        return self._captured.tensors[own["$tensor"]] if _is_tensor(own) else None
+
+    def _entry(self, value: Any) -> Entry | None:
+        return self._entries[value["$tensor"]] if _is_tensor(value) else None
+
+
+_WORDS: Final = {"module": "module", "stateful": "object with a state_dict", "value": "plain value"}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) == 1 and "$tensor" in value
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether an encoded tree is a mapping of texts, and no tagged value."""
+    return isinstance(tree, dict) and not any(key.startswith("$") for key in tree)
+
+
+def _is_state_dict(tree: Any) -> bool:
+    """Whether it is a module's state_dict that was saved as a plain dict."""
+    return _is_plain(tree) and bool(tree) and all(_is_tensor(value) for value in tree.values())
+
+
+def _pairs(tree: Any, live: Any) -> Iterator[tuple[str, str]]:
+    """The commit's tensors and the live ones that stand in the same places of two encoded trees."""
+    if isinstance(tree, list) and isinstance(live, list):
+        for one, other in zip(tree, live, strict=False):
+            yield from _pairs(one, other)
+    elif isinstance(tree, dict) and isinstance(live, dict):
+        if "$dict" in tree and "$dict" in live:
+            others = {repr(pair[0]): pair[1] for pair in live["$dict"]}
+            for key, value in tree["$dict"]:
+                yield from _pairs(value, others.get(repr(key)))
+            return
+        for tag, value in tree.items():
+            if tag in ("$tensor", "$ndarray") and isinstance(live.get(tag), str):
+                yield value, live[tag]
+            elif tag in live:
+                yield from _pairs(value, live[tag])
+
+
+def _paths(bodies: Mapping[str, Any]) -> list[str]:
+    """The keys, and the names below them, of encoded bodies."""
+    found = []
+    for key, body in bodies.items():
+        found.append(key)
+        if body["kind"] != "stateful" and _is_plain(body["tree"]):
+            found += [join(key, name) for name in body["tree"]]
+    return found
+
+
+def _renamed(saved: Mapping[str, Body], state: Mapping[str, Any], selection: Selection) -> dict[str, Body]:
+    """The commit's bodies under the names that they are to have. Raises `StateMismatch` if two get one name."""
+    if not selection.rename:
+        return dict(saved)
+    found: dict[str, Body] = {}
+    for key, body in saved.items():
+        if body["kind"] == "stateful" or not _is_plain(body["tree"]):
+            parts = [(key, selection.renamed(key), None)]
+        else:
+            parts = [(name, selection.renamed(join(key, name)), value) for name, value in body["tree"].items()]
+        for old, path, value in parts:
+            if value is None:
+                if path in found:
+                    raise StateMismatch(f"rename: {key} and another key of the commit are both to be {path!r}")
+                found[path] = body
+                continue
+            new = max((k for k in state if path.startswith(f"{k}/")), key=len, default=path.partition("/")[0])
+            into = found.setdefault(new, {**body, "tree": {}})
+            name = path[len(new) + 1 :].replace("~1", "/").replace("~0", "~")
+            if name in into["tree"]:
+                raise StateMismatch(f"rename: {join(key, old)} and another name of the commit are both to be {path!r}")
+            into["tree"][name] = value
+    return found
+
+
+def fillable(fitted: Fit, captured: Captured, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
+    """The live tensors by the commit's names that its bytes may be read into: those of keys where each tensor of the
+    commit goes to one live tensor of its form, and each live one is filled."""
+    found: dict[str, torch.Tensor] = {}
+    for key, body in fitted.bodies.items():
+        own: Any = captured.values.get(key)
+        if own is None or body.get("partial"):
+            continue
+        pairs = set(_pairs(body["tree"], own["tree"]))
+        ours, theirs = set(references(own["tree"])), set(references(body["tree"]))
+        alone = len(pairs) == len(ours) == len(theirs) == len({o for _, o in pairs}) == len({t for t, _ in pairs})
+        if alone and all(_equal(captured.tensors[o], entries.get(t)) for t, o in pairs):
+            found |= {t: captured.tensors[o] for t, o in pairs}
+    return found
+
+
+def _equal(tensor: torch.Tensor, entry: Entry | None) -> bool:
+    return entry is not None and tuple(tensor.shape) == entry.shape and DTYPES.get(tensor.dtype) == entry.dtype

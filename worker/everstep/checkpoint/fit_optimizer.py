@@ -1,0 +1,134 @@
+"""Which of an optimizer's saved state belongs to which of its parameters: by name where the modules are in the state.
+
+`Optimizer.state_dict` counts parameters. After a change of their order, or of the groups, a number is another
+parameter, and torch notices nothing as long as the shapes are the same. Invariant: a value goes to the
+parameter of the name under which it was saved; without names, only into an optimizer with the same groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from everstep.checkpoint import named
+from everstep.checkpoint.errors import StateMismatch
+from everstep.checkpoint.manifest import Entry
+from everstep.checkpoint.selection import Selection
+from everstep.checkpoint.tree import references
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.fit import Fit
+
+Body = dict[str, Any]
+
+
+def fit(
+    key: str, target: torch.optim.Optimizer, body: Body, live: Mapping[str, Any], entries: Mapping[str, Entry],
+    selection: Selection, found: Fit,
+) -> Body | None:  # fmt: skip
+    """The body for this optimizer, with its own numbers; None if it is not to be filled, which `found` is told."""
+    was, now = body.get("class"), type(target).__name__
+    if was is not None and was != now:
+        found.problems.append(
+            f"{key}: the commit holds the state of {was}, the state passed in {now}: make an optimizer of that class, "
+            f"or leave it out with exclude=[{key!r}]"
+        )
+        return None
+    if type(target).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return body
+    tree, saved, names = body["tree"], body.get("names"), live.get("names")
+    sizes = [len(group["params"]) for group in tree["param_groups"]]
+    same = sizes == [len(group["params"]) for group in target.param_groups]
+    if saved is not None and names is not None:
+        there = [selection.renamed(name) for name in saved]
+        if selection.whole and there == names and same:
+            return body
+        order = {id(p): n for p, n in zip(_parameters(target), names, strict=True)}
+        if not selection.whole:
+            return _loosely(key, target, body, there, names, entries, selection, found)
+        odd = sorted(set(there) ^ set(names))
+        if odd:
+            where = "commit" if odd[0] in there else "state passed"
+            found.problems.append(f"{key}: {odd[0]} is in the optimizer of the {where} only")
+            return None
+        try:
+            return {**body, "tree": _encoded(named.by_number(target, order, key, _by_name(tree, there)))}
+        except StateMismatch as e:
+            found.problems.append(str(e))
+            return None
+    if not same:
+        text = f"{key}: groups of {sizes} parameters in the commit, and others in the state passed"
+        (found.problems if selection.strict else found.mismatched).append(
+            f"{text}; which is which cannot be told without the names, which it has if the modules are in the state too"
+        )
+        return None
+    return body
+
+
+def _loosely(
+    key: str, target: torch.optim.Optimizer, body: Body, there: list[str], names: list[str],
+    entries: Mapping[str, Entry], selection: Selection, found: Fit,
+) -> Body:  # fmt: skip
+    """State for the parameters that the commit knows; the others, and groups of such, keep what they have."""
+    saved = _by_name(body["tree"], there)
+    originals = dict(zip(there, body["names"], strict=True))
+    own = target.state_dict()
+    parameters = dict(zip(names, _parameters(target), strict=True))
+    fits = set[str]()
+    for name, parameter in parameters.items():
+        if name not in originals:
+            found.missing.append(f"{key}/{name}")
+        elif selection.takes(name):
+            entry = entries.get(originals[name])
+            if entry is None or entry.shape == tuple(parameter.shape):
+                fits.add(name)
+            else:
+                found.mismatched.append(f"{key}/{name}")
+    found.not_taken += [f"{key}/{name}" for name in there if name not in fits]
+    numbers = {number: name for number, name in enumerate(names) if name in fits and name in saved["state"]}
+    groups = []
+    for group in own["param_groups"]:
+        options = [saved["param_groups"][names[n]] for n in group["params"] if names[n] in fits]
+        alike = bool(options) and all(option == options[0] for option in options)
+        groups.append({**group, **(options[0] if alike else {})})
+    state = {number: saved["state"][name] for number, name in numbers.items()}
+    return {**body, "tree": _encoded({"state": state, "param_groups": groups}), "partial": True}
+
+
+def _parameters(target: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in target.param_groups for p in group["params"]]
+
+
+def _by_name(tree: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """An encoded `state_dict` with the names for the numbers, as `named.by_name` has it."""
+    pairs = tree["state"].get("$dict", []) if isinstance(tree["state"], dict) else []
+    options = {
+        names[number]: {option: value for option, value in group.items() if option not in ("params", "param_names")}
+        for group in tree["param_groups"]
+        for number in group["params"]
+    }
+    rest = {name: value for name, value in tree.items() if name not in ("state", "param_groups")}
+    return {**rest, "state": {names[number]: value for number, value in pairs}, "param_groups": options}
+
+
+def _encoded(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "state": {"$dict": [[number, value] for number, value in tree["state"].items()]}}
+
+
+def names_in(optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> list[str] | None:
+    """The paths of an optimizer's parameters by number, if each has one of its own."""
+    found = [paths.get(id(parameter), "") for parameter in _parameters(optimizer)]
+    return found if all(found) and len(set(found)) == len(found) else None
+
+
+def tensors_of(body: Mapping[str, Any]) -> dict[int, list[str]]:
+    """Parameter number → names of its state's tensors, from the encoded `state_dict` of an optimizer."""
+    state = body.get("tree", {}).get("state", {})
+    pairs = state.get("$dict", []) if isinstance(state, dict) else []
+    return {
+        pair[0]: list(references(pair[1]))
+        for pair in pairs
+        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int)
+    }
