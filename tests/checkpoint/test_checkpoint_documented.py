@@ -68,3 +68,9 @@ def test_commit_is_read_without_taking_it(names: dict[str, Any]) -> None:
     run(code, names)
     assert names["loaded"].step == 3
     assert torch.equal(names["weights"]["body.weight"], names["model"].body.weight)
+
+
+def test_slice_is_read(names: dict[str, Any]) -> None:
+    (code,) = examples("One tensor, or a slice of it")
+    run(code, names)
+    assert torch.equal(names["rows"], names["model"].body.weight[1:3])

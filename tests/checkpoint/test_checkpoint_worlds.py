@@ -219,3 +219,8 @@ def test_folder_that_ranks_do_not_share_is_named_before_the_first_step(tmp_path:
         assert [f"rank {odd}" in r["error"] and "not shared" in r["error"] for r in world] == [True] * len(world)
         assert max(r["seconds"] for r in world) < 30
     assert one == [{}, {}, {}]
+
+
+def test_sharded_state_of_an_optimizer_goes_by_names_where_the_order_changed(tmp_path: Path) -> None:
+    worlds = run(tmp_path / "out", *(f"permuted:2:{tmp_path / kind}:kind={kind}" for kind in ("fsdp", "ddp")))
+    assert [r["same"] for world in worlds for r in world] == [[True, True]] * 4

@@ -131,6 +131,31 @@ def save(root: str, kind: str) -> Result:
     return {"digest": digest(found)}
 
 
+def permuted(root: str, kind: str) -> Result:
+    """Load into optimizers that have the parameters in another order, without state of their own and with it."""
+
+    def moments(found: State) -> dict[str, list[float]]:
+        named = {p: name for name, p in found["model"].named_parameters()}
+        whole = {named[p]: s["exp_avg"] for p, s in found["optimizer"].state.items()}
+        full = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in whole.items()}
+        return {name: tensor.flatten().tolist() for name, tensor in sorted(full.items())}
+
+    found = state(kind, 1)
+    train(found, 3)
+    with everstep.Checkpointer(root) as checkpointer:
+        checkpointer.restore({})
+        checkpointer.save(3, found).wait(60)
+    dist.barrier()
+    same = []
+    for steps in (0, 1):
+        other = state(kind, 2)
+        other["optimizer"] = torch.optim.Adam(list(other["model"].parameters())[::-1], lr=0.01)
+        train(other, steps)
+        everstep.load(root, other)
+        same.append(moments(other) == moments(found))
+    return {"same": same}
+
+
 def load(root: str, kind: str, far: str = "") -> Result:
     found = state(kind, 2)
     store = Counting(open_store(root), far)
@@ -394,7 +419,7 @@ def mutate(root: str) -> Result:
 SCENARIOS: dict[str, Callable[..., Result]] = {
     "save": save, "load": load, "look": look, "differ": differ, "thin": thin, "hurried": hurried,
     "left_out": left_out, "load_and_train": load_and_train, "grid": grid, "steps": steps, "restore": restore,
-    "diverge": diverge, "mutate": mutate, "apart": apart,
+    "diverge": diverge, "mutate": mutate, "apart": apart, "permuted": permuted,
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from everstep.checkpoint.checkpointer import Checkpointer
     from everstep.checkpoint.errors import Fenced
+    from everstep.checkpoint.opened import open_commit
     from everstep.checkpoint.readonly import load
     from everstep.checkpoint.rng import RngState
     from everstep.data.loader import ElasticLoader
@@ -36,6 +37,7 @@ __all__ = [
     "StoreUnusable",
     "current",
     "load",
+    "open_commit",
     "report",
     "start",
 ]
@@ -52,6 +54,7 @@ _HOME = {
     "StoreUnusable": "storage.errors",
     "current": "train.session",
     "load": "checkpoint.readonly",
+    "open_commit": "checkpoint.opened",
     "report": "train.report",
     "start": "train.session",
 }

@@ -48,9 +48,9 @@ class Found:
 class Catalog:
     """The commits below one store. Methods raise `StorageError` beside what they name."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, start: int = 0) -> None:
         self._store = store
-        self._log = CommitLog(store)
+        self._log = CommitLog(store, start)
 
     def latest(self) -> CommitRecord | None:
         """The newest commit in the log, of whatever writer."""

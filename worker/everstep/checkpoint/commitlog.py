@@ -11,21 +11,23 @@ from dataclasses import replace
 from typing import Final, assert_never
 
 from everstep.checkpoint import log
-from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, SaveFailed
-from everstep.checkpoint.layout import LOG, record_name, record_number
+from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, NoCommit, SaveFailed
+from everstep.checkpoint.layout import LOG, MAX_RECORD_NUMBER, record_name, record_number
 from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Record, decode_record, encode_record
 from everstep.storage import AlreadyExists, NotFound, ObjectStore
 
 MAX_CONFLICTS: Final = 1000  # as many writers may race for one number
+_DOUBLINGS: Final = 24
 MAX_WALK: Final = 10_000  # records read in search of one
 
 
 class CommitLog:
     """The log below one store. Methods raise `StorageError` beside what they name."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, start: int = 0) -> None:
         self._store = store
+        self._start = start
 
     def read(self, n: int) -> Record | Unreadable:
         """Record `n`, or why it cannot be read. Raises `UnsupportedVersion` for a newer format."""
@@ -39,8 +41,7 @@ class CommitLog:
 
     def head(self) -> Head:
         """The end of the log. A listing may be stale, so the numbers after its greatest are tried one by one."""
-        numbers = (record_number(info.name) for info in self._store.list(LOG))
-        last = max((n for n in numbers if n is not None), default=NONE)
+        last = self._listed() if self._store.capabilities.listable else self._probed()
         for _ in range(MAX_WALK):
             if self._store.size(record_name(last + 1)) is None:
                 break
@@ -55,6 +56,39 @@ class CommitLog:
                 case CommitRecord() as record:
                     return Head(last, self._open_at(record.open), record.n, unreadable)
         return Head(last, unreadable=unreadable)
+
+    def _listed(self) -> int:
+        numbers = (record_number(info.name) for info in self._store.list(LOG))
+        return max((n for n in numbers if n is not None), default=NONE)
+
+    def _probed(self) -> int:
+        """The greatest number where nothing can be listed, asked for by doubling steps, then by halves: about 2 log2
+        requests. The log is dense from its oldest record on.
+
+        Raises `NoCommit` if no record is found to begin from.
+        """
+        low = self._start
+        if not self._has(low):
+            # Old records may have been deleted: then a power of two between the oldest and the newest is a beginning.
+            tried = () if low else (2**k for k in range(_DOUBLINGS))
+            low = next((n for n in tried if self._has(n)), NONE)
+        if low == NONE:
+            which = f"record {self._start}" if self._start else "record 0, 1, 2, 4, 8 and so on"
+            raise NoCommit(
+                f"{self._store.url}: there is no {which}, and this store cannot be listed. If there is a log, give "
+                "start=, the number of any record that exists, or n=, the commit's own number"
+            )
+        step = 1
+        while self._has(low + step):
+            low, step = low + step, step * 2
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._has(middle) else (low, middle)
+        return low
+
+    def _has(self, n: int) -> bool:
+        return n <= MAX_RECORD_NUMBER and self._store.size(record_name(n)) is not None
 
     def open(self, claim: Claim) -> OpenRecord:
         """Take the log. Raises `Fenced` if it belongs to a newer round or job."""

@@ -20,7 +20,7 @@ import torch
 from everstep.checkpoint.boxes import Box, flat_begin, whole
 from everstep.checkpoint.chunks import check_size, chunk_size, in_parallel
 from everstep.checkpoint.filling import Filler, Segment
-from everstep.checkpoint.manifest import CommitRecord, Piece, Shard
+from everstep.checkpoint.manifest import CommitRecord, Entry, Piece, Shard
 from everstep.checkpoint.shard import torch_dtype
 from everstep.checkpoint.sharding import Read, reads
 from everstep.checkpoint.targets import Target
@@ -154,6 +154,15 @@ def load_whole(store: ObjectStore, record: CommitRecord, names: Iterable[str] | 
     """The tensors of a commit by name, or those of these names: all of each, in this process alone."""
     asked = None if names is None else set(names)
     wanted = [Target(e, whole(e.shape), False) for e in record.entries if asked is None or e.name in asked]
+    return _read(store, record, wanted)
+
+
+def read_box(store: ObjectStore, record: CommitRecord, entry: Entry, box: Box) -> torch.Tensor:
+    """A box of one tensor, of the box's shape. Raises `Damaged` and `StorageError`."""
+    return _read(store, record, [Target(entry, box, False)])[entry.name]
+
+
+def _read(store: ObjectStore, record: CommitRecord, wanted: Sequence[Target]) -> dict[str, torch.Tensor]:
     todo = plan(record, wanted)
     buffers = Buffers(todo, wanted)
     in_parallel(partial(check_size, store), [record.shards[n] for n in sorted({task.shard for task in todo.own})])

@@ -58,6 +58,7 @@ def load(
     rename: Mapping[str, str] | None = None,
     cast: bool = False,
     map_location: Any = None,
+    start: int = 0,
     storage_options: Mapping[str, Any] | None = None,
     store: ObjectStore | None = None,
 ) -> Loaded:
@@ -71,6 +72,7 @@ def load(
       a process group every rank calls this, and all read the same commit. Sharded modules get their part.
     - `only`, without `state`: keys, or paths of tensors in them (`"model/0.weight"`); nothing else is read.
     - `strict`, `include`, `exclude`, `rename` and `cast`, with a `state`: as for `Checkpointer.restore`.
+    - `start`: the number of a log record that exists, where the store cannot be listed (`https://`).
     - `map_location`, without `state`: the device to put tensors on; else the CPU.
 
     Raises `NoCommit` if there is none such, `Damaged` if what was asked for by `step` or `n` is, `StateMismatch` if it
@@ -88,7 +90,7 @@ def load(
     opened = store if store is not None else RetryingStore(open_store(str(url), storage_options, single_committer=True))
     for _ in range(MAX_RACES):
         try:
-            return _load(opened, state, step, n, None if only is None else tuple(only), map_location, selection)
+            return _load(opened, state, step, n, None if only is None else tuple(only), map_location, selection, start)
         except _Gone as e:
             log.info("%s: while it was read, the run that writes here has deleted it; the newest is read anew", e)
     raise CheckpointError(
@@ -108,6 +110,7 @@ def _load(
     only: tuple[str, ...] | None,
     map_location: Any,
     selection: Selection,
+    start: int,
 ) -> Loaded:
     ranks: Ranks = (
         join(None, None, None) if state is not None and dist.is_available() and dist.is_initialized() else Alone()
@@ -124,11 +127,12 @@ def _load(
     def candidates() -> Iterator[CommitRecord]:
         nonlocal end
         if step is not None or n is not None:
-            yield Catalog(store).find(step, n)
+            yield Catalog(store, start).find(step, n)
             return
-        end = CommitLog(store).head().last
-        for found in CommitLog(store).commits(end + 1):
-            if passed and CommitLog(store).head().last > end:
+        log_ = CommitLog(store, start)
+        end = log_.head().last
+        for found in log_.commits(end + 1):
+            if passed and log_.head().last > end:
                 raise CheckpointError(passed[-1])  # it went while it was read: not an older one, but the newest
             if (reason := unfit(found)) is not None:
                 stepped_over(found.n, reason)
@@ -143,7 +147,7 @@ def _load(
         wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group, selection=selection)
         found = newest_whole(store, ranks, wanted, candidates(), stepped_over)
     except CheckpointError as e:  # on all ranks
-        moved = end >= 0 and CommitLog(store).head().last > end
+        moved = end >= 0 and CommitLog(store, start).head().last > end
         if ranks.maximum(int(moved)) and not isinstance(e, StateMismatch):
             raise _Gone(str(e)) from e
         if (step is not None or n is not None) and passed:

@@ -39,7 +39,8 @@ class Capabilities:
     each part but the last, unless a size hint asks for larger ones. `one_piece`: the largest object that `create` sends
     in one request; a larger one it sends in parts. None: no limit. `read_size`: the bytes that a reader with a choice
     should ask for at once: less costs requests, more costs memory and caches. `local`: this machine's cores write the
-    parts, so that more threads than there are cores to spare slow down what else runs.
+    parts, so that more threads than there are cores to spare slow down what else runs. `listable`: `list` gives what is
+    there; else objects must be asked for by their names.
     """
 
     conditional_create: bool = True
@@ -51,6 +52,7 @@ class Capabilities:
     one_piece: int | None = None
     read_size: int = PART_SIZE
     local: bool = False
+    listable: bool = True
 
     def with_part_size(self, part_size: int | None) -> Capabilities:
         """The same with another part size; None changes nothing."""
