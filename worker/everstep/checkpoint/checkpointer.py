@@ -177,7 +177,8 @@ class Checkpointer:
         captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
         wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group, selection=chosen)
         self.wait()  # for this run's own saves, if it goes back
-        loads = self._loads or Loads(self._store, own)
+        # The writer's, if there is one: it takes the marks away.
+        loads = self._loads if self._loads is not None and self._writer is not None else Loads(self._store, own)
         passed: list[str] = []
 
         def told(n: int, reason: str, *, suspected: bool = False) -> None:
