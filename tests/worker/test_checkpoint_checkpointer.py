@@ -442,6 +442,8 @@ def test_wrong_keys_fail_before_the_first_step(s3_url: str) -> None:
     [
         ({}, {}, "EVERSTEP_CHECKPOINT_URL"),
         ({"url": "/tmp/x", "keep": 0}, {}, "keep=0"),
+        ({"url": "/tmp/x", "keep": "2"}, {}, "keep='2'"),
+        ({"url": "/tmp/x", "peer_timeout": 0}, {}, "peer_timeout=0"),
         ({"url": "/tmp/x", "every_steps": -1}, {}, "every_steps=-1"),
         ({"url": "/tmp/x"}, {env.CHECKPOINT_EVERY_SECONDS: "soon"}, "EVERSTEP_CHECKPOINT_EVERY_SECONDS='soon'"),
     ],

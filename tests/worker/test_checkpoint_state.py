@@ -197,11 +197,25 @@ class Evil:
         (torch.empty(3, device="meta"), "x: .*not supported"),
         ({frozenset(): 1}, "frozenset"),
         (np.array([object()]), "numpy"),
+        ({"a": np.longdouble(1.5)}, r"x/a.*convert it to numpy\.float64"),
+        (np.ones(2, np.clongdouble), r"x: .*convert it to numpy\.float64"),
     ],
 )
 def test_value_that_cannot_be_saved_is_refused_by_name_before_the_first_step(value: object, text: str) -> None:
     with pytest.raises(StateMismatch, match=text):
         everstep.Checkpointer(store=MemoryStore()).restore({"x": value})
+
+
+def test_array_of_another_byte_order_keeps_its_values() -> None:
+    store = MemoryStore()
+    saved = {"x": np.array([1.5, -2.0], ">f4"), "n": np.array([2**40], ">i8")}
+    checkpointer = everstep.Checkpointer(store=store)
+    checkpointer.restore(saved)
+    checkpointer.save(1, saved).wait(30)
+    into = {"x": np.zeros(2, "f4"), "n": np.zeros(1, "i8")}
+    assert everstep.Checkpointer(store=store).restore(into) == 1
+    assert into["x"].tolist() == [1.5, -2.0]
+    assert into["n"].tolist() == [2**40]
 
 
 def test_recursive_state_is_refused() -> None:

@@ -80,7 +80,8 @@ class Checkpointer:
     Arguments (defaults come from the `EVERSTEP_CHECKPOINT_*` variables that the operator sets):
     - `url`: a folder, `file://`, `s3://`, `gs://`, `az://`.
     - `keep`: how many commits to keep (3).
-    - `every_seconds` or `every_steps`: what `should_save` answers by (60 seconds if neither is given).
+    - `every_seconds` or `every_steps`: what `should_save` answers by (60 seconds if neither is given; with both, as
+      soon as one of them is due).
     - `rank`, `world_size`: only checked against the process group. `process_group`: one that moves CPU tensors.
     - `storage_options`: for the fsspec file system (keys, endpoint). `store`: an open store instead of a URL.
     - `single_committer`: accept a store without conditional create (EVERSTEP_SINGLE_COMMITTER=1); a zombie of an
@@ -128,6 +129,8 @@ class Checkpointer:
         self._catalog = Catalog(self._store)
         self._policy = SavePolicy(settings.every_seconds, settings.every_steps, time.monotonic())
         self._said = (process_group, rank, world_size)
+        if not peer_timeout > 0:
+            raise CheckpointError(f"peer_timeout={peer_timeout}: seconds are expected, more than 0")
         self._peer_timeout = peer_timeout
         self._events = opening.quiet(on_event or opening.default_events())
         self._arranger = Arranger()

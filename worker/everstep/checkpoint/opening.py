@@ -74,8 +74,8 @@ class Settings:
         if keep is None:
             keep = int(_number(environ, env.CHECKPOINT_KEEP) or DEFAULT_KEEP)
         for name, value in (("keep", keep), ("every_steps", every_steps), ("every_seconds", every_seconds)):
-            if value is not None and not 0 < value < 1e9:
-                raise CheckpointError(f"{name}={value}: a positive number is expected")
+            if value is not None and (not isinstance(value, int | float) or not 0 < value < 1e9):
+                raise CheckpointError(f"{name}={value!r}: a positive number is expected")
         if single_committer is None:
             said = environ.get(SINGLE_COMMITTER, "").lower()
             if said not in ("", "0", "false", "1", "true"):

@@ -80,10 +80,16 @@ class Flattener:
         if type(value).__module__ == "numpy":
             import numpy as np  # noqa: PLC0415  only states that hold numpy values need it
 
+            if isinstance(value, np.generic | np.ndarray) and value.dtype in (np.longdouble, np.clongdouble):
+                raise StateMismatch(
+                    f"{path}: a numpy.{value.dtype} is as wide as the machine that made it says, and no checkpoint "
+                    "format holds it; convert it to numpy.float64"
+                )
             if isinstance(value, np.generic):
                 return self.flatten(value.item(), path)
             if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-                return {"$ndarray": self._add(torch.from_numpy(np.array(value, order="C")), path)}
+                native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
+                return {"$ndarray": self._add(torch.from_numpy(native), path)}
         raise StateMismatch(
             f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be in a checkpoint. Give tensors, "
             "numbers, texts, lists, tuples, mappings, or an object with state_dict() and load_state_dict()"
