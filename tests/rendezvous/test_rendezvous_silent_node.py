@@ -24,8 +24,9 @@ pytestmark = pytest.mark.timeout(180)
 def test_two_workers_go_on_when_the_leader_and_the_third_fall_silent_together(tmp_path: Path) -> None:
     """The operator's Lease and those of the agents last longer than any wait here: nobody waits for the end of one.
 
-    The survivors decide, by what their kernels say: each reports that it does not reach the third, and the first of
-    these reports ended the round. `benchmarks/silent_node.py` has the seconds, and their goal.
+    The survivors decide, by what their kernels say: one reports that it does not reach the third, which ends the round,
+    and the other does too, unless it has left the round by then. `benchmarks/silent_node.py` has the seconds, and their
+    goal.
     """
     with SilentNode(tmp_path, lease_seconds=int(LIMIT) + 6, ttl=2 * LIMIT) as node:
         took = node.go_on(node.cut())
@@ -34,7 +35,8 @@ def test_two_workers_go_on_when_the_leader_and_the_third_fall_silent_together(tm
         document = node.drivers[0].document()
         assert document is not None
         reports = {(r.low, r.high) for r in document.reports if r.active}
-        assert reports == {("agent-0", "agent-2"), ("agent-1", "agent-2")}
+        assert reports
+        assert reports <= {("agent-0", "agent-2"), ("agent-1", "agent-2")}
         assert [member.agent for member in document.members] == ["agent-0", "agent-1"]
         (setback,) = document.history
         assert setback.why in ("agent-0 does not reach agent-2", "agent-1 does not reach agent-2")
