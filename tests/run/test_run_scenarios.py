@@ -1,7 +1,8 @@
 """Every scenario of tests/scenarios in local mode: the same text as on a real cluster.
 
-All of them run on the real cluster each time, so here each time only the one in which local mode differs most from it:
-its nodes are simulated. Kills and sizes are in `test_run_robust.py` and in the demo. `make soak` has the rest.
+Most of them run on the real cluster each time, so here each time only the one in which local mode differs most from it,
+whose nodes are simulated, and one that is not played there. Kills and sizes are in `test_run_robust.py` and the demo.
+`make soak` has the rest.
 """
 
 from __future__ import annotations

@@ -85,7 +85,11 @@ def test_run_with_lost_processes_draws_and_ends_as_an_undisturbed_one(seeded: st
         assert differ == (by_rank and name not in ("torch_own", "shared")), name
 
 
-@pytest.mark.parametrize("seeded", ["alike", "by rank"])
+# Ranks that draw differently have all that ranks which draw alike have; the first test has both each time.
+BY_RANK = pytest.mark.parametrize("seeded", [pytest.param("alike", marks=pytest.mark.long), "by rank"])
+
+
+@BY_RANK
 def test_run_that_is_restarted_from_its_commits_ends_as_an_undisturbed_one(seeded: str, tmp_path: Path) -> None:
     still = play(tmp_path / "still", seeded=seeded)
     die = [[1, 6, "forward"], [0, 11, "tail"]]
@@ -108,7 +112,7 @@ def test_run_without_a_seed_goes_on_with_the_one_that_its_commits_hold(tmp_path:
     assert other.drawn[0, 0] != Told(tmp_path / "begin").drawn[0, 0]
 
 
-@pytest.mark.parametrize("seeded", ["alike", "by rank"])
+@BY_RANK
 def test_resized_run_draws_by_rank_what_a_run_of_that_size_draws(seeded: str, tmp_path: Path) -> None:
     still = play(tmp_path / "still", seeded=seeded)
     commits = str(tmp_path / "commits")

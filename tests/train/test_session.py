@@ -32,7 +32,8 @@ def test_script_runs_alike_under_python_and_torchrun(ranks: int, start: Start, t
     assert again.parameters == ended.parameters, "a finished run restored is the finished run"
 
 
-@pytest.mark.parametrize("ranks", [0, 2, 3])
+# Sums of three are rounded in another order than sums of two: the two tests after this one have three each time.
+@pytest.mark.parametrize("ranks", [0, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_run_killed_in_a_step_and_resumed_ends_with_the_same_bits(ranks: int, start: Start, tmp_path: Path) -> None:
     undisturbed = start(ranks, "--url", tmp_path / "a", "--every-steps", 10).end()
     dies = ("--url", tmp_path / "b", "--every-steps", 10, "--workers", 1, "--die-at", 25, "--pause", 0.05)

@@ -98,6 +98,8 @@ def test_seeds_of_each_time_have_every_event_and_both_launchers() -> None:
     assert {word for text in texts for word in text[0] if word.startswith("launcher=")} == {
         "launcher=everstep-run", "launcher=torchrun",
     }  # fmt: skip
+    words = {"launcher=torchrun", "backend=everstep"}
+    assert any(words <= set(text[0]) for text in texts), "rows.LOCALLY has none with these"
 
 
 def test_fifty_seeds_have_every_kind_of_job_and_every_event() -> None:
@@ -112,12 +114,20 @@ def test_fifty_seeds_have_every_kind_of_job_and_every_event() -> None:
     assert deleted >= {0, 1, 2}, "one, some and all"
 
 
-@pytest.mark.parametrize("lane", [rows.LOCALLY, rows.ON_THE_CLUSTER])
-def test_rows_of_each_time_have_every_launcher_and_fault_with_and_without_a_commit(lane: tuple[rows.Row, ...]) -> None:
+def test_rows_of_each_time_have_every_launcher_and_fault_with_and_without_a_commit_on_the_cluster() -> None:
+    lane = rows.ON_THE_CLUSTER
     assert set(lane) <= set(rows.ROWS)
     assert {row.launcher for row in lane} == set(rows.LAUNCHERS)
     assert {row.fault for row in lane} == set(rows.FAULTS)
     assert {row.committed for row in lane} == {True, False}
+
+
+def test_rows_of_each_time_have_every_backend_launcher_and_state_of_the_log_locally() -> None:
+    assert set(rows.LOCALLY) <= set(rows.ROWS)
+    launchers = [rows.LAUNCHERS[row.launcher] for row in rows.LOCALLY]
+    assert {launcher.command for launcher in launchers} == {"everstep-run", "torchrun"}
+    assert {launcher.backend for launcher in launchers} == {"everstep", "etcd", "c10d"}
+    assert {row.committed for row in rows.LOCALLY} == {True, False}
 
 
 def test_no_row_is_played_twice_each_time() -> None:
