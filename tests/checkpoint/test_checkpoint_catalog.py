@@ -56,8 +56,8 @@ def test_state_without_tensors_is_listed_too() -> None:
 
 def test_commit_is_found_by_step_and_by_number_and_by_nothing_else(runs: Any) -> None:
     store = MemoryStore()
-    runs(store).save(10, 20)
-    runs(store).save(20, 30)
+    runs(store).save(10, 20, keep=9)
+    runs(store).save(20, 30, keep=9)
     catalog = Catalog(store)
     assert (catalog.find().step, catalog.find(10).n, catalog.find(20).n, catalog.find(n=2).step) == (30, 1, 4, 20)
     for ask, text in (
@@ -106,7 +106,9 @@ def test_pinned_commit_outlives_every_clean_up_until_it_is_unpinned(runs: Any) -
 
 def test_pin_of_a_commit_whose_data_is_gone_is_refused_and_leaves_nothing(runs: Any) -> None:
     store = MemoryStore()
-    runs(store).save(1, 2, 3, 4)
+    runs(store).save(1, 2, 3)
+    for name in [name for name in store.objects if name.startswith(f"{DATA}{Catalog(store).find(1).save_id}/")]:
+        del store.objects[name]
     with pytest.raises(CheckpointError, match=r"step 1 .* cannot be pinned.*is missing"):
         Catalog(store).pin(1)
     assert pins.pinned(store) == frozenset()

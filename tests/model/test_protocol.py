@@ -114,6 +114,8 @@ LOG_NEEDS = {
     LogRule.UNREADABLE_IS_NOT_DAMAGED: "committed steps are lost",
     LogRule.KEEP_UNANSWERED: "is torn",
     LogRule.CLEAN_ONLY_OLDER: "deleted the shards of commit",
+    LogRule.COMPACT_IN_PLACE: "owns the log",
+    LogRule.COMPACT_WHAT_IS_GONE: "is torn",
 }
 
 

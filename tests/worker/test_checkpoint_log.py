@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from everstep.checkpoint import log
 from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.compaction import compacted, is_compacted
 from everstep.checkpoint.errors import Fenced, SaveFailed
 from everstep.checkpoint.layout import record_name
 from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
-from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Owner
+from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Owner, decode_record, encode_record
 from everstep.storage import MemoryStore, ObjectInfo, RetryableError
 from everstep.storage.faults import FaultStore, LoseResponse
 
@@ -25,6 +26,19 @@ def draft(own: OpenRecord, step: int = 1) -> CommitRecord:
         NONE, own.writer, own.round, own.job_uid, step, f"{own.n:012d}-{own.writer:0<8}-{step:08d}", 2,
         "2026-11-21T00:00:01.000Z", own.n, NONE, (), (), {},
     )  # fmt: skip
+
+
+def test_compacted_record_is_decided_about_as_the_one_that_it_was() -> None:
+    head, own = opened(Head(), claim())
+    after, record = committed(head, own)
+    short = compacted(record)
+    assert (is_compacted(record), is_compacted(short)) == (False, True)
+    assert decode_record(encode_record(short), short.n, "it") == short
+    assert log.advance(head, short) == after
+    assert isinstance(log.after_conflict(head, record, short), Done), "a lost response, heard of very late"
+    another = replace(record, save_id="000000000000-aa000000-00000002")
+    assert isinstance(log.after_conflict(head, another, short), Again)
+    assert isinstance(log.after_conflict(head, replace(own, writer="bb", n=1), short), Again)
 
 
 def opened(head: Head, by: Claim) -> tuple[Head, OpenRecord]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from everstep.checkpoint import layout, log, retention
+from everstep.checkpoint import compaction, layout, log, retention
 from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Owner, Record
+from protocol.lineage import Deleted, Log
 from protocol.rules import LogRule
 
 
@@ -18,12 +19,14 @@ from protocol.rules import LogRule
 class WriterCode:
     off: frozenset[LogRule] = frozenset()
 
-    def head_of(self, records: tuple[Record | None, ...]) -> Head:
-        """What one walk over these records shows; a walk ends at the first gap."""
+    def head_of(self, records: Log) -> Head:
+        """What one walk over these records shows; a walk ends at the first gap that compaction did not make."""
         head = Head()
         for record in records:
             if record is None:
                 break
+            if isinstance(record, Deleted):
+                continue  # a listing shows what is left
             head = log.advance(head, record)
         return head
 
@@ -53,14 +56,22 @@ class WriterCode:
         return decision
 
     def conflict(self, head: Head, attempted: Record, found: Record) -> Done | Refuse | Again:
-        if found == attempted and LogRule.RECOGNISE_OWN in self.off:
+        if compaction.is_compacted(found):
+            found = compaction.compacted(found)  # without the ghosts
+        if log.same(attempted, found) and LogRule.RECOGNISE_OWN in self.off:
             return Again(log.advance(head, found), "the rule is off")
-        if LogRule.READ_WHAT_WON in self.off and found != attempted:
+        if LogRule.READ_WHAT_WON in self.off and not log.same(attempted, found):
             return Again(replace(head, last=found.n), "the rule is off")
         decision = log.after_conflict(head, attempted, found)
         if isinstance(decision, Refuse) and LogRule.NEWER_OPEN_FENCES in self.off:
             return Again(log.advance(head, found), "the rule is off")
         return decision
+
+    def compact(self, record: CommitRecord) -> CommitRecord | Deleted:
+        """What takes the record's place; the ghosts, which only the model's invariants read, stay."""
+        if LogRule.COMPACT_IN_PLACE in self.off:
+            return Deleted(record.n)
+        return replace(compaction.compacted(record), values=record.values)
 
     def save_id(self, own: OpenRecord, sequence: int) -> str:
         if LogRule.UNIQUE_SAVES in self.off:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Record
 
 
@@ -17,12 +18,20 @@ class Shard(NamedTuple):
     author: str  # ghost: the writer whose bytes it holds
 
 
-Log = tuple[Record | None, ...]
+class Deleted(NamedTuple):
+    """The place of a record that was deleted, with COMPACT_IN_PLACE off. The store has nothing there."""
+
+    n: int
+
+
+Log = tuple[Record | Deleted | None, ...]
 
 
 def whole(commit: CommitRecord, shards: frozenset[Shard]) -> bool:
-    """Whether the commit's shards are all there, and all of the writer that committed them."""
-    return all(Shard(commit.save_id, part, commit.writer) in shards for part in range(commit.world_size))
+    """Whether the commit's shards are all there and named, and all of the writer that committed them."""
+    return not is_compacted(commit) and all(
+        Shard(commit.save_id, part, commit.writer) in shards for part in range(commit.world_size)
+    )
 
 
 def commits_below(log: Log, n: int) -> list[CommitRecord]:
@@ -36,6 +45,8 @@ def broken(log: Log, shards: frozenset[Shard], gone: frozenset[str]) -> str | No
     lost_by: dict[str, str] = {}  # job → the job that took the log from it
     for n, record in enumerate(log):
         match record:
+            case Deleted():
+                continue
             case None:
                 return f"the log has a gap at {n}"
             case OpenRecord():

@@ -17,10 +17,11 @@ from collections.abc import Hashable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
+from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown, advance
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Record
 from protocol.code import WriterCode
-from protocol.lineage import Shard, broken, commits_below, whole
+from protocol.lineage import Deleted, Log, Shard, broken, commits_below, whole
 from protocol.rules import LogRule as Rule
 
 KEEP = 1  # commits that retention keeps: the hardest setting
@@ -71,7 +72,7 @@ class Put(NamedTuple):
 
 
 class Store(NamedTuple):
-    log: tuple[Record | None, ...] = ()
+    log: Log = ()
     shards: frozenset[Shard] = frozenset()
     flying: tuple[Put, ...] = ()  # sorted; the same request may fly twice
     writers: tuple[Writer, ...] = ()
@@ -119,6 +120,7 @@ class LogModel:
             yield from self._writer_steps(s, w)
         for put in dict.fromkeys(s.flying):
             yield from self._lands(s, put)
+        yield from self._compacts(s)
         if s.faults:
             yield from self._faults(s._replace(faults=s.faults - 1))
 
@@ -227,6 +229,16 @@ class LogModel:
         retired = frozenset(c.save_id for c in there if c.save_id in doomed)
         yield f"{w} deletes the shards of {sorted(doomed)}", after._replace(retired=s.retired | retired)
 
+    def _compacts(self, s: Store) -> Iterator[tuple[str, Store]]:
+        """Anybody may compact at any time, however old what it has read is: of each commit it needs to know only that
+        there is a newer one, and that its shards are deleted."""
+        there = {x.save for x in s.shards}
+        for commit in commits_below(s.log, len(s.log))[:-1]:
+            gone = commit.save_id not in there or Rule.COMPACT_WHAT_IS_GONE in self.off
+            if gone and not is_compacted(commit):
+                log = (*s.log[: commit.n], self.code.compact(commit), *s.log[commit.n + 1 :])
+                yield f"record {commit.n} is compacted", s._replace(log=log)
+
     # -- the store and its network
 
     def _lands(self, s: Store, message: Put) -> Iterator[tuple[str, Store]]:
@@ -239,7 +251,7 @@ class LogModel:
         what = "open" if isinstance(record, OpenRecord) else "commit"
         label = f"writer {w.id}'s {what} arrives at {record.n}"
         there = s.log[record.n] if record.n < len(s.log) else None
-        if there is not None and Rule.CONDITIONAL_CREATE not in self.off:
+        if there is not None and not isinstance(there, Deleted) and Rule.CONDITIONAL_CREATE not in self.off:
             yield f"{label}: refused", self._refused(s, w, record, there) if waits else s
             return
         log = [*s.log, *[None] * (record.n + 1 - len(s.log))]

@@ -15,7 +15,9 @@ from datetime import UTC, datetime
 from everstep.checkpoint import pins
 from everstep.checkpoint.chunks import verify
 from everstep.checkpoint.cleaner import UPLOAD_SECONDS, clean, enough, has_lost, missing, sizes_in
-from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.commitlog import MAX_WALK, CommitLog
+from everstep.checkpoint.compaction import is_compacted
+from everstep.checkpoint.compactor import Compactor
 from everstep.checkpoint.errors import CheckpointError, NoCommit
 from everstep.checkpoint.layout import folder_of, owner_of
 from everstep.checkpoint.log import Unreadable
@@ -54,7 +56,7 @@ class Catalog:
 
     def latest(self) -> CommitRecord | None:
         """The newest commit in the log, of whatever writer."""
-        return next(self._commits(), None)
+        return next((record for record in self._commits() if not is_compacted(record)), None)
 
     def begun(self) -> bool:
         """Whether there is a log at all: a run has been here, even if it made no commit."""
@@ -74,14 +76,19 @@ class Catalog:
         if n is not None:
             return self._record(n, step)
         steps = []
+        deleted = ""
         for record in itertools.chain(self._commits(), self._pinned()):
+            if is_compacted(record):
+                if record.step == step and not deleted:
+                    deleted = f": it was deleted, and record {record.n} is compacted"
+                continue
             if step is None or record.step == step:
                 return record
             steps.append(record.step)
         if step is None or not steps:
             raise NoCommit(f"{self._store.url}: there is no commit")
         shown = ", ".join(map(str, steps[:10])) + (", …" if len(steps) > 10 else "")
-        raise NoCommit(f"{self._store.url}: no commit of step {step}; there are {shown}")
+        raise NoCommit(f"{self._store.url}: no commit of step {step}{deleted}; there are {shown}")
 
     def verify(self, step: int | None = None, n: int | None = None) -> tuple[str, ...]:
         """What is wrong with a commit's shards, each text naming a file; empty if it is whole. Reads every byte."""
@@ -91,6 +98,10 @@ class Catalog:
         """Keep a commit until `unpin`, whatever `keep` says and whoever cleans up. Raises `CheckpointError`."""
         record = self.find(step, n)
         pins.pin(self._store, record, datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds"))
+        found = self._log.read(record.n)
+        if isinstance(found, CommitRecord) and is_compacted(found):  # of a commit without shards, all is in the record
+            pins.unpin(self._store, record)
+            raise NoCommit(_deleted(self._store.url, record))
         return record
 
     def unpin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
@@ -120,11 +131,19 @@ class Catalog:
         deleted = clean(self._store, sizes, commits, keep, damaged, head.open.n, sequence, really=really)
         if really:
             self._store.sweep_uploads(UPLOAD_SECONDS)
+            compactor = Compactor(self._store)
+            if commits:
+                kept = {r.n for r in commits}
+                compactor.retire(r for r in walked if r.n not in kept)
+                compactor.look(min(kept))
+            compactor.run(set(sizes) - {d.save_id for d in deleted}, MAX_WALK)
         return deleted
 
     def _record(self, n: int, step: int | None) -> CommitRecord:
         record = self._log.read(n)
         match record:
+            case CommitRecord() if is_compacted(record):
+                raise NoCommit(_deleted(self._store.url, record))
             case CommitRecord() if step is None or record.step == step:
                 return record
             case CommitRecord():
@@ -147,9 +166,14 @@ class Catalog:
                 if not any(o <= order for o in left):
                     return
                 left.discard(order)
-            yield record
+            if not is_compacted(record):
+                yield record
 
     def _pinned(self) -> Iterator[CommitRecord]:
         """The pinned commits: they may be older than a walk of the log goes."""
         records = (self._log.read(n) for n in pins.pinned_commits(self._store))
         return (record for record in records if isinstance(record, CommitRecord))
+
+
+def _deleted(url: str, record: CommitRecord) -> str:
+    return f"{url}: step {record.step} (record {record.n}) was deleted, and its record is compacted"

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.compaction import is_compacted
+from everstep.checkpoint.compactor import Compactor
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.layout import DATA, folder_of, owner_of, save_folder
 from everstep.checkpoint.loads import Loads
@@ -46,6 +48,7 @@ class Cleaner:
         self._damaged = damaged
         self._suspected = suspected
         self._loads = loads
+        self._compactor = Compactor(store)
         self._recent: list[CommitRecord] = []
         self._read_below = False  # whether `_recent` holds all commits that are to be kept
         self._swept = False
@@ -82,18 +85,22 @@ class Cleaner:
             if not self._read_below or gone:
                 below = (r for r in self._log.commits(newest.n) if isinstance(r, CommitRecord))
                 self._recent, self._read_below = [newest, *self._enough(below, sizes)], True
-            self._recent = self._enough(self._recent, sizes)
+            known, self._recent = self._recent, self._enough(self._recent, sizes)
+            kept = {r.n for r in self._recent}
+            self._compactor.retire(r for r in known if r.n not in kept)
             damaged = self._damaged | {r.n for r in self._recent if has_lost(self._store, r, sizes)}
             owner = owner_of(newest.save_id)
-            clean(
+            deleted = clean(
                 self._store, sizes, self._recent, self._keep, damaged, self._own.n, owner[1] if owner else 0,
                 suspected=self._suspected,
             )  # fmt: skip
             if not self._swept:
+                self._compactor.look(min(kept))
                 if self._loads is not None:
                     self._loads.clear(newest.n)
                 self._store.sweep_uploads(UPLOAD_SECONDS)
                 self._swept = True
+            self._compactor.run(set(sizes) - {d.save_id for d in deleted})
         except (StorageError, CheckpointError) as e:
             log.warning("clean-up after a commit failed, the next one tries again: %s", e)
 
@@ -142,6 +149,8 @@ def missing(record: CommitRecord, sizes: Sizes) -> tuple[str, ...]:
 def has_lost(store: ObjectStore, record: CommitRecord, sizes: Sizes) -> bool:
     """Whether a shard of the commit is not there, or of another size. A listing may be stale, so the store is asked for
     those that it lacks, up to the first that is lost: of a commit that was deleted, one."""
+    if is_compacted(record):
+        return True
     told = {s.path: s.bytes for s in record.shards}
     return any(store.size(path) != told[path] for path in missing(record, sizes))
 

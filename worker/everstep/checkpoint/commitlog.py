@@ -1,7 +1,7 @@
 """Reads and appends the commit log on a store: the hands of the decisions in `log`.
 
 Knows records and names, not shards or torch. Invariant: it creates a record only where `log` said `Append`, and
-believes only what it read back. Every loop is bounded.
+believes only what it read back; it replaces one only by its compacted form. Every loop is bounded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Final, assert_never
 
 from everstep.checkpoint import log
+from everstep.checkpoint.compaction import compacted
 from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, NoCommit, SaveFailed
 from everstep.checkpoint.layout import LOG, MAX_RECORD_NUMBER, record_name, record_number
 from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
@@ -152,6 +153,10 @@ class CommitLog:
                     n -= 1
                 case _:
                     assert_never(record)
+
+    def compact(self, record: CommitRecord) -> None:
+        """Replace the record of a commit whose shards are deleted by a short one. Repeating it is harmless."""
+        self._store.put(record_name(record.n), encode_record(compacted(record)))
 
     def _create(self, head: Head, record: Record) -> Done | Refuse | Again:
         name, data = record_name(record.n), encode_record(record)

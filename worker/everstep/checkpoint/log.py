@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from everstep.checkpoint.compaction import compacted, is_compacted
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Owner, Record
 
 MAX_OWNERS: Final = 64
@@ -186,11 +187,18 @@ def after_conflict(head: Head, attempted: Record, found: Record | Unreadable) ->
     not its own means fenced. Anything else moves the head, and the decision is made again: that ends, because only
     an open by another (which fences) or a lost response can meet a commit more than a bounded number of times.
     """
-    if found == attempted:
+    if same(attempted, found):
         return Done(attempted, "it was already there: the response to an earlier attempt was lost")
     if isinstance(attempted, CommitRecord) and isinstance(found, OpenRecord):
         return fenced_by(found)
     return Again(advance(head, found), f"record {found.n} was taken by another record")
+
+
+def same(attempted: Record, found: Record | Unreadable) -> bool:
+    """Whether `found` is the record that was attempted, or what compaction made of it since."""
+    if isinstance(attempted, CommitRecord) and isinstance(found, CommitRecord) and is_compacted(found):
+        return found == compacted(attempted)
+    return found == attempted
 
 
 def fenced_by(newer: OpenRecord) -> Refuse:

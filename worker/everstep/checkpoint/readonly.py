@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint.catalog import Catalog
 from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, NoCommit, StateMismatch
 from everstep.checkpoint.fit import fit
 from everstep.checkpoint.manifest import CommitRecord
@@ -134,6 +135,8 @@ def _load(
         for found in log_.commits(end + 1):
             if passed and log_.head().last > end:
                 raise CheckpointError(passed[-1])  # it went while it was read: not an older one, but the newest
+            if isinstance(found, CommitRecord) and is_compacted(found) and passed:
+                continue  # as deleted as those before it
             if (reason := unfit(found)) is not None:
                 stepped_over(found.n, reason)
             elif isinstance(found, CommitRecord):

@@ -19,6 +19,7 @@ from everstep.checkpoint import reading
 from everstep.checkpoint.catalog import Catalog
 from everstep.checkpoint.chunks import check_size, in_parallel
 from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
 from everstep.checkpoint.exchange import exchange
 from everstep.checkpoint.finite import Nonfinite
@@ -52,6 +53,8 @@ def unfit(found: CommitRecord | Unreadable) -> str | None:
     """Why nobody goes on from this record, or None."""
     if isinstance(found, Unreadable):
         return found.reason
+    if is_compacted(found):
+        return f"step {found.step}: it was deleted, and its log record is compacted"
     if names := nonfinite_in(found):
         return f"step {found.step}: {', '.join(names[:3])} hold NaN or infinity"
     return None
@@ -68,7 +71,7 @@ class Guard:
 
     def against(self, found: CommitRecord | Unreadable) -> str | None:
         """Why not to take it, or None."""
-        if self._nonfinite != "allow" or isinstance(found, Unreadable):
+        if self._nonfinite != "allow" or isinstance(found, Unreadable) or is_compacted(found):
             reason = unfit(found)
             if reason is not None:
                 return reason
@@ -190,7 +193,14 @@ def candidates(
     passed: list[str] = []
     poison: list[tuple[CommitRecord, str]] = []
     tried = False
+    deleted = 0
     for found in log.commits(end()):
+        if isinstance(found, CommitRecord) and is_compacted(found):
+            deleted += 1
+            if deleted == MAX_TRIES:
+                break
+            if deleted > 1:
+                continue  # the older ones are too, unless somebody pinned one; the first has said it
         reason = guard.against(found)
         if reason is None and isinstance(found, CommitRecord):
             for record, why in poison if not tried else ():
@@ -198,7 +208,7 @@ def candidates(
             tried = True
             guard.loading(found)
             yield found
-        elif isinstance(found, CommitRecord) and not nonfinite_in(found):
+        elif isinstance(found, CommitRecord) and not unfit(found):
             poison.append((found, str(reason)))
         else:
             passed.append(str(reason))

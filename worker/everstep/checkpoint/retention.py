@@ -2,7 +2,8 @@
 
 Invariants: the newest `keep` usable commits keep every shard they name; what belongs to a newer open record than the
 caller's, to a save that may be in flight, to a pinned one, or to nobody that `layout` knows is never touched. Log
-records are never deleted: they are small, and a dense log is what finding its end rests on.
+records are never deleted, as finding the end of the log rests on that; those of deleted commits are compacted
+(`compaction`).
 """
 
 from __future__ import annotations
