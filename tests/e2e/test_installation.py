@@ -10,7 +10,7 @@ from install import install
 from player import wait_for
 
 PAUSE = 0.05
-REST = 60.0  # seconds of training for the installation, a lost process, and a machine that does much else
+REST = 120.0  # seconds of training for the installation, a lost process, and a machine that does much else
 
 
 @pytest.mark.kind
