@@ -14,7 +14,7 @@ from typing import Final
 from everstep.checkpoint.layout import record_name
 from everstep.checkpoint.manifest import OpenRecord, encode_record
 from everstep.checkpoint.ranks import Ranks
-from everstep.storage import NotFound, ObjectStore, StorageError, StoreUnusable
+from everstep.storage import NotFound, ObjectStore, RetryableError, StorageError, StoreUnusable
 
 # What one client of a network file system wrote, another may see late. NFS asks the server at the first look-up.
 PATIENCE: Final = 10.0
@@ -51,8 +51,10 @@ def _sees(store: ObjectStore, own: OpenRecord) -> bool:
                 return True
         except NotFound:
             pass
+        except RetryableError:
+            return True  # the store is away, which says nothing; the first save will tell
         except StorageError:
-            return False  # it is not readable here; the deadline would come, and say the same
+            return False  # it may not be read here
         if time.monotonic() > deadline:
             return False
         time.sleep(_PAUSE)
