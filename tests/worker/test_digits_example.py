@@ -222,7 +222,9 @@ def test_older_run_is_fenced_by_a_newer_one_and_says_so(tmp_path: Path) -> None:
     slow = ("--checkpoint", str(tmp_path), "--steps", "600", "--every-steps", "5", "--step-seconds", "0.05")
     with running(PYTHON, *slow) as old:
         old.wait_for(r"step=20 loss")
+        old.process.send_signal(signal.SIGSTOP)  # of an older run that lives it would be refused
         newer = finished(PYTHON, "--checkpoint", str(tmp_path), "--steps", "100", "--every-steps", "50")
+        old.process.send_signal(signal.SIGCONT)
         old.finish(exit_codes.FENCED)
         assert "final" not in old.text
     assert newer.step == 100

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,11 +23,20 @@ from typing import Any
 
 from everstep.checkpoint import at_exit, attachments, opening
 from everstep.checkpoint.alike import digests
+from everstep.checkpoint.alive import Sign
 from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.errors import CheckpointError, Damaged, Fenced, NewerCommit, SaveFailed, StateMismatch
+from everstep.checkpoint.errors import (
+    CheckpointError,
+    Damaged,
+    Fenced,
+    NewerCommit,
+    Occupied,
+    SaveFailed,
+    StateMismatch,
+)
 from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.fit import fit
 from everstep.checkpoint.layout import save_id
@@ -97,8 +107,9 @@ class Checkpointer:
       over it. "allow": nobody looks.
 
     Raises `StoreUnusable` (exit code 85) at once or from `restore` if the store can never work, `Fenced` (exit code
-    84) from any later call once a newer writer owns the log, `StateMismatch` for a state that cannot be saved or does
-    not fit. A save that fails raises nothing: see `SaveHandle.wait` and "save-failed".
+    84) from any later call once a newer writer owns the log, `Occupied` from `restore` while another run lives on the
+    URL, `StateMismatch` for a state that cannot be saved or does not fit. A save that fails raises nothing: see
+    `SaveHandle.wait` and "save-failed".
     """
 
     def __init__(
@@ -154,6 +165,8 @@ class Checkpointer:
         self._by_session = False
         self._saving = threading.RLock()  # threads of the script; a handler of signals may save within a save
         self._closed = threading.Event()
+        self._sign: Sign | None = None  # of rank 0
+        self._begins = True  # until this process has been in a world that had the log
         self._process = 0  # in which the thread is
 
     def restore(
@@ -176,7 +189,7 @@ class Checkpointer:
         """
         started = time.monotonic()
         chosen = Selection.of(strict, include, exclude, rename, cast)
-        own, ranks = self._open()
+        own, ranks = self._open(restores=True)
         captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
         wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group, selection=chosen)
         self.wait()  # for this run's own saves, if it goes back
@@ -311,6 +324,7 @@ class Checkpointer:
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
+        self._end_sign()
         if self._loading is not None:
             # It came to nothing because of others, and this process lives: that says nothing about the commit.
             self._loading.end_quietly()
@@ -330,6 +344,12 @@ class Checkpointer:
         handle's `wait` has raised that; `Fenced` if a newer writer owns the log.
         """
         at_exit.forget(self)
+        try:
+            self._close(timeout)
+        finally:
+            self._end_sign(timeout=5.0)
+
+    def _close(self, timeout: float) -> None:
         if self._closed.is_set() or self._writer is None or self._process != os.getpid():
             return  # in a forked child the saves are its parent's
         self._closed.set()
@@ -358,6 +378,11 @@ class Checkpointer:
         """Put `data` beside the commit that `restore` has loaded, now."""
         if self._restored_id:
             attachments.write(self._store, self._restored_id, name, data)
+
+    def _end_sign(self, timeout: float = 0.0) -> None:
+        if self._sign is not None:
+            self._sign.end(timeout)
+            self._sign = None
 
     def belong_to_session(self) -> None:
         """A session compares the ranks' state itself, and sees to it that the last save ends."""
@@ -476,8 +501,12 @@ class Checkpointer:
             raise self._writer.fenced
         return self._log.head().last + 1
 
-    def _open(self) -> tuple[OpenRecord, Ranks]:
-        """Take the log once, by rank 0; its open record is every rank's."""
+    def _open(self, restores: bool = False) -> tuple[OpenRecord, Ranks]:
+        """Take the log once, by rank 0; its open record is every rank's.
+
+        Only a process that begins asks whether another run lives on the URL. A world that goes on from memory after its
+        rendezvous was lost may meet a member that it left out there, and is right.
+        """
         if self._ranks is None:
             self._ranks = join(*self._said)
         ranks = self._ranks
@@ -485,14 +514,18 @@ class Checkpointer:
             round_ = self._round or InRound.of(os.environ)
             claim = opening.claim(uuid.uuid4().hex, round_, ranks.world_size, stamp(time.time()), os.environ)
             probed = self._store if self._probe else None
+            begins = self._begins and (restores or self._round is None)
             try:
-                own, self._newest = opening.open_together(self._log, probed, self._settings, claim, ranks)
+                own, self._newest = opening.open_together(self._log, probed, self._settings, claim, ranks, begins)
                 check_shared(self._store, own, ranks)
-                self._own = own
-            except (Fenced, StoreUnusable) as e:
+                self._own, self._begins = own, False
+            except (Fenced, Occupied, StoreUnusable) as e:
                 # Both end the process; a person should find the reason where the exit code is shown.
                 self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)
                 raise
+            if ranks.rank == 0 and probed is not None:
+                self._sign = Sign(self._store, self._own)
+                weakref.finalize(self, self._sign.stop.set)
             self._events("opened", n=self._own.n, round=self._own.round, writer=self._own.writer)
         return self._own, ranks
 

@@ -40,6 +40,13 @@ class SaveFailed(CheckpointError):
     """A save came to nothing. Training goes on; the previous commit is still the latest."""
 
 
+class Occupied(CheckpointError):
+    """Another run, of another job, has the log and is alive: nothing was written. The text names it.
+
+    Give this run another URL, or end that one and start again.
+    """
+
+
 class Fenced(CheckpointError):
     """A newer open record owns the training state: this process must stop, and never write again.
 

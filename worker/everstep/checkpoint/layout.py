@@ -11,11 +11,13 @@ LOG = "log/"
 DATA = "data/"
 PINS = "pins/"
 LOADS = "loads/"
+ALIVE = "alive/"
 
 _RECORD = re.compile(r"log/(\d{12})\.json")
 _SHARD = re.compile(r"data/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
 _PIN = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})\.json")
 _LOAD = re.compile(r"loads/(\d{12})/(\d{12})\.json")
+_ALIVE = re.compile(r"alive/(\d{12})\.json")
 _SAVE_ID = re.compile(r"(\d{12})-[0-9a-f]{8}-(\d{8})")
 
 MAX_RECORD_NUMBER = 10**12 - 1
@@ -98,3 +100,14 @@ def load_numbers(name: str) -> tuple[int, int] | None:
     """The commit and the open record in the name of a load mark, or None for anything else."""
     match = _LOAD.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def alive_name(open_n: int) -> str:
+    """The object that the writer of open record `open_n` writes anew while it lives."""
+    return f"{ALIVE}{open_n:012d}.json"
+
+
+def alive_number(name: str) -> int | None:
+    """The open record in the name of a sign of life, or None for anything else."""
+    match = _ALIVE.fullmatch(name)
+    return int(match[1]) if match else None

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from everstep.checkpoint import log as rules
+from everstep.checkpoint.alive import wait_for_owner
 from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.errors import CheckpointError, Fenced, UnsupportedVersion
+from everstep.checkpoint.errors import CheckpointError, Fenced, Occupied, UnsupportedVersion
 from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.log import Claim
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, decode_record, encode_record
@@ -32,7 +34,7 @@ DEFAULT_LOADS = 3
 DEFAULT_SECONDS = 60.0
 
 _ERRORS: dict[str, type[Exception]] = {
-    e.__name__: e for e in (Fenced, StoreUnusable, RetryableError, UnsupportedVersion, CheckpointError)
+    e.__name__: e for e in (Fenced, Occupied, StoreUnusable, RetryableError, UnsupportedVersion, CheckpointError)
 }
 
 
@@ -123,16 +125,18 @@ def claim(writer: str, round_: InRound, world_size: int, at: str, environ: Mappi
 
 
 def open_together(
-    log_: CommitLog, probed: ObjectStore | None, settings: Settings, wanted: Claim, ranks: Ranks
+    log_: CommitLog, probed: ObjectStore | None, settings: Settings, wanted: Claim, ranks: Ranks, begins: bool = False
 ) -> tuple[OpenRecord, int]:
-    """Rank 0 probes the store and opens the log; every rank gets its record and the step of the newest commit below it
-    (-1 without one), or rank 0's error."""
+    """Rank 0 probes the store, looks for another run there if this one `begins`, and opens the log; all get its record
+    and the step of the newest commit below it (-1 without one), or rank 0's error."""
     answer = b""
     cause: Exception | None = None
     if ranks.rank == 0:
         try:
             if probed is not None and not settings.single_committer:
                 probe(probed)
+            if probed is not None and begins:
+                wait_for_owner(probed, lambda: _to_ask(log_, wanted), wanted)
             record = log_.open(wanted)
             newest = log_.read(record.commit) if record.commit != NONE else None
             step = newest.step if isinstance(newest, CommitRecord) else -1
@@ -147,6 +151,12 @@ def open_together(
     found = decode_record(body, told["n"], "rank 0's open record")
     assert isinstance(found, OpenRecord)
     return found, int(told["newest"])
+
+
+def _to_ask(log_: CommitLog, wanted: Claim) -> OpenRecord | None:
+    """The newest open record, if the claim may take the log from it at all."""
+    head = log_.head()
+    return None if isinstance(rules.decide_open(head, wanted), rules.Refuse) else head.open
 
 
 def quiet(hook: Events) -> Events:
