@@ -123,3 +123,12 @@ def test_error_that_is_caught_around_the_loop_is_named() -> None:
             with step:
                 raise ValueError("a damaged sample")
     assert isinstance(told.value.__cause__, ValueError)
+
+
+def test_union_in_a_run_is_refused_with_where_it_belongs() -> None:
+    run = everstep.start()
+    with pytest.raises(
+        everstep.LoopError, match=r"track\(stage=…\): everstep\.Union.*with everstep\.Checkpointer alone"
+    ):
+        run.track(stage=everstep.Union(torch.nn.Linear(1, 1)))
+    run.close()

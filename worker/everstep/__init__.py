@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from everstep.checkpoint.opened import open_commit
     from everstep.checkpoint.readonly import load
     from everstep.checkpoint.rng import RngState
+    from everstep.checkpoint.union import Union
     from everstep.data.loader import ElasticLoader
     from everstep.data.sampler import ElasticSampler
     from everstep.storage.errors import StoreUnusable
@@ -35,6 +36,7 @@ __all__ = [
     "RngState",
     "Run",
     "StoreUnusable",
+    "Union",
     "current",
     "load",
     "open_commit",
@@ -52,6 +54,7 @@ _HOME = {
     "RngState": "checkpoint.rng",
     "Run": "train.session",
     "StoreUnusable": "storage.errors",
+    "Union": "checkpoint.union",
     "current": "train.session",
     "load": "checkpoint.readonly",
     "open_commit": "checkpoint.opened",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from everstep.checkpoint.rng import RngState
     from everstep.checkpoint.selection import LoadReport
+    from everstep.checkpoint.union import Union
     from everstep.checkpoint.writer import SaveHandle
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "SaveFailed",
     "SaveHandle",
     "StateMismatch",
+    "Union",
     "UnsupportedVersion",
 ]
 
@@ -52,6 +54,7 @@ _HOME = {
     "LoadReport": "selection",
     "RngState": "rng",
     "SaveHandle": "writer",
+    "Union": "union",
 }
 
 

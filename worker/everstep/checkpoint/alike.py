@@ -13,8 +13,11 @@ import numpy as np
 import torch
 import xxhash
 
+from everstep.checkpoint.holders import Teams
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import Captured
+from everstep.checkpoint.tree import references
+from everstep.checkpoint.union import canonical, inside
 
 BUDGET: Final = 2**26  # bytes that are looked at; of a larger state an equal part of each tensor
 LEAST: Final = 2**12  # bytes of each tensor
@@ -33,12 +36,41 @@ def digests(state: Mapping[str, Any], captured: Captured) -> dict[str, int]:
     whole = {name: t for name, t in listed.items() if not is_sharded(t)}
     most = bytes_of_each(whole.values())
     for key, body in captured.values.items():
-        digest = xxhash.xxh3_64(json.dumps(_sorted(body), sort_keys=True).encode())
+        if key in captured.unions:
+            continue
+        digest = xxhash.xxh3_64(json.dumps(canonical(body), sort_keys=True).encode())
         for name, tensor in sorted(whole.items() if _is_known(state[key]) else ()):
             if name == key or name.startswith(f"{key}/"):
                 digest.update(first_bytes(tensor, most))
         found[key] = digest.intdigest() >> 2
     return found
+
+
+def digests_of_union(state: Mapping[str, Any], captured: Captured, teams: Teams) -> dict[str, int]:
+    """62 bits of what several ranks hold alike of a union's tensors, by the name and these ranks; but for modules'
+    buffers, as in `digests`. Parts of sharded tensors too: two stages may call different things by one name."""
+    known = {key for key in captured.unions if _is_known(inside(state[key]))}
+    held: dict[str, torch.Tensor] = {}
+    for name in (name for key in sorted(known) for name in references(captured.values[key])):
+        if len(team := teams.get(name, ())) > 1 and name not in captured.buffers:
+            tensor: Any = captured.tensors[name].detach()
+            local = tensor.to_local() if is_sharded(tensor) else tensor
+            held[f"{name} of ranks {', '.join(str(rank) for rank in team)}"] = local
+    most = bytes_of_each(held.values())
+    return {name: xxhash.xxh3_64_intdigest(first_bytes(tensor, most)) >> 2 for name, tensor in held.items()}
+
+
+def unlike(told: Sequence[Mapping[str, int]]) -> str | None:
+    """The complaint about the first name of which ranks that hold it have told other digests, or None."""
+    for name in sorted({name for one in told for name in one}):
+        ranks = [rank for rank, one in enumerate(told) if name in one]
+        if odd := [rank for rank in ranks if told[rank][name] != told[ranks[0]][name]]:
+            return (
+                f"{name}: rank {odd[0]} holds it with other content than rank {ranks[0]}. Of what several ranks of a "
+                "union hold a commit has one: broadcast it, or give it another name on each rank, such as the number "
+                "of its layer or expert in the whole model"
+            )
+    return None
 
 
 def _is_known(target: Any) -> bool:
@@ -49,15 +81,6 @@ def _is_known(target: Any) -> bool:
         return False
     parts = target.values() if isinstance(target, Mapping) else target if isinstance(target, list | tuple) else ()
     return all(_is_known(part) for part in parts)
-
-
-def _sorted(body: Any) -> Any:
-    """The same for mappings that were filled in another order."""
-    if isinstance(body, dict):
-        if len(body) == 1 and isinstance(pairs := body.get("$dict"), list):
-            return {"$dict": sorted(([_sorted(k), _sorted(v)] for k, v in pairs), key=lambda p: json.dumps(p[0]))}
-        return {key: _sorted(value) for key, value in body.items()}
-    return [_sorted(value) for value in body] if isinstance(body, list) else body
 
 
 def bytes_of_each(tensors: Collection[torch.Tensor]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.finite import Checked
+from everstep.checkpoint.holders import Teams
 from everstep.checkpoint.manifest import Entry
 from everstep.checkpoint.portions import slices
 from everstep.checkpoint.ranks import Ranks
@@ -49,22 +50,28 @@ class Arranger:
         self._views: tuple[_View, ...] = ()
         self._arrangement: Arrangement | None = None
 
-    def arrange(self, captured: Captured, ranks: Ranks) -> tuple[Arrangement, dict[str, torch.Tensor]]:
+    def arrange(
+        self, captured: Captured, ranks: Ranks, teams: Teams | None = None
+    ) -> tuple[Arrangement, dict[str, torch.Tensor]]:
         """The arrangement and the views of the live tensors, by their keys in the file."""
         local = {name: _local(t) for tensors in (captured.tensors, captured.own_tensors) for name, t in tensors.items()}
         signature = (
-            ranks.rank, ranks.world_size, captured.parameters, captured.buffers,
+            ranks.rank, ranks.world_size, captured.parameters, captured.buffers, teams,
             [_shape(name, t, local[name]) for name, t in captured.tensors.items()],
             [_shape(name, t, local[name]) for name, t in captured.own_tensors.items()],
         )  # fmt: skip
         if self._arrangement is None or signature != self._signature:
-            self._arrangement, self._views = _arrange(captured, ranks, local)
+            self._arrangement, self._views = _arrange(captured, ranks, local, teams)
             self._signature = signature
         return self._arrangement, {v.key: _look(local[v.name], v) for v in self._views}
 
 
-def _arrange(captured: Captured, ranks: Ranks, local: dict[str, torch.Tensor]) -> tuple[Arrangement, tuple[_View, ...]]:
-    mine = slices(captured.tensors, captured.own_tensors, ranks.rank, ranks.world_size, ranks.group, captured.buffers)
+def _arrange(
+    captured: Captured, ranks: Ranks, local: dict[str, torch.Tensor], teams: Teams | None
+) -> tuple[Arrangement, tuple[_View, ...]]:
+    mine = slices(
+        captured.tensors, captured.own_tensors, ranks.rank, ranks.world_size, ranks.group, captured.buffers, teams
+    )
     plan = plan_shard({s.key: s.data for s in mine})
     checked = tuple(Checked(s.name, s.data.dtype, *plan.spans[s.key]) for s in mine if s.name in captured.parameters)
     views = tuple(

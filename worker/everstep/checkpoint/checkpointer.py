@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from everstep.checkpoint import at_exit, attachments, opening
-from everstep.checkpoint.alike import digests
+from everstep.checkpoint.alike import digests, digests_of_union
 from everstep.checkpoint.alive import Sign
 from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.catalog import Catalog, Found
@@ -39,19 +39,20 @@ from everstep.checkpoint.errors import (
 )
 from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.fit import fit
+from everstep.checkpoint.holders import Holders
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
 from everstep.checkpoint.manifest import MAX_STEP, OpenRecord
 from everstep.checkpoint.opening import InRound, Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
-from everstep.checkpoint.ranks import Ranks, join
+from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.checkpoint.restoring import Guard, asked, candidates, newest_whole
 from everstep.checkpoint.selection import LoadReport, Selection
 from everstep.checkpoint.shared import check_shared
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state import apply, capture
-from everstep.checkpoint.targets import targets
+from everstep.checkpoint.targets import of_all_ranks
 from everstep.checkpoint.writer import Events, Failed, Identity, SaveHandle, Writer
 from everstep.storage import ObjectStore, RetryableError, StorageError, StoreUnusable
 
@@ -145,6 +146,7 @@ class Checkpointer:
         self._peer_timeout = peer_timeout
         self._events = opening.quiet(on_event or opening.default_events())
         self._arranger = Arranger()
+        self._holders = Holders()
         self._buffers = [_Buffer(), _Buffer()]
         self._ranks: Ranks | None = None
         self._own: OpenRecord | None = None
@@ -190,8 +192,9 @@ class Checkpointer:
         started = time.monotonic()
         chosen = Selection.of(strict, include, exclude, rename, cast)
         own, ranks = self._open(restores=True)
+        unions = self._holders.meet(state, ranks)
         captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
-        wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group, selection=chosen)
+        wanted = partial(of_all_ranks, state, captured, ranks, unions, selection=chosen)
         self.wait()  # for this run's own saves, if it goes back
         # The writer's, if there is one: it takes the marks away.
         loads = self._loads if self._loads is not None and self._writer is not None else Loads(self._store, own)
@@ -281,23 +284,28 @@ class Checkpointer:
         if isinstance(ready, SaveFailed):
             return SaveHandle(step, Failed(step, ready))
         writer, ranks = ready
-        if (problem := writer.fenced or writer.refused) is not None:
-            raise problem
-        if lost := sorted(self._keys - state.keys()):
-            raise StateMismatch(
+        if self._holders.unions is None:
+            self._holders.meet({} if self._by_session else state, Alone() if self._by_session else ranks)
+        problem: CheckpointError | None = writer.fenced or writer.refused
+        if problem is None and (lost := sorted(self._keys - state.keys())):
+            problem = StateMismatch(
                 f"step {step} was not saved: the state lacks {', '.join(map(repr, lost))}, which the state of the "
                 "restore() or save() before had. A commit takes the place of those before it, so each has to hold all. "
                 "Pass the same keys; a part is saved for others by a Checkpointer with another URL"
             )
-        self._keys = frozenset(state)
+        if problem is not None and not self._holders.unions:
+            raise problem
+        if problem is None:
+            self._keys = frozenset(state)
         assert self._own is not None
         self._sequence += 1  # on every rank alike, whatever becomes of the save
         self._last = step
         identifier = save_id(self._own.n, self._own.writer, self._sequence)
-        captured = capture(state, ranks.rank)
+        captured, teams = self._holders.capture(state, ranks, problem)
         compares = ranks.world_size > 1 and not self._by_session and not self._sequence & (self._sequence - 1)
-        arranged, tensors = self._arranger.arrange(captured, ranks)
+        arranged, tensors = self._arranger.arrange(captured, ranks, teams)
         told = digests(state, captured) if compares else {}
+        held = digests_of_union(state, captured, teams) if compares else {}
         at_exit.saves()
         writer.wait_for_room()
         self._policy.saved(time.monotonic())
@@ -307,7 +315,9 @@ class Checkpointer:
             staged = Staged(
                 step, identifier, ranks.rank, ranks.world_size,
                 buffer.staging.fill(arranged.plan, tensors) if tensors else None, arranged.entries,
-                captured.own_values, captured.values, arranged.checked, self._settings.nonfinite, told,
+                captured.own_values, {k: v for k, v in captured.values.items() if k not in captured.unions},
+                arranged.checked, self._settings.nonfinite, told,
+                {k: captured.values[k] for k in sorted(captured.unions)}, held,
             )  # fmt: skip
             writer.submit(staged, handle)
         except BaseException as e:  # a signal too, whose handler may end the script
@@ -331,6 +341,7 @@ class Checkpointer:
             self._loading = None
         self._round = InRound(round_, rendezvous)
         self._ranks, self._own, self._sequence, self._newest, self._last = ranks, None, 0, -1, -1
+        self._holders = Holders()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is in flight; False after `timeout` seconds. Raises nothing: see `SaveHandle.wait`."""

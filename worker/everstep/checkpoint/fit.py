@@ -16,8 +16,9 @@ from everstep.checkpoint import fit_optimizer
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.manifest import CommitRecord, Entry
 from everstep.checkpoint.selection import LoadReport, Selection
-from everstep.checkpoint.state import Captured, bare, kind_of, migrated
-from everstep.checkpoint.tree import DTYPES, join, references
+from everstep.checkpoint.state import Captured, asked_of, bare, kind_of, migrated
+from everstep.checkpoint.tree import DTYPES, join, place, references
+from everstep.checkpoint.union import Union, inside
 
 _NAMED: Final = 5  # how many that do not fit an error names
 
@@ -58,7 +59,12 @@ def fit(
             if rank < len(ranks) and key in ranks[rank]:
                 fitting.found.bodies[key] = ranks[rank][key]
         elif key in saved:
-            fitting.add(key, target, saved[key])
+            if isinstance(target, Union) and not chosen.whole:
+                raise StateMismatch(
+                    f"{key}: what is marked with everstep.Union is loaded as it was saved: leave strict=False, "
+                    "include=, exclude= and rename= out, or load the key in another call"
+                )
+            fitting.add(key, target, asked_of(state, key, saved[key]))
         elif not getattr(target, "everstep_optional", False):
             if chosen.strict:
                 raise StateMismatch(f"the commit has no {key!r}; it has {', '.join(sorted(saved)) or 'nothing'}")
@@ -87,11 +93,17 @@ class _Fitting:
         self._entries = entries
         self._selection = selection
 
-    def add(self, key: str, target: Any, body: Body) -> None:
+    def add(self, key: str, marked: Any, body: Body) -> None:
         live: Any = self._captured.values[key]
-        kind, saved = kind_of(target), body["kind"]
+        kind, saved, target = kind_of(marked), body["kind"], inside(marked)
         if kind == "module" and (saved == "module" or _is_state_dict(body["tree"])):
             self._module(key, bare(target), body, live)
+        elif saved == "optimizer" and isinstance(target, torch.optim.Optimizer):
+            if body.get("class", type(target).__name__) != type(target).__name__:
+                text = f"{key}: the commit holds the state of {body['class']}, the state passed in"
+                self.found.problems.append(f"{text} {type(target).__name__}: make an optimizer of that class")
+                return
+            self.found.bodies[key] = {**body, "cast": self._selection.cast}
         elif kind == "stateful" and saved == "stateful":
             self._stateful(key, target, body, live)
         elif kind == "value" and saved in ("value", "module"):
@@ -208,7 +220,12 @@ class _Fitting:
         return self._entries[value["$tensor"]] if _is_tensor(value) else None
 
 
-_WORDS: Final = {"module": "module", "stateful": "object with a state_dict", "value": "plain value"}
+_WORDS: Final = {
+    "optimizer": "marked optimizer",
+    "module": "module",
+    "stateful": "object with a state_dict",
+    "value": "plain value",
+}
 
 
 def _is_tensor(value: Any) -> bool:
@@ -289,6 +306,8 @@ def fillable(fitted: Fit, captured: Captured, entries: Mapping[str, Entry]) -> d
         pairs = set(_pairs(body["tree"], own["tree"]))
         ours, theirs = set(references(own["tree"])), set(references(body["tree"]))
         alone = len(pairs) == len(ours) == len(theirs) == len({o for _, o in pairs}) == len({t for t, _ in pairs})
+        # In a union tied tensors have a name each; two that were read into one memory at once would spoil each other.
+        alone = alone and (key not in captured.unions or len({place(captured.tensors[o]) for o in ours}) == len(ours))
         if alone and all(_equal(captured.tensors[o], entries.get(t)) for t, o in pairs):
             found |= {t: captured.tensors[o] for t, o in pairs}
     return found

@@ -123,9 +123,11 @@ def names_in(optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> list
     return found if all(found) and len(set(found)) == len(found) else None
 
 
-def tensors_of(body: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Parameter number → names of its state's tensors, from the encoded `state_dict` of an optimizer."""
+def tensors_of(body: Mapping[str, Any]) -> dict[int | str, list[str]]:
+    """Parameter's number, or name, → names of its state's tensors, from the encoded state of an optimizer."""
     state = body.get("tree", {}).get("state", {})
+    if body.get("kind") == "optimizer":
+        return {name: list(references(value)) for name, value in state.items()}
     pairs = state.get("$dict", []) if isinstance(state, dict) else []
     return {
         pair[0]: list(references(pair[1]))

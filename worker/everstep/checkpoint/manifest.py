@@ -124,6 +124,8 @@ class Part:
     values: Json
     nonfinite: tuple[str, ...] = ()  # parameters in it that hold NaN or infinity
     digests: dict[str, int] = field(default_factory=dict)  # of its replicated state, by key, where that is compared
+    union: dict[str, Json] = field(default_factory=dict)  # what it holds of unions, by key
+    held: dict[str, int] = field(default_factory=dict)  # digests of tensors of unions that several ranks hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,10 @@ def encode_part(part: Part | PartFailed) -> bytes:
                 body["nonfinite"] = list(part.nonfinite)
             if part.digests:
                 body["digests"] = dict(part.digests)
+            if part.union:
+                body["union"] = dict(part.union)
+            if part.held:
+                body["held"] = dict(part.held)
     return wire.encode(body)
 
 
@@ -220,9 +226,14 @@ def decode_part(data: bytes, rank: int, save_id: str, where: str) -> Part | Part
     shards = (shard,) if shard else ()
     entries = tuple(_entry(name, Fields(body, f"{where}: {name}"), shards) for name, body in _sorted(fields))
     bad = tuple(str(name) for name in fields.items("nonfinite")) if fields.has("nonfinite") else ()
-    digests = Fields(fields.any("digests"), f"{where}: digests") if fields.has("digests") else None
-    told = {key: digests.integer(key) for key in digests.names()} if digests is not None else {}
-    return Part(rank, save_id, shard, entries, fields.any("values"), bad, told)
+    union = dict(fields.mapping("union")) if fields.has("union") else {}
+    told, held = _integers(fields, "digests"), _integers(fields, "held")
+    return Part(rank, save_id, shard, entries, fields.any("values"), bad, told, union, held)
+
+
+def _integers(fields: Fields, name: str) -> dict[str, int]:
+    found = Fields(fields.any(name), f"{fields.where}: {name}") if fields.has(name) else None
+    return {key: found.integer(key) for key in found.names()} if found is not None else {}
 
 
 def merge_parts(parts: Sequence[Part]) -> tuple[tuple[Shard, ...], tuple[Entry, ...]]:
@@ -250,7 +261,13 @@ def merge_parts(parts: Sequence[Part]) -> tuple[tuple[Shard, ...], tuple[Entry, 
             shards.append(part.shard)
     entries = tuple(found[name] for name in sorted(found))
     for entry in entries:
-        check_tiling(entry, entry.name)
+        try:
+            check_tiling(entry, entry.name)
+        except FormatError as e:
+            raise FormatError(
+                f"{e}. If ranks hold other names, or the same part on meshes that do not tell it (a norm under FSDP "
+                "beside tensor parallelism), mark the object with everstep.Union"
+            ) from e
     return tuple(shards), entries
 
 

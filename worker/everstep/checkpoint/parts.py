@@ -41,6 +41,8 @@ class Staged:
     checked: tuple[Checked, ...] = ()  # the parameters' bytes in `data`
     nonfinite: Nonfinite = "allow"
     digests: Mapping[str, int] = field(default_factory=dict)  # of what is replicated, where it is compared
+    union: Mapping[str, Json] = field(default_factory=dict)  # what this rank holds of unions, by key
+    held: Mapping[str, int] = field(default_factory=dict)  # digests of the tensors in it that other ranks hold too
 
 
 def write_part(store: ObjectStore, staged: Staged) -> Part:
@@ -55,7 +57,10 @@ def write_part(store: ObjectStore, staged: Staged) -> Part:
         if staged.data is not None:
             shard = write_shard(store, shard_name(staged.save_id, staged.rank), staged.data)
         bad = check.result()
-    part = Part(staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values), bad, dict(staged.digests))
+    part = Part(
+        staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values), bad, dict(staged.digests),
+        dict(staged.union), dict(staged.held),
+    )  # fmt: skip
     if staged.world_size > 1:
         store.put(part_name(staged.save_id, staged.rank), encode_part(part))
     return part

@@ -1,7 +1,8 @@
 """What one rank writes of a state: its even share of what several ranks hold alike, all of what only it holds. Rank 0
 writes what ranks may hold apart and one of them is to be saved of, whole.
 
-Decided without asking another rank, from what all of them know: shapes, placements and the ranks' order. Invariant: the
+Decided without asking another rank, from what all of them know: shapes, placements and the ranks' order; of a union,
+also which ranks hold what. Invariant: the
 slices of all ranks tile every tensor exactly once.
 """
 
@@ -46,32 +47,39 @@ def slices(
     world_size: int,
     group: Any = None,
     of_first: Collection[str] = (),
+    held_by: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[Slice]:
     """What `rank` writes of the world's state (`shared`, which may hold DTensors) and of its `own`, in file order.
-    `of_first` names what of `shared` rank 0 writes, unless it is sharded.
+    `of_first` names what of `shared` rank 0 writes, unless it is sharded. `held_by` has the ranks that hold the same as
+    this one of a tensor, where that cannot be told from the tensor: of a union.
 
     Sharded tensors come after replicated ones of the same width: what all ranks want is one range of the file.
     """
+    holders = held_by or {}
     teams: dict[tuple[int, ...], dict[str, _Held]] = {}
     everyone = tuple(range(world_size))
     first: list[Slice] = []
     for name, tensor in shared.items():
+        alike = holders.get(name, everyone)
         if not is_sharded(tensor):
             if name in of_first:
-                first.append(Slice(name, tuple(tensor.shape), whole(tensor.shape), tensor))
+                if rank == alike[0]:
+                    first.append(Slice(name, tuple(tensor.shape), whole(tensor.shape), tensor))
                 continue
-            teams.setdefault(everyone, {})[name] = _Held(tuple(tensor.shape), whole(tensor.shape), tensor)
+            teams.setdefault(alike, {})[name] = _Held(tuple(tensor.shape), whole(tensor.shape), tensor)
             continue
         if not tensor.numel():  # nobody holds a part of it, and it is still one of the state's
             shape = tuple(tensor.shape)
             empty = tensor.to_local().new_empty(shape)  # type: ignore[attr-defined]
-            teams.setdefault(everyone, {})[name] = _Held(shape, whole(shape), empty)
+            teams.setdefault(alike, {})[name] = _Held(shape, whole(shape), empty)
             continue
         held = holding(name, tensor, group)
         if held is not None:
-            teams.setdefault(held.replicas, {})[name] = _Held(tuple(tensor.shape), held.box, held.local)
+            teams.setdefault(holders.get(name, held.replicas), {})[name] = _Held(
+                tuple(tensor.shape), held.box, held.local
+            )
     found = [(False, s) for team, members in teams.items() if team == everyone for s in _team(members, team, rank)]
-    found += [(False, s) for s in first if rank == 0]
+    found += [(False, s) for s in first]
     found += [(True, s) for team, members in teams.items() if team != everyone for s in _team(members, team, rank)]
     found += [(True, Slice(name, tuple(t.shape), whole(t.shape), t)) for name, t in own.items()]
     found.sort(key=lambda f: (-f[1].data.element_size(), f[0], f[1].name, f[1].box.offset))

@@ -19,13 +19,14 @@ from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, NoCommit, StateMismatch
 from everstep.checkpoint.fit import fit
+from everstep.checkpoint.holders import any_union
 from everstep.checkpoint.manifest import CommitRecord
 from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.checkpoint.reading import load_whole
 from everstep.checkpoint.restoring import newest_whole, unfit
 from everstep.checkpoint.selection import LoadReport, Selection
 from everstep.checkpoint.state import apply, capture
-from everstep.checkpoint.targets import targets
+from everstep.checkpoint.targets import of_all_ranks
 from everstep.checkpoint.tree import references, unflatten
 from everstep.storage import NotFound, ObjectStore, RetryingStore, open_store
 
@@ -142,12 +143,13 @@ def _load(
             elif isinstance(found, CommitRecord):
                 yield found
 
+    unions = ranks.world_size > 1 and any_union(state, ranks)
     captured = capture(state, ranks.rank) if state is not None else None
     try:
         if state is None or captured is None:
             record, values = _read_values(store, candidates(), only, map_location, stepped_over)
             return Loaded(record.step, record.n, values)
-        wanted = partial(targets, state, captured, rank=ranks.rank, group=ranks.group, selection=selection)
+        wanted = partial(of_all_ranks, state, captured, ranks, unions, selection=selection)
         found = newest_whole(store, ranks, wanted, candidates(), stepped_over)
     except CheckpointError as e:  # on all ranks
         moved = end >= 0 and CommitLog(store, start).head().last > end

@@ -6,7 +6,8 @@ key fits before it changes the first object.
 What is saved is replicated: each rank holds the same, and the commit holds it once. Of modules' buffers the ranks may
 hold others (BatchNorm): the commit has rank 0's, as DDP's next forward pass has. An object whose class sets
 `everstep_per_rank = True` (`RngState`) is the exception: the commit holds each rank's own. One whose class sets
-`everstep_optional = True` stays as it is where a commit does not have it.
+`everstep_optional = True` stays as it is where a commit does not have it. Of what is marked with `Union` each rank may
+hold other names: the commit holds all of them, and each rank gets its own.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 
 import torch
 
+from everstep.checkpoint import named
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.fit_optimizer import names_in
 from everstep.checkpoint.tree import Flattener, join, references, unflatten
+from everstep.checkpoint.union import Union, inside, levels_of, pruned, pruned_to_parameters
 from everstep.checkpoint.wire import Json
 
 log = logging.getLogger("everstep.checkpoint")
@@ -36,6 +39,8 @@ class Captured:
     own_tensors: dict[str, torch.Tensor]
     parameters: frozenset[str]  # the tensors that are parameters of modules
     buffers: frozenset[str]  # those that are modules' too, and no parameters
+    united: frozenset[str] = frozenset()  # the tensors of what is marked with `Union`
+    unions: frozenset[str] = frozenset()  # the keys of it
 
 
 def capture(state: Mapping[str, Any], rank: int) -> Captured:
@@ -45,8 +50,11 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
     shared, own = Flattener(), Flattener()
     values: dict[str, Json] = {}
     own_values: dict[str, Json] = {}
-    parameters, buffers = set[str](), set[str]()
-    for key, target in state.items():
+    parameters, buffers, united = set[str](), set[str](), set[str]()
+    unions = frozenset(key for key, target in state.items() if isinstance(target, Union))
+    for key, marked in state.items():
+        target = inside(marked)
+        shared.ties = key not in unions
         if not isinstance(key, str) or not key or key.startswith(("@", "$")):
             raise StateMismatch(f"state key {key!r}: a text that does not start with '@' or '$' is expected")
         if isinstance(target, dict) and set(target) == {"state", "param_groups"}:
@@ -55,16 +63,19 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
                 f"optimizer's. Give the optimizer itself: {{{key!r}: optimizer}}"
             )
         if getattr(target, "everstep_per_rank", False):
-            own_values[key] = _encode(own, target, f"@{rank}/{key}")
+            own_values[key] = _encode(own, state, key, f"@{rank}/{key}")
         else:
-            values[key] = _encode(shared, target, key)
+            values[key] = _encode(shared, state, key)
+            if key in unions:
+                united.update(references(values[key]))
             if isinstance(target, torch.nn.Module):
                 parameters.update(_parameters(target, values[key]))
                 buffers.update(references(values[key]))
     _name_parameters(state, values)
     return Captured(
-        values, shared.tensors, own_values, own.tensors, frozenset(parameters), frozenset(buffers - parameters)
-    )
+        values, shared.tensors, own_values, own.tensors, frozenset(parameters), frozenset(buffers - parameters),
+        frozenset(united), unions,
+    )  # fmt: skip
 
 
 def _name_parameters(state: Mapping[str, Any], values: Mapping[str, Json]) -> None:
@@ -77,8 +88,8 @@ def _name_parameters(state: Mapping[str, Any], values: Mapping[str, Json]) -> No
         if paths is None:
             paths = {}
             for name, module in state.items():
-                if isinstance(module, torch.nn.Module):
-                    for path, parameter in bare(module).named_parameters(remove_duplicate=False):
+                if isinstance(inside(module), torch.nn.Module):
+                    for path, parameter in bare(inside(module)).named_parameters(remove_duplicate=False):
                         paths.setdefault(id(parameter), join(name, path))
         body["class"] = type(target).__name__
         names = names_in(target, paths)
@@ -111,6 +122,37 @@ def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) ->
     return bodies
 
 
+def asked_of(state: Mapping[str, Any], key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a key's body is for this rank: all, or the names that it holds. Raises `StateMismatch`."""
+    target = inside(state[key])
+    if body["kind"] == "stateful" and kind_of(state[key]) == "optimizer":
+        raise StateMismatch(
+            f"{key}: the commit holds an optimizer's state by the numbers of its parameters, as it was saved "
+            "without everstep.Union. Restore it without as well, and mark it for the saves that follow"
+        )
+    if body["kind"] == "optimizer" and isinstance(target, torch.optim.Optimizer):
+        order = named.numbered(target, _names(state), key)
+        return {**body, "tree": pruned_to_parameters(body["tree"], order, key)}
+    if not isinstance(state[key], Union):
+        return dict(body)
+    live = target if kind_of(target) == "value" else bare(target).state_dict()
+    return {**body, "tree": pruned(body["tree"], live, key, levels_of(body))}
+
+
+def _names(state: Mapping[str, Any]) -> dict[int, str]:
+    modules = {key: inside(target) for key, target in state.items() if isinstance(inside(target), torch.nn.Module)}
+    return named.names_of({key: bare(module) for key, module in modules.items()})
+
+
+def parameters_of(state: Mapping[str, Any], key: str, body: Mapping[str, Any]) -> dict[str | int, Any]:
+    """The parameters of an optimizer by what `body`, its state in a commit, calls them: names, or numbers."""
+    optimizer = inside(state[key])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if body["kind"] == "optimizer":
+        return dict(zip(named.numbered(optimizer, _names(state), key), parameters, strict=True))
+    return dict(enumerate(parameters))
+
+
 def apply(
     state: Mapping[str, Any],
     saved: Mapping[str, Any],
@@ -131,26 +173,32 @@ def apply(
         bodies = bodies_for(state, saved, rank)
     taken = set[int]()
     values = saved.get("state", {})
-    for key in sorted(set(values) - set(state)) if whole else ():
+    for key in sorted(k for k in set(values) - set(state) if not values[k].get("union")) if whole else ():
         log.warning("the commit holds %r, which the state passed in does not ask for", key)
     for key, body in bodies.items():
         tree = unflatten(body["tree"], tensors, key)
         try:
-            _decode(state, key, tree, body, taken)
+            if body["kind"] == "optimizer":
+                _decode_optimizer(state, key, tree, body)
+            else:
+                _decode(state, key, tree, body, taken)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise StateMismatch(f"{key}: the commit does not fit the object passed in: {e}") from e
 
 
-def _encode(flattener: Flattener, target: Any, key: str) -> Json:
-    kind = kind_of(target)
+def _encode(flattener: Flattener, state: Mapping[str, Any], key: str, path: str | None = None) -> Json:
+    path = key if path is None else path
+    kind, target = kind_of(state[key]), inside(state[key])
     if kind == "value":
-        return {"kind": kind, "tree": flattener.flatten(target, key)}
-    tree = bare(target).state_dict()
-    body: dict[str, Json] = {"kind": kind, "tree": flattener.flatten(tree, key)}
+        return {"kind": kind, "tree": flattener.flatten(target, path)}
+    tree = named.by_name(target, _names(state), key) if kind == "optimizer" else bare(target).state_dict()
+    body: dict[str, Json] = {"kind": kind, "tree": flattener.flatten(tree, path)}
+    if kind == "optimizer":
+        body["class"] = type(target).__name__
     metadata = getattr(tree, "_metadata", None)
     if kind == "module" and metadata:
         # Versions of the modules' own formats: load_state_dict migrates old ones by them.
-        body["metadata"] = Flattener().flatten(dict(metadata), f"{key} (metadata)")
+        body["metadata"] = Flattener().flatten(dict(metadata), f"{path} (metadata)")
     return body
 
 
@@ -163,7 +211,7 @@ def _parameters(target: torch.nn.Module, body: Any) -> Iterator[str]:
 
 
 def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, Any], taken: set[int]) -> None:
-    target, metadata, partial = state[key], body.get("metadata"), bool(body.get("partial"))
+    target, metadata, partial = inside(state[key]), body.get("metadata"), bool(body.get("partial"))
     kind = kind_of(target)
     if kind == "module":
         if metadata:
@@ -188,10 +236,19 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
         _refilled(target, tree, taken, keep=partial)
     elif _is_array(target) and _is_alike(target, tree):
         target[...] = tree
-    elif isinstance(state, MutableMapping):
+    elif isinstance(state, MutableMapping) and not isinstance(state[key], Union):
         state[key] = _refilled(target, tree, taken)
     else:
         raise TypeError("a plain value can be restored only into a mutable mapping (a dict)")
+
+
+def _decode_optimizer(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, Any]) -> None:
+    """Of one that was saved by the names of its parameters."""
+    target = inside(state[key])
+    numbered = named.by_number(target, _names(state), key, tree)
+    target.load_state_dict(numbered)
+    if not body.get("cast"):
+        _keep_types(target, numbered)
 
 
 def _make_writable(module: torch.nn.Module) -> None:
@@ -305,7 +362,10 @@ class _WithMetadata(dict[str, Any]):
     _metadata: Any
 
 
-def kind_of(target: Any) -> str:
+def kind_of(marked: Any) -> str:
+    target = inside(marked)
+    if isinstance(marked, Union) and isinstance(target, torch.optim.Optimizer):
+        return "optimizer"
     if isinstance(target, torch.nn.Module):
         return "module"
     if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):

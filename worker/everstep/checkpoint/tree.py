@@ -34,10 +34,12 @@ _MAX_DEPTH = 24  # each level here is up to two in the record, whose own bound i
 class Flattener:
     """Collects the tensors of one or more trees under unique names; `tensors` is filled by `flatten`.
 
-    A tensor that appears twice (tied weights) is held once: both places refer to the same name.
+    A tensor that appears twice (tied weights) is held once: both places refer to the same name. Not while `ties` is
+    False: where ranks hold different places, each place has a name that does not depend on the others.
     """
 
     def __init__(self) -> None:
+        self.ties = True
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[tuple[object, ...], str] = {}
 
@@ -107,15 +109,16 @@ class Flattener:
         _check_memory(tensor, path)
         tensor = tensor.detach()
         view = (tensor.is_conj(), tensor.is_neg())
-        same = (_place(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device), view)
-        if tensor.numel() and same in self._names:
+        same = (place(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device), view)
+        if self.ties and tensor.numel() and same in self._names:
             return self._names[same]
         name, copy = path, 1
         while name in self.tensors:  # the keys 1 and "1" of one mapping
             copy += 1
             name = f"{path}~~{copy}"
         self.tensors[name] = tensor
-        self._names[same] = name
+        if self.ties:
+            self._names[same] = name
         return name
 
 
@@ -163,7 +166,7 @@ def _tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor], where: st
     raise StateMismatch(f"{where}: {tag} {str(body)[:80]!r} cannot be decoded")
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+def place(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where a tensor's elements are. All ranks must see the same tensors as tied, also a rank whose part of a sharded
     one is empty and has no address: the storage has an identity then too."""
     if not is_sharded(tensor):

@@ -11,17 +11,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from everstep.checkpoint.alike import differing
+from everstep.checkpoint.alike import differing, unlike
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Fenced, SaveFailed, StateMismatch
 from everstep.checkpoint.log import Head
-from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, merge_parts
+from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Part, merge_parts
 from everstep.checkpoint.parts import Staged, gather_parts, give_up_part, write_part
+from everstep.checkpoint.union import merged
 from everstep.checkpoint.wire import Json
 from everstep.storage import ObjectStore, StorageError
 
@@ -278,13 +279,15 @@ class Writer:
             self.refused = StateMismatch(
                 f"{', '.join(keys)}: not the same on all {len(parts)} ranks, and a commit has one for all: step "
                 f"{staged.step} was not saved. What each rank has for itself is given as an object whose class sets "
-                "everstep_per_rank = True (everstep.RngState for random generators); what is to be the same is "
-                "broadcast, or computed from what is"
+                "everstep_per_rank = True (everstep.RngState for random generators); of which each has other names, as "
+                "experts or pipeline stages, is marked with everstep.Union; what is to be the same is broadcast, or "
+                "computed from what is"
             )
             raise self.refused
+        united = self._united(parts)
         shards, entries = merge_parts(parts)
         own, now = self._identity.own, self._now()
-        values: dict[str, Json] = {"state": dict(staged.values)}
+        values: dict[str, Json] = {"state": {**staged.values, **united}}
         if any(p.values for p in parts):
             values["ranks"] = [p.values for p in parts]
         if bad := sorted({name for p in parts for name in p.nonfinite}):
@@ -303,6 +306,20 @@ class Writer:
         except BaseException:  # SystemExit of a hook, which does not end a process from here: the commit exists
             logger.exception("on_event failed")
         return Committed(record.step, record.n, now, size, seconds)
+
+    def _united(self, parts: Sequence[Part]) -> dict[str, Json]:
+        """What the commit holds of the ranks' unions, by key. Raises `StateMismatch`, and so does the next save."""
+        held: dict[str, list[tuple[int, Any]]] = {}
+        for part in parts:
+            for key, body in part.union.items():
+                held.setdefault(key, []).append((part.rank, body))
+        try:
+            if (problem := unlike([p.held for p in parts])) is not None:
+                raise StateMismatch(problem)
+            return {key: merged(held[key], key) for key in sorted(held)}
+        except StateMismatch as e:
+            self.refused = e
+            raise
 
     def _failed(self, staged: Staged, error: CheckpointError) -> None:
         if isinstance(error, Fenced):

@@ -69,3 +69,12 @@ def check_goal(loader: Any, until: int | None, epochs: int | None) -> None:
         raise LoopError("steps(): say either until=STEPS or epochs=N")
     if until is None and loader is None:
         raise LoopError("steps(epochs=…) needs a loader, whose length is an epoch; without one say until=STEPS")
+
+
+def marked(name: str) -> str:
+    """Somebody tracks what each rank holds another part of."""
+    return (
+        f"track({name}=…): everstep.Union marks what each rank holds other names of, and a run's replicas all hold the "
+        "same: a process that is lost gets its state from another. Save experts or pipeline stages with "
+        "everstep.Checkpointer alone, without a run"
+    )

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import Checkpointer
+from everstep.checkpoint import Checkpointer, Union
 from everstep.data import ElasticLoader
 from everstep.train import ending, evaluation, mistakes, once
 from everstep.train.averaging import average
@@ -127,6 +127,8 @@ class Run(Loops):
             if name in RESERVED or name in self._state or name in self._random:
                 what = "reserved" if name in RESERVED else "tracked already"
                 raise LoopError(f"track({name}=…): the name {name!r} is {what}; use another")
+            if isinstance(value, Union):
+                raise LoopError(mistakes.marked(name))
             held = value if source_of(value) is None else self._random.track(name, value)
             if held is not None:
                 self._state[name] = held
