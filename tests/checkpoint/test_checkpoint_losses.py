@@ -179,6 +179,37 @@ def test_ranks_may_hold_other_buffers_and_mappings_in_another_order() -> None:
     assert digests(other, capture(other, 0))["t"] != told(0)["t"]
 
 
+# --- memory that cannot be written to as such
+
+
+def test_tensor_that_shows_one_number_at_many_places_is_refused_before_anything_is_written() -> None:
+    store = MemoryStore()
+    with pytest.raises(StateMismatch, match=r"scale: is one number .* several places.*\.clone\(\)"):
+        everstep.Checkpointer(store=store).restore({"scale": torch.ones(1).expand(5)})
+    assert not [name for name in store.objects if name.startswith("data/")]
+
+
+def test_tensors_that_were_made_in_inference_mode_come_back() -> None:
+    def state(value: float) -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        with torch.inference_mode():
+            model.register_buffer("mask", torch.full((3,), value))
+            model.register_buffer("turned", torch.full((3, 2), value).T)
+            return {"m": model, "top": torch.full((4,), value), "in": {"side": torch.full((4,), value)}}
+
+    store = MemoryStore()
+    saved, loaded, read = state(1.0), state(2.0), state(3.0)
+    with everstep.Checkpointer(store=store) as run:
+        run.restore(saved)
+        run.save(1, saved).wait(30)
+    assert kept(store, loaded) == 1
+    everstep.load(store=store, state=read)
+    for found in (loaded, read):
+        assert torch.equal(found["m"].weight, saved["m"].weight)
+        values = [found["m"].mask, found["m"].turned, found["top"], found["in"]["side"]]
+        assert {v for tensor in values for v in tensor.flatten().tolist()} == {1.0}
+
+
 # --- what cannot be read makes no room for what can
 
 

@@ -73,10 +73,14 @@ def fit(
     found.not_taken += [key for key in saved if key not in state or not chosen.touches(key)]
     if found.problems:
         more = f"; and {len(found.problems) - _NAMED} more" * (len(found.problems) > _NAMED)
+        unmarked = [
+            k for k, body in saved.items() if body.get("union") and not isinstance(state.get(k, Union({})), Union)
+        ]
+        partly = f". If a rank holds only some of {unmarked[0]}, mark it with everstep.Union" if unmarked else ""
         raise StateMismatch(
             f"the commit of step {record.step} does not fit the state passed in: {'; '.join(found.problems[:_NAMED])}"
             f"{more}. Nothing was changed. strict=False loads what fits, cast=True converts types, and include=, "
-            "exclude= and rename= say what to take"
+            f"exclude= and rename= say what to take{partly}"
         )
     return found
 

@@ -22,6 +22,7 @@ import torch
 from everstep.checkpoint import named
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.fit_optimizer import names_in
+from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.tree import Flattener, join, references, unflatten
 from everstep.checkpoint.union import Union, inside, levels_of, pruned, pruned_to_parameters
 from everstep.checkpoint.wire import Json
@@ -61,6 +62,11 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
             raise StateMismatch(
                 f"{key}: this is the state_dict() of an optimizer, and restoring it would change nothing of the "
                 f"optimizer's. Give the optimizer itself: {{{key!r}: optimizer}}"
+            )
+        if isinstance(target, torch.Tensor) and _shows_twice(target):
+            raise StateMismatch(
+                f"{key}: is one number (or row) that shows at several places, as expand() makes it, so a commit could "
+                f"not be read into it. Give a tensor with memory of its own: {key} = {key}.clone()"
             )
         if getattr(target, "everstep_per_rank", False):
             own_values[key] = _encode(own, state, key, f"@{rank}/{key}")
@@ -229,7 +235,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
     elif isinstance(target, torch.Tensor):
         if target.shape != tree.shape or (target.dtype != tree.dtype and not body.get("cast")):
             raise ValueError(f"{tree.dtype} {tuple(tree.shape)} in the commit, {target.dtype} {tuple(target.shape)}")
-        with torch.no_grad():
+        with torch.no_grad(), torch.inference_mode(target.is_inference()):
             target.copy_(tree)
     elif (isinstance(target, dict) and isinstance(tree, dict)) or (isinstance(target, list) and isinstance(tree, list)):
         taken.discard(id(target))
@@ -251,12 +257,22 @@ def _decode_optimizer(state: Mapping[str, Any], key: str, tree: Any, body: Mappi
         _keep_types(target, numbered)
 
 
+def _shows_twice(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements are one in memory."""
+    if is_sharded(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _make_writable(module: torch.nn.Module) -> None:
-    """Give expanded buffers memory of their own: `load_state_dict` cannot write to one number that shows many times."""
+    """Give buffers memory of their own that `load_state_dict` cannot write to: expanded ones, in which one number shows
+    many times, and those that were made in inference mode."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.layout is torch.strided and 0 in buffer.stride():
                 part._buffers[name] = buffer.contiguous()
+            elif buffer is not None and buffer.is_inference():
+                part._buffers[name] = buffer.clone()
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
