@@ -317,7 +317,7 @@ def test_threads_that_save_at_once_save_one_after_the_other(runs: Any) -> None:
 
     def save(first: int) -> None:
         for number in range(first, 30, 3):  # of one step: who comes first is chance, and steps may not go backwards
-            run.save(7, {"w": torch.full((300,), float(number)), "number": number})
+            run.save(7, {**runs.state(7), "w": torch.full((300,), float(number)), "number": number})
 
     threads = [threading.Thread(target=save, args=(first,)) for first in range(3)]
     for thread in threads:
