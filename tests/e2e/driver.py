@@ -143,7 +143,10 @@ class Job(Player):
         self.inject(fault)
 
     def kill_process(self, index: int) -> None:
-        name = self.pod(index)["metadata"]["name"]
+        pod = self.pod(index)
+        name = pod["metadata"]["name"]
+        if (node := pod["spec"].get("nodeName", "")) in self.killed_nodes:
+            raise ScenarioError(f"worker {index} is on {node}, which is paused or down: nothing can be run in it")
         self.inject(lambda: killed_at(self.kubectl("exec", name, "-c", "worker", "--", "python3", "-c", KILL_PROCESS)))
 
     def kill_torchrun(self, index: int) -> None:
