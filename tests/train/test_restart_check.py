@@ -29,6 +29,14 @@ SAVED = 2
 WAIT_SECONDS = 20.0
 
 
+@pytest.fixture(autouse=True)
+def script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs is a file, as under a launcher: pytest's own workers have been given their program as a text."""
+    main = types.ModuleType("__main__")
+    main.__file__ = __file__
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+
 class Crash(Exception):
     """Ends a run as a power cut would: nothing of it is saved any more."""
 
