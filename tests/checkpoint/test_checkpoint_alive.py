@@ -236,3 +236,19 @@ def test_own_run_is_never_waited_for(owner: OpenRecord, claim: Claim) -> None:
     assert World(every=3).wait(claim, owner) == 0
     with pytest.raises(Occupied):
         World(every=3).wait(replace(claim, job_uid="z", rendezvous="z"), owner)
+
+
+def test_process_that_a_launcher_has_started_again_takes_the_log_of_one_that_hangs(tmp_path: Path) -> None:
+    """Whose thread still writes signs: a rank 0 in a collective, cut off from its peers and not from the store."""
+    hangs = Run(tmp_path)
+    try:
+        again = Run(tmp_path, TORCHELASTIC_RESTART_COUNT="1")
+        try:
+            assert again.save(1) == "Committed"
+            assert hangs.save(2) == "Fenced"
+        finally:
+            again.process.kill()
+            again.process.wait()
+    finally:
+        hangs.process.kill()
+        hangs.process.wait()

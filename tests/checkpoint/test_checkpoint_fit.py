@@ -305,3 +305,28 @@ def test_going_back_and_on(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="no commit of step 7; there are 2, 3, 2, 1"):
             run.restore(state, step=7)
     assert everstep.Checkpointer(str(tmp_path), on_event=lambda kind, **_: None).restore(state) == 2
+
+
+class Scaled(torch.nn.Linear):
+    """Its extra state is a tensor, empty before the first step, as that of modules that compute in FP8."""
+
+    amax: tuple[int, ...] = ()
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.amax, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.amax = tuple(state.tolist())
+
+
+def test_extra_state_of_another_size_is_the_modules_own_to_judge() -> None:
+    store = MemoryStore()
+    module = Scaled(2, 2)
+    module.amax = (3, 5, 8)
+    checkpointer = everstep.Checkpointer(store=store)
+    checkpointer.restore({"model": module})
+    checkpointer.save(1, {"model": module}).wait(30)
+    fresh = Scaled(2, 2)
+    assert everstep.Checkpointer(store=store).restore({"model": fresh}) == 1
+    assert fresh.amax == (3, 5, 8)
+    assert torch.equal(fresh.weight, module.weight)

@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +171,51 @@ def test_run_that_was_suspended_is_compared_too(tmp_path: Path) -> None:
         train(tmp_path / "a", lambda: 0.5)
     resumed = train(tmp_path / "a", lambda: 1.0)
     assert all(map(torch.equal, resumed, train(tmp_path / "b", lambda: 1.0)))
+
+
+def test_step_behind_the_last_commit_moves_no_optimizer(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class Counted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            steps.append(1)
+            return super().step(closure)
+
+    with pytest.raises(everstep.Preempted):
+        train(tmp_path, lambda: 1.0, stop=2, optimizer_of=Counted)
+    assert len(noted(tmp_path, NEXT)) == 2
+    assert len(steps) == 3  # the fourth was ended by its hook, before it began
+
+
+def test_two_optimizers_in_a_step_are_compared_by_what_comes_before_the_first(tmp_path: Path) -> None:
+    """A run that was suspended notes a step that it leaves there, and one that was not a whole step."""
+
+    def gan(stop: int = 0, crash: int = 0) -> None:
+        torch.manual_seed(0)
+        first, second = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+        one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second))
+        with everstep.start(str(tmp_path), every_steps=SAVED) as run:
+            run.track(first=first, second=second, one=one, two=two)
+            for step in run.steps(run.loader(DATA, global_batch=8), until=8):
+                if crash and step.number == crash:
+                    deadline = time.monotonic() + WAIT_SECONDS
+                    while not noted(tmp_path, NEXT) and time.monotonic() < deadline:
+                        time.sleep(0.01)
+                    raise Crash
+                with step as batch:
+                    if stop and step.number == stop:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    data, target = batch.data
+                    for model, optimizer in ((first, one), (second, two)):
+                        batch.scale(mse_loss(model(data), target + first(data).detach())).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+    with pytest.raises(Crash):
+        gan(crash=SAVED + 1)
+    with pytest.raises(everstep.Preempted):
+        gan(stop=4)
+    gan()
 
 
 def test_step_that_is_not_made_leaves_as_without_it_whatever_happens_in_it(tmp_path: Path) -> None:

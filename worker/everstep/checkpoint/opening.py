@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,6 +28,7 @@ from everstep.storage import ObjectStore, RetryableError, RetryingStore, StoreUn
 log = logging.getLogger("everstep.checkpoint")
 
 SINGLE_COMMITTER = "EVERSTEP_SINGLE_COMMITTER"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # of the launcher that started this process
 MAX_LOADS = "EVERSTEP_CHECKPOINT_MAX_LOADS"
 NONFINITE = "EVERSTEP_CHECKPOINT_NONFINITE"
 DEFAULT_KEEP = 3
@@ -135,7 +137,8 @@ def open_together(
         try:
             if probed is not None and not settings.single_committer:
                 probe(probed)
-            if probed is not None and begins:
+            # What torchrun starts again takes the place of what it has ended, or cannot reach.
+            if probed is not None and begins and os.environ.get(_RESTARTS, "0") in ("", "0"):
                 wait_for_owner(probed, lambda: _to_ask(log_, wanted), wanted)
             record = log_.open(wanted)
             newest = log_.read(record.commit) if record.commit != NONE else None

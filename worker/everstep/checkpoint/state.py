@@ -304,6 +304,9 @@ def migrated(module: torch.nn.Module) -> tuple[str, ...]:
             found.append(f"{prefix}num_batches_tracked")  # absent in old ones
         elif reads is not torch.nn.Module._load_from_state_dict:
             found.append(prefix)
+        extra = (type(part).get_extra_state, type(part).set_extra_state)
+        if extra != (torch.nn.Module.get_extra_state, torch.nn.Module.set_extra_state):
+            found.append(f"{prefix}_extra_state")  # of any kind and size: FP8 modules have none before their first step
         hooks = [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
         # FSDP2's only sees to it that the parameters are sharded.
         if any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from everstep.train.optimizers import before_step
+from everstep.train.optimizers import before_step, has_closure
 from everstep.train.recovery.flight import PeerLost
 
 log = logging.getLogger("everstep.train")
@@ -35,7 +35,7 @@ class OneMore:
         self._hooks = [before_step(optimizer, self._leave) for optimizer in optimizers]
 
     def _leave(self, optimizer: Any, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        if not given and not options:  # a closure has yet to compute the gradients
+        if not has_closure(given, options):  # which has yet to compute the gradients
             raise Seen("the step is not made: the run was asked to stop")
 
     def step_over(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -18,6 +18,11 @@ def before_step(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> 
     """`call(optimizer, args, kwargs)` before each step; `remove()` of what is returned ends that."""
     _make_tables(optimizer)
     return optimizer.register_step_pre_hook(call)
+
+
+def has_closure(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Whether a step is given one, by what its hooks are called with: the first argument is the optimizer itself."""
+    return len(arguments) > 1 or bool(options)
 
 
 def after_step(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> Any:

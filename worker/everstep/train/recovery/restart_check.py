@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 
 from everstep.train.boundary import Boundary
+from everstep.train.optimizers import before_step, has_closure
 from everstep.train.plain import Values, differences, plain_values
 from everstep.train.recovery.local_gradients import LocalGradients, pack, unpack
 from everstep.train.sources import program
@@ -49,6 +50,7 @@ class RestartCheck:
         self._program: str | None = None  # None: not asked yet, or nobody can tell
         self._gradients: LocalGradients | None = None
         self._sums: torch.Tensor | None = None
+        self._hooks: list[Any] = []
         self._values: Values = {}
         self._size = self._step = 0
         self._restored: int | None = None  # the step of the commit that this process began from
@@ -69,6 +71,12 @@ class RestartCheck:
         self._values = plain_values(sys._getframe(1))
         self._gradients = LocalGradients(self._state)
         self._gradients.begin()
+        optimizers = [target for target in self._state.values() if isinstance(target, torch.optim.Optimizer)]
+        self._hooks = [before_step(optimizer, self._before) for optimizer in optimizers]
+
+    def _before(self, _: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        if not has_closure(arguments, options):
+            self.over()
 
     def collective(self, name: str) -> None:
         """One of the program's begins in a step."""
@@ -76,9 +84,7 @@ class RestartCheck:
             self._gradients.collective(name)
 
     def update(self, closure: bool) -> None:
-        """Before an optimizer's step, which has yet to compute gradients by its `closure`."""
-        if not closure:
-            self.over()
+        """Before an optimizer's step: it has a hook of its own, because under torchrun nobody calls this."""
 
     def over(self) -> None:
         """The block of the step has ended, or the first of its optimizers steps."""
@@ -105,7 +111,7 @@ class RestartCheck:
 
     def _head(self) -> dict[str, Any]:
         return {
-            "version": 1,
+            "version": 2,
             "world_size": self._size,
             "hears": self._hears,
             "program": self._program,
@@ -152,6 +158,9 @@ class RestartCheck:
         raise LoopError(text)
 
     def _forget(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if self._gradients is not None:
             self._gradients.end()
         self._gradients, self._sums, self._values = None, None, {}
@@ -174,7 +183,7 @@ def _unpacked(data: bytes) -> tuple[torch.Tensor, dict[str, Any]] | None:
     except (ValueError, TypeError) as e:
         log.warning("what was noted of the step behind the commit cannot be read: %s", e)
         return None
-    usable = sums is not None and head.get("version") == 1 and isinstance(head.get("values"), dict)
+    usable = sums is not None and head.get("version") == 2 and isinstance(head.get("values"), dict)
     return (sums, head) if sums is not None and usable else None
 
 
