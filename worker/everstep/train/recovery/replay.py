@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from everstep.train.gradients import Gradients
-from everstep.train.optimizers import before_step
+from everstep.train.optimizers import before_step, has_closure
 from everstep.train.randomness import generators_to_put_back
 from everstep.train.recovery import digests
 from everstep.train.recovery.agreement import Quality
@@ -207,11 +207,11 @@ class Replay:
             hook.remove()
 
     def _before(self, name: str) -> Callable[..., None]:
-        def hook(_: Any, *given: Any) -> None:
+        def hook(_: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
             try:
                 self._refuse()
                 for listener in self.listeners:
-                    listener.update(any(given))
+                    listener.update(has_closure(arguments, options))
             except BaseException:
                 self.refused += 1
                 raise
