@@ -63,9 +63,10 @@ def test_what_ranks_hold_under_different_names_is_saved_once_and_comes_back_in_a
     for number, world in enumerate(loaded):
         assert together(world) == want, len(world)
         assert {(r["same"], r["at"]) for r in world} == {(True, 4 if number else 3)}
-    record = json.loads(sorted((root / "log").iterdir())[1].read_text().splitlines()[0])
-    parts = [shard["bytes"] for shard in record["shards"]]
     if kind == "stages":  # each stage has two holders
+        records = (json.loads(path.read_text().splitlines()[0]) for path in sorted((root / "log").iterdir()))
+        shards = (record.get("shards", []) for record in records)  # those of a deleted commit are compacted
+        parts = [shard["bytes"] for shard in next(found for found in shards if len(found) == SAVED[kind])]
         assert max(parts[0], parts[2]) / min(parts[0], parts[2]) < 1.3, "the holders of a stage write an even part each"
 
 
