@@ -330,3 +330,53 @@ def test_extra_state_of_another_size_is_the_modules_own_to_judge() -> None:
     assert everstep.Checkpointer(store=store).restore({"model": fresh}) == 1
     assert fresh.amax == (3, 5, 8)
     assert torch.equal(fresh.weight, module.weight)
+
+
+WEIGHTS = {"model/body.0.weight", "model/body.1.weight", "model/body.2.weight", "model/head.weight"}
+HEAD = {"model/head.weight", "model/head.bias"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "taken"),
+    [
+        ("*.weight", WEIGHTS),
+        ("model/*.weight", WEIGHTS),
+        ("*head*", HEAD),
+        ("**/head.*", HEAD),
+        ("*/head.weight", {"model/head.weight"}),
+        ("mod?l/head.weight", {"model/head.weight"}),
+    ],
+)
+def test_wildcard_fits_whole_paths_key_included(pattern: str, taken: set[str]) -> None:
+    model, into = network(), network(seed=1)
+    into.body[2].weight.data.fill_(2)  # type: ignore[index,union-attr]
+    store = saved({"model": model, "epoch": 3})
+    before = {f"model/{name}": t.clone() for name, t in into.state_dict().items()}
+    state = {"model": into, "epoch": 0}
+    report = everstep.load(store=store, state=state, include=[pattern]).report
+    right = {f"model/{name}": t for name, t in model.state_dict().items()}
+    for name, tensor in into.state_dict().items():
+        assert torch.equal(tensor, (right if f"model/{name}" in taken else before)[f"model/{name}"]), name
+    assert state["epoch"] == 0
+    assert set(report.not_taken) == set(right) - taken | {"epoch"}
+
+
+def test_wildcard_in_exclude_leaves_what_it_does_not_fit() -> None:
+    model, into = network(), network(seed=1)
+    head = into.head.weight.clone()  # type: ignore[union-attr,operator]
+    everstep.load(store=saved({"model": model}), state={"model": into}, exclude=["*.weight"])
+    assert torch.equal(into.head.bias, model.head.bias)  # type: ignore[union-attr,arg-type]
+    assert torch.equal(into.head.weight, head)  # type: ignore[union-attr,arg-type]
+
+
+@pytest.mark.parametrize("pattern", ["mod?l", "*l", "ema", "*.wieght", "ema/*"])
+def test_include_that_would_load_nothing_is_refused(pattern: str) -> None:
+    into = network(seed=1)
+    store = saved({"model": network(), "ema": network()})
+    refused(store, {"model": into}, "include: .* fits nothing in the state passed, which has model/body", into,
+            include=["model/head", pattern])  # fmt: skip
+
+
+def test_empty_include_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="would load nothing: name what to take"):
+        everstep.load(store=saved({"a": 1}), state={"a": 0}, include=[])

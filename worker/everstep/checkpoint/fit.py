@@ -51,8 +51,13 @@ def fit(
     saved = _renamed(values.get("state", {}), state, chosen)
     if not chosen.whole:
         chosen.check(_paths(values.get("state", {})), (*_paths(captured.values), *captured.own_values))
+    parts: dict[str, list[str]] = {key: [] for key in state}
+    for bodies in (saved, captured.values):
+        for key, body in bodies.items():
+            parts.setdefault(key, []).extend(_paths({key: body}))
+    touched = {key for key, paths in parts.items() if chosen.touches(paths or [key])}
     for key, target in state.items():
-        if not chosen.touches(key):
+        if key not in touched:
             continue
         if getattr(target, "everstep_per_rank", False):
             ranks = values.get("ranks", [])
@@ -70,7 +75,7 @@ def fit(
                 raise StateMismatch(f"the commit has no {key!r}; it has {', '.join(sorted(saved)) or 'nothing'}")
             fitting.found.missing.append(key)
     found = fitting.found
-    found.not_taken += [key for key in saved if key not in state or not chosen.touches(key)]
+    found.not_taken += [key for key in saved if key not in state or key not in touched]
     if found.problems:
         more = f"; and {len(found.problems) - _NAMED} more" * (len(found.problems) > _NAMED)
         unmarked = [
@@ -265,12 +270,11 @@ def _pairs(tree: Any, live: Any) -> Iterator[tuple[str, str]]:
 
 
 def _paths(bodies: Mapping[str, Any]) -> list[str]:
-    """The keys, and the names below them, of encoded bodies."""
+    """The names below the keys of encoded bodies, and the keys that have no names below them."""
     found = []
     for key, body in bodies.items():
-        found.append(key)
-        if body["kind"] != "stateful" and _is_plain(body["tree"]):
-            found += [join(key, name) for name in body["tree"]]
+        named = body["kind"] != "stateful" and _is_plain(body["tree"])
+        found += [join(key, name) for name in body["tree"]] if named and body["tree"] else [key]
     return found
 
 

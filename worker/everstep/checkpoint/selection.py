@@ -42,12 +42,15 @@ class Selection:
         rename: Mapping[str, str] | None = None,
         cast: bool = False,
     ) -> Selection:
-        """Raises `CheckpointError` for a text where several are expected."""
+        """Raises `CheckpointError` for a text where several are expected, and for an `include` that takes nothing."""
         for name, value in (("include", include), ("exclude", exclude)):
             if isinstance(value, str):
                 raise CheckpointError(f"{name}={value!r}: a list of paths is expected, [{value!r}]")
+        included = None if include is None else tuple(include)
+        if included == ():
+            raise CheckpointError("include=[] would load nothing: name what to take, or leave include= out to take all")
         return cls(
-            strict, None if include is None else tuple(include), tuple(exclude or ()),
+            strict, included, tuple(exclude or ()),
             tuple(sorted((rename or {}).items(), key=lambda pair: -len(pair[0]))), cast,
         )  # fmt: skip
 
@@ -61,10 +64,9 @@ class Selection:
         included = self.include is None or any(below(path, pattern) for pattern in self.include)
         return included and not any(below(path, pattern) for pattern in self.exclude)
 
-    def touches(self, key: str) -> bool:
-        """Whether anything of this key of the state may be taken."""
-        some = self.include is not None and any(pattern.startswith(f"{key}/") for pattern in self.include)
-        return (some or self.takes(key)) and not any(below(key, pattern) for pattern in self.exclude)
+    def touches(self, paths: Iterable[str]) -> bool:
+        """Whether anything of a key of the state may be taken: one of its paths, the key itself if it has no parts."""
+        return any(self.takes(path) for path in paths)
 
     def renamed(self, path: str) -> str:
         """The path in the state of what has this path in the commit: by the longest prefix that is to be renamed."""
@@ -76,22 +78,32 @@ class Selection:
         return path
 
     def check(self, saved: Iterable[str], targets: Iterable[str]) -> None:
-        """Raises `StateMismatch` for a pattern that fits none of the commit's paths and none of the state's."""
-        saved = list(saved)
+        """Raises `StateMismatch` for an `include` that fits none of the state's paths (nothing would be loaded by it),
+        an `exclude` that fits none of the commit's and none of the state's, and a `rename` of what is not there."""
+        saved, targets = list(saved), list(targets)
         known = {self.renamed(path) for path in saved} | set(targets)
-        for name, patterns in (("include", self.include or ()), ("exclude", self.exclude)):
-            for pattern in patterns:
-                if not any(below(path, pattern) for path in known):
-                    raise StateMismatch(
-                        f"{name}: {pattern!r} fits nothing in the commit and nothing in the state passed"
-                    )
+        for pattern in self.include or ():
+            if not any(below(path, pattern) for path in targets):
+                raise StateMismatch(f"include: {pattern!r} fits nothing in the state passed, {_some(targets)}")
+        for pattern in self.exclude:
+            if not any(below(path, pattern) for path in known):
+                raise StateMismatch(
+                    f"exclude: {pattern!r} fits nothing in the commit and nothing in the state passed, {_some(known)}"
+                )
         for old, _ in self.rename:
             if not any(below(path, old, literally=True) for path in saved):
-                raise StateMismatch(f"rename: the commit has no {old!r}; it has {', '.join(sorted(saved)[:8])}, …")
+                keys = ", ".join(sorted({path.partition("/")[0] for path in saved})[:8])
+                raise StateMismatch(f"rename: the commit has no {old!r}; it has {keys}, …")
+
+
+def _some(paths: Iterable[str]) -> str:
+    shown = sorted(paths)
+    return f"which has {', '.join(shown[:4])}{', …' if len(shown) > 4 else ''}; a wildcard has to fit a whole path"
 
 
 def below(path: str, pattern: str, *, literally: bool = False) -> bool:
-    """Whether the pattern is the path, a part of it from the beginning up to a `/` or `.`, or a glob that fits it."""
+    """Whether the pattern is the path, its beginning up to a `/` or `.`, or a glob that fits all of it, in which `*`
+    stands for any text, `/` and `.` too."""
     if path == pattern or (path.startswith(pattern) and path[len(pattern)] in "/."):
         return True
     return not literally and fnmatchcase(path, pattern)
