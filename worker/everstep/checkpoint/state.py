@@ -235,7 +235,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
     elif isinstance(target, torch.Tensor):
         if target.shape != tree.shape or (target.dtype != tree.dtype and not body.get("cast")):
             raise ValueError(f"{tree.dtype} {tuple(tree.shape)} in the commit, {target.dtype} {tuple(target.shape)}")
-        with torch.no_grad(), torch.inference_mode(target.is_inference()):
+        with torch.inference_mode(target.is_inference()), torch.no_grad():  # inference_mode(False) turns gradients on
             target.copy_(tree)
     elif (isinstance(target, dict) and isinstance(tree, dict)) or (isinstance(target, list) and isinstance(tree, list)):
         taken.discard(id(target))
