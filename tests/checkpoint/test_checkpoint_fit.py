@@ -380,3 +380,21 @@ def test_include_that_would_load_nothing_is_refused(pattern: str) -> None:
 def test_empty_include_is_refused() -> None:
     with pytest.raises(CheckpointError, match="would load nothing: name what to take"):
         everstep.load(store=saved({"a": 1}), state={"a": 0}, include=[])
+
+
+def test_moments_without_names_are_not_given_to_a_parameter_of_another_shape() -> None:
+    store = MemoryStore()
+    weight, bias = (nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (2,)))
+    optimizer = torch.optim.AdamW([weight, bias])
+    weight.grad, bias.grad = torch.ones(2, 3), torch.ones(2)
+    optimizer.step()
+    checkpointer = everstep.Checkpointer(store=store)
+    checkpointer.restore({"optimizer": optimizer})
+    checkpointer.save(1, {"optimizer": optimizer}).wait(30)
+    turned = torch.optim.AdamW([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 3))])
+    with pytest.raises(StateMismatch, match=r"optimizer: exp_avg.* of parameter 0 has shape \(2, 3\).*modules"):
+        everstep.load(store=store, state={"optimizer": turned})
+    assert not turned.state
+    same = torch.optim.AdamW([nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2))])
+    everstep.load(store=store, state={"optimizer": same})
+    assert len(same.state) == 2

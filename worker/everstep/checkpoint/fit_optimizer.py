@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 Body = dict[str, Any]
 
+# What torch's optimizers keep in the shape of the parameter.
+_MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
+     "sum", "ax", "prev"}
+)  # fmt: skip
+
 
 def fit(
     key: str, target: torch.optim.Optimizer, body: Body, live: Mapping[str, Any], entries: Mapping[str, Entry],
@@ -64,7 +70,31 @@ def fit(
             f"{text}; which is which cannot be told without the names, which it has if the modules are in the state too"
         )
         return None
+    if (odd_one := _of_another_shape(target, tree, entries)) is not None:
+        number, name, shape = odd_one
+        (found.problems if selection.strict else found.mismatched).append(
+            f"{key}: {name} of parameter {number} has shape {shape} in the commit, and the parameter "
+            f"{tuple(_parameters(target)[number].shape)}: they are in another order. Put the modules into the state "
+            "too, by whose names each gets its own"
+        )
+        return None
     return body
+
+
+def _of_another_shape(
+    target: torch.optim.Optimizer, tree: Mapping[str, Any], entries: Mapping[str, Entry]
+) -> tuple[int, str, tuple[int, ...]] | None:
+    """The first moment that cannot be of the parameter that has its number. Of torch's own optimizers: others may keep
+    one of another shape than its parameter."""
+    if not type(target).__module__.startswith("torch.optim."):
+        return None
+    parameters = _parameters(target)
+    for number, values in tree["state"].get("$dict", []) if isinstance(tree["state"], dict) else []:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            entry = entries.get(value.get("$tensor", "")) if isinstance(value, dict) else None
+            if name in _MOMENTS and entry is not None and entry.shape != tuple(parameters[number].shape):
+                return number, name, entry.shape
+    return None
 
 
 def _loosely(
