@@ -130,6 +130,7 @@ def test_export_writes_files_for_other_tools(url: str, tmp_path: Path) -> None:
         (["verify", "{empty}"], 2, "there is no commit"),
         (["ls", "nothing://x/y"], 3, "unknown scheme 'nothing'"),
         (["ls", ""], 3, "no checkpoint URL"),
+        (["ls", "http://127.0.0.1:1/x"], 3, "Cannot connect to host"),
         (["ls", "file://relative"], 3, "absolute path"),
         (["ls", "/proc/version"], 1, "/proc/version: there is no checkpoint log there"),
         (["pin", "/proc/everstep"], 2, "there is no commit"),

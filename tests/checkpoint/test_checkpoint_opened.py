@@ -1,6 +1,8 @@
 """A tensor or a slice of it is read without the rest; a plain web server will do, which cannot list and only gives."""
 
 import dataclasses
+import itertools
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +16,7 @@ import everstep
 from everstep.checkpoint import Damaged, NoCommit, StateMismatch
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.layout import record_name
-from everstep.storage import MemoryStore, StoreUnusable
+from everstep.storage import MemoryStore, StoreUnusable, open_store
 
 
 class Counts(MemoryStore):
@@ -92,12 +94,14 @@ def test_what_is_not_there_is_named(runs: Any) -> None:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[bool], tuple[str, list[str]]]]:
-    """A web server over `tmp_path` that lists nothing, with ranges or without; its URL and what it was asked for."""
+def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[str, list[str]]]]:
+    """A web server over `tmp_path` that lists nothing, with ranges or without; its URL and what it was asked for. It
+    breaks the connection at the first eight requests for record `broken`."""
     servers = []
 
-    def start(ranges: bool) -> tuple[str, list[str]]:
+    def start(ranges: bool, broken: int = -1) -> tuple[str, list[str]]:
         asked: list[str] = []
+        requests = itertools.count()
 
         class Handler(SimpleHTTPRequestHandler):
             def __init__(self, *args: Any) -> None:
@@ -108,6 +112,14 @@ def serve(tmp_path: Path) -> Iterator[Callable[[bool], tuple[str, list[str]]]]:
 
             def log_message(self, *_: Any) -> None:
                 asked.append(f"{self.command} {self.path}")
+
+            def parse_request(self) -> bool:
+                parsed = super().parse_request()
+                if parsed and self.path.endswith(record_name(broken)) and next(requests) < 8:
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return False
+                return parsed
 
             def do_GET(self) -> None:
                 wanted = self.headers.get("Range")
@@ -161,6 +173,13 @@ def test_web_server_gives_the_newest_commit(ranges: bool, serve: Any, tmp_path: 
         everstep.load(url)
     with pytest.raises(NoCommit, match=r"no record 99.*start="):
         everstep.open_commit(url, start=99)
+
+
+@pytest.mark.parametrize("broken", [19, 20])
+def test_connection_that_breaks_leads_to_no_older_commit(broken: int, serve: Any, tmp_path: Path, runs: Any) -> None:
+    runs(open_store(str(tmp_path / "run"))).save(*range(1, 21))
+    url, _ = serve(True, broken)
+    assert everstep.load(url, runs.state()).step == 20
 
 
 @pytest.mark.parametrize("last", [0, 1, 2, 3, 4, 7, 8, 9, 100])

@@ -1,6 +1,7 @@
 """Any object store that fsspec reaches, through the few calls whose meaning is the same on all of them.
 
-The big three have backends of their own on the same file systems (`s3`, `gcs`, `azure`); this one serves the rest.
+The big three and web servers have backends of their own on the same file systems (`s3`, `gcs`, `azure`, `web`); this
+one serves the rest.
 Invariants:
 - One attempt a call: the file systems' own retries are switched off, because the bound is `retry`'s to keep.
 - No listing cache: a cached listing would hide another writer's commit.
@@ -26,8 +27,6 @@ from everstep.storage.translate import EXPIRED_CODES, cannot_open, server_code, 
 # Settings of the fsspec file system (keys, endpoint and the like), or a function that gives fresh ones to each client.
 Options = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-READ_ONLY = frozenset({"http", "https"})
-
 
 class FsspecStore(ObjectStore):
     """Objects below `url`. `part_size` is the store's `Capabilities.part_size`; None is the backend's own."""
@@ -48,9 +47,7 @@ class FsspecStore(ObjectStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        writable = self._scheme not in READ_ONLY
-        known = Capabilities(conditional_create=False, multipart=False, writable=writable, listable=writable)
-        return known.with_part_size(self._part_size)
+        return Capabilities(conditional_create=False, multipart=False).with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
         self._write(name, data, "create")

@@ -76,7 +76,7 @@ def _remote(
     try:
         from fsspec.registry import known_implementations, registry  # noqa: PLC0415  only remote URLs pay for fsspec's import
 
-        from everstep.storage import azure, fsspec_store, gcs, s3  # noqa: PLC0415
+        from everstep.storage import azure, fsspec_store, gcs, s3, web  # noqa: PLC0415
     except ImportError as e:
         raise StoreUnusable(f"{url}: fsspec is missing; install everstep[worker]") from e
     if not url.partition("://")[2].strip("/"):
@@ -87,9 +87,11 @@ def _remote(
         return gcs.GcsStore(url, options, part_size)
     if scheme in azure.SCHEMES:
         return azure.AzureStore(url, options, part_size)
+    if scheme in web.SCHEMES:
+        return web.WebStore(url, options, part_size)
     if scheme not in known_implementations and scheme not in registry:
         raise StoreUnusable(f"{url}: unknown scheme {scheme!r}. Known: file, s3, gs, az and every other fsspec scheme")
-    if scheme not in fsspec_store.READ_ONLY and not single_committer:
+    if not single_committer:
         conditional = sorted({"file"} | s3.SCHEMES | gcs.SCHEMES | azure.SCHEMES)
         raise StoreUnusable(
             f"{url}: {scheme}:// has no conditional create, so two writers could both commit. Use one of "
