@@ -197,3 +197,20 @@ def test_end_of_a_log_that_cannot_be_listed(first: int, last: int) -> None:
     for n in range(first, max(first, last) + 1):
         store.create(record_name(n), b"?")
     assert CommitLog(store).head().last == max(first, last)
+
+
+def test_server_that_answers_for_every_name_is_refused() -> None:
+    class Soft(MemoryStore):
+        @property
+        def capabilities(self) -> Any:
+            return dataclasses.replace(super().capabilities, listable=False)
+
+        def size(self, name: str) -> int | None:
+            return 5
+
+        def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+            return b"login"
+
+    for call in (everstep.load, everstep.open_commit):
+        with pytest.raises(StoreUnusable, match="answers for names that do not exist"):
+            call(store=Soft())

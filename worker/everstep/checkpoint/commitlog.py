@@ -16,7 +16,7 @@ from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, NoC
 from everstep.checkpoint.layout import LOG, MAX_RECORD_NUMBER, record_name, record_number
 from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Record, decode_record, encode_record
-from everstep.storage import AlreadyExists, NotFound, ObjectStore
+from everstep.storage import AlreadyExists, NotFound, ObjectStore, StoreUnusable
 
 MAX_CONFLICTS: Final = 1000  # as many writers may race for one number
 _DOUBLINGS: Final = 24
@@ -66,8 +66,14 @@ class CommitLog:
         """The greatest number where nothing can be listed, asked for by doubling steps, then by halves: about 2 log2
         requests. The log is dense from its oldest record on.
 
-        Raises `NoCommit` if no record is found to begin from.
+        Raises `NoCommit` if no record is found to begin from, `StoreUnusable` if every name seems to be there: the
+        search would have no end.
         """
+        if self._has(MAX_RECORD_NUMBER):
+            raise StoreUnusable(
+                f"{self._store.url}: the server answers for names that do not exist: {record_name(MAX_RECORD_NUMBER)}. "
+                "Is it a login page, or a page in place of status 404? Give a URL that serves the files as they are"
+            )
         low = self._start
         if not self._has(low):
             # Old records may have been deleted: then a power of two between the oldest and the newest is a beginning.
