@@ -442,6 +442,7 @@ def test_wrong_keys_fail_before_the_first_step(s3_url: str) -> None:
     [
         ({}, {}, "EVERSTEP_CHECKPOINT_URL"),
         ({"url": "/tmp/x", "keep": 0}, {}, "keep=0"),
+        ({"url": b"/tmp/x"}, {}, "url=b'/tmp/x'"),
         ({"url": "/tmp/x", "keep": "2"}, {}, "keep='2'"),
         ({"url": "/tmp/x", "peer_timeout": 0}, {}, "peer_timeout=0"),
         ({"url": "/tmp/x", "every_steps": -1}, {}, "every_steps=-1"),
@@ -628,3 +629,10 @@ def test_forked_child_uses_the_store_with_a_connection_of_its_own(s3_url: str, i
 
     assert in_child(body, timeout=30) == 0
     assert store.get("b") != str(os.getpid()).encode()
+
+
+def test_folder_may_be_given_as_a_path(tmp_path: Path) -> None:
+    with everstep.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.restore(state())
+        checkpointer.save(1, state()).wait(30)
+    assert everstep.load(tmp_path / "run").step == 1

@@ -115,7 +115,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        url: str | None = None,
+        url: str | os.PathLike[str] | None = None,
         *,
         keep: int | None = None,
         every_seconds: float | None = None,

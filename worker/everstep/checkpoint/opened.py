@@ -6,6 +6,7 @@ that it lies in, of at most 64 MiB each.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from everstep.checkpoint.catalog import Catalog
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, NoCommit, StateMismatch
 from everstep.checkpoint.manifest import CommitRecord, Entry
+from everstep.checkpoint.opening import text_of
 from everstep.checkpoint.reading import read_box
 from everstep.checkpoint.restoring import unfit
 from everstep.checkpoint.shard import torch_dtype
@@ -76,7 +78,7 @@ class OpenCommit:
 
 
 def open_commit(
-    url: str | None = None,
+    url: str | os.PathLike[str] | None = None,
     *,
     step: int | None = None,
     n: int | None = None,
@@ -94,7 +96,8 @@ def open_commit(
     """
     if (url is None) == (store is None):
         raise CheckpointError("give the URL of a checkpoint, or store=")
-    opened = store if store is not None else RetryingStore(open_store(str(url), storage_options, single_committer=True))
+    where = text_of(url) or ""
+    opened = store if store is not None else RetryingStore(open_store(where, storage_options, single_committer=True))
     if step is not None or n is not None:
         return OpenCommit(opened, Catalog(opened, start).find(step, n))
     log = CommitLog(opened, start)

@@ -40,6 +40,14 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
+def text_of(url: str | os.PathLike[str] | None) -> str | None:
+    """A URL or folder as the stores take it. Raises `CheckpointError` for what is neither."""
+    found = os.fspath(url) if isinstance(url, os.PathLike) else url
+    if found is not None and not isinstance(found, str):
+        raise CheckpointError(f"url={found!r}: a text is expected, such as s3://bucket/run or a folder")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What was asked for: arguments first, then the environment, then defaults."""
@@ -56,7 +64,7 @@ class Settings:
     def resolve(
         cls,
         environ: Mapping[str, str],
-        url: str | None,
+        url: str | os.PathLike[str] | None,
         keep: int | None,
         every_seconds: float | None,
         every_steps: int | None,
@@ -65,6 +73,7 @@ class Settings:
         nonfinite: str | None,
     ) -> Settings:
         """Raises `CheckpointError` naming the argument or variable that is wrong."""
+        url = text_of(url)
         # An agent has said it already, and of many processes one is enough.
         if env.AGENT_SOCKET not in environ and environ.get("RANK", "0") == "0":
             for text in variables.unknown(environ):

@@ -7,6 +7,7 @@ that is mounted read-only will do, and no commit is ever suspected because of wh
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, No
 from everstep.checkpoint.fit import fit
 from everstep.checkpoint.holders import any_union
 from everstep.checkpoint.manifest import CommitRecord
+from everstep.checkpoint.opening import text_of
 from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.checkpoint.reading import load_whole
 from everstep.checkpoint.restoring import newest_whole, unfit
@@ -48,7 +50,7 @@ class Loaded:
 
 
 def load(
-    url: str | None = None,
+    url: str | os.PathLike[str] | None = None,
     state: Mapping[str, Any] | None = None,
     *,
     step: int | None = None,
@@ -89,7 +91,8 @@ def load(
         raise CheckpointError("strict=, include=, exclude=, rename= and cast= are for a load into a state; see only=")
     if isinstance(only, str):
         only = [only]
-    opened = store if store is not None else RetryingStore(open_store(str(url), storage_options, single_committer=True))
+    where = text_of(url) or ""
+    opened = store if store is not None else RetryingStore(open_store(where, storage_options, single_committer=True))
     for _ in range(MAX_RACES):
         try:
             return _load(opened, state, step, n, None if only is None else tuple(only), map_location, selection, start)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ class Boundary:
     @classmethod
     def find(
         cls,
-        checkpoint: str | Checkpointer | None,
+        checkpoint: str | os.PathLike[str] | Checkpointer | None,
         every_steps: int | None,
         every_seconds: float | None,
         options: Mapping[str, Any],

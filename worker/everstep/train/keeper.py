@@ -42,7 +42,7 @@ class Keeper:
     @classmethod
     def find(
         cls,
-        checkpoint: str | Checkpointer | None,
+        checkpoint: str | os.PathLike[str] | Checkpointer | None,
         every_steps: int | None,
         every_seconds: float | None,
         options: Mapping[str, Any],

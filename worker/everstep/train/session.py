@@ -19,6 +19,7 @@ the same step; a step that raised is not counted.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -53,7 +54,7 @@ RESERVED = ("step", "data", "rng", BUCKETS, STATE, SWITCHES, once.KEY)
 
 
 def start(
-    checkpoint: str | Checkpointer | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpointer | None = None,
     *,
     every_steps: int | None = None,
     every_seconds: float | None = None,
