@@ -128,6 +128,9 @@ class _Fitting:
 
     def _module(self, key: str, module: torch.nn.Module, body: Body, live: Any) -> None:
         own, free = live["tree"], migrated(module)
+        if any(getattr(target, "everstep_makes_buffers", False) for target in self._state.values()):
+            # What is loaded before the module gives its buffers the size that they had when they were saved.
+            free += tuple(name for name, _ in module.named_buffers())
         tree, complete = self._named(key, body["tree"], own, free, cast=self._selection.cast)
         metadata = live.get("metadata") if self._selection.rename else body.get("metadata")
         self.found.bodies[key] = {"kind": "module", "tree": tree, "partial": not complete}
