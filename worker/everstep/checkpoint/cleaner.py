@@ -79,16 +79,23 @@ class Cleaner:
                 )
                 return
             sizes = sizes_in(self._store)
-            gone = frozenset(r.n for r in self._recent if has_lost(self._store, r, sizes))
+            answers: dict[int, bool] = {}  # the store is asked once for each commit
+
+            def is_lost(record: CommitRecord) -> bool:
+                if record.n not in answers:
+                    answers[record.n] = has_lost(self._store, record, sizes)
+                return answers[record.n]
+
+            gone = frozenset(r.n for r in self._recent if is_lost(r))
             if gone:
                 log.error("the commits of log records %s have lost shards; they do not count as kept", sorted(gone))
             if not self._read_below or gone:
                 below = (r for r in self._log.commits(newest.n) if isinstance(r, CommitRecord))
-                self._recent, self._read_below = [newest, *self._enough(below, sizes)], True
-            known, self._recent = self._recent, self._enough(self._recent, sizes)
+                self._recent, self._read_below = [newest, *self._enough(below, is_lost)], True
+            known, self._recent = self._recent, self._enough(self._recent, is_lost)
             kept = {r.n for r in self._recent}
             self._compactor.retire(r for r in known if r.n not in kept)
-            damaged = self._damaged | {r.n for r in self._recent if has_lost(self._store, r, sizes)}
+            damaged = self._damaged | {r.n for r in self._recent if is_lost(r)}
             owner = owner_of(newest.save_id)
             deleted = clean(
                 self._store, sizes, self._recent, self._keep, damaged, self._own.n, owner[1] if owner else 0,
@@ -104,11 +111,8 @@ class Cleaner:
         except (StorageError, CheckpointError) as e:
             log.warning("clean-up after a commit failed, the next one tries again: %s", e)
 
-    def _enough(self, commits: Iterable[CommitRecord], sizes: Sizes) -> list[CommitRecord]:
-        def unusable(record: CommitRecord) -> bool:
-            return record.n in self._damaged or has_lost(self._store, record, sizes)
-
-        return enough(commits, self._keep, unusable, self._suspected)
+    def _enough(self, commits: Iterable[CommitRecord], is_lost: Callable[[CommitRecord], bool]) -> list[CommitRecord]:
+        return enough(commits, self._keep, lambda r: r.n in self._damaged or is_lost(r), self._suspected)
 
 
 def enough(

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from everstep.checkpoint.boxes import Box, whole
 from everstep.checkpoint.errors import CheckpointError, FormatError, StateMismatch
 from everstep.checkpoint.manifest import DTYPE_BYTES, Entry, Piece, check_tiling
@@ -38,18 +36,7 @@ def any_union(state: Any, ranks: Ranks) -> bool:
 
 def gather(ranks: Ranks, data: bytes) -> list[bytes]:
     """Every rank's bytes, in rank order. Collective."""
-    found = []
-    for source in range(ranks.world_size):
-        if ranks.world_size == 1:
-            return [data]
-        mine = source == ranks.rank
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        ranks.broadcast(length, source).wait()
-        buffer = bytearray(data) if mine else bytearray(int(length.item()))
-        if buffer:
-            ranks.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), source).wait()
-        found.append(bytes(buffer))
-    return found
+    return [ranks.from_rank(source, data) for source in range(ranks.world_size)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,22 @@ def by_number(
     return {**rest, "state": numbers, "param_groups": groups}
 
 
+def keep_types(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
+    """Put back what torch has cast: it brings an optimizer's state to the type of the parameter, and so would make
+    float32 moments of a bfloat16 parameter lose bits."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, values in tree["state"].items() if isinstance(tree.get("state"), dict) else ():
+        if not isinstance(number, int) or number >= len(parameters) or not isinstance(values, dict):
+            continue
+        live = optimizer.state.get(parameters[number], {})
+        for name, value in values.items():
+            found = live.get(name)
+            if name == "step" or not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
+                continue  # torch has its own rule for the step, by what the optimizer computes it on
+            if value.dtype != found.dtype:
+                live[name] = value.to(device=found.device)
+
+
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """The first option that two parameters have of different value."""
     for name in sorted(set(one) | set(other)):

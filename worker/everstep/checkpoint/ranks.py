@@ -37,6 +37,10 @@ class Ranks(Protocol):
         """Rank 0's bytes, on every rank."""
         ...
 
+    def from_rank(self, source: int, data: bytes) -> bytes:
+        """That rank's bytes, on every rank."""
+        ...
+
     def maximum(self, value: int) -> int:
         """The greatest of all ranks' values."""
         ...
@@ -59,6 +63,9 @@ class Alone:
     group = None
 
     def from_first(self, data: bytes) -> bytes:
+        return data
+
+    def from_rank(self, source: int, data: bytes) -> bytes:
         return data
 
     def maximum(self, value: int) -> int:
@@ -141,9 +148,9 @@ class Group(Broadcasting):
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return int(tensor.item())
 
-    def from_first(self, data: bytes) -> bytes:
+    def from_rank(self, source: int, data: bytes) -> bytes:
         with _patience.of(self.rank):
-            return super().from_first(data)
+            return super().from_rank(source, data)
 
     def broadcast(self, data: torch.Tensor, source: int) -> Any:
         from_rank = source if self._group is None else dist.get_global_rank(self._group, source)

@@ -231,7 +231,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
             tree = {**tree, "state": {**target.state_dict()["state"], **tree["state"]}}
         target.load_state_dict(tree)
         if isinstance(target, torch.optim.Optimizer) and not body.get("cast"):
-            _keep_types(target, tree)
+            named.keep_types(target, tree)
     elif isinstance(target, torch.Tensor):
         if target.shape != tree.shape or (target.dtype != tree.dtype and not body.get("cast")):
             raise ValueError(f"{tree.dtype} {tuple(tree.shape)} in the commit, {target.dtype} {tuple(target.shape)}")
@@ -254,7 +254,7 @@ def _decode_optimizer(state: Mapping[str, Any], key: str, tree: Any, body: Mappi
     numbered = named.by_number(target, _names(state), key, tree)
     target.load_state_dict(numbered)
     if not body.get("cast"):
-        _keep_types(target, numbered)
+        named.keep_types(target, numbered)
 
 
 def _shows_twice(tensor: torch.Tensor) -> bool:
@@ -273,22 +273,6 @@ def _make_writable(module: torch.nn.Module) -> None:
                 part._buffers[name] = buffer.contiguous()
             elif buffer is not None and buffer.is_inference():
                 part._buffers[name] = buffer.clone()
-
-
-def _keep_types(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
-    """Put back what torch has cast: it brings an optimizer's state to the type of the parameter, and so would make
-    float32 moments of a bfloat16 parameter lose bits."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, values in tree["state"].items() if isinstance(tree.get("state"), dict) else ():
-        if not isinstance(number, int) or number >= len(parameters) or not isinstance(values, dict):
-            continue
-        live = optimizer.state.get(parameters[number], {})
-        for name, value in values.items():
-            found = live.get(name)
-            if name == "step" or not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
-                continue  # torch has its own rule for the step, by what the optimizer computes it on
-            if value.dtype != found.dtype:
-                live[name] = value.to(device=found.device)
 
 
 def migrated(module: torch.nn.Module) -> tuple[str, ...]:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
-
-import fsspec.asyn
 
 from everstep.storage.base import (
     Capabilities,
@@ -156,13 +153,6 @@ class AzureStore(FsspecStore):
         """A client of one blob, for `async with`."""
         container, key = self.at(name)
         return fs.service_client.get_blob_client(container=container, blob=key)
-
-    def run(self, doing: str, name: str, request: Callable[[Any], Awaitable[T]]) -> T:
-        """Run one request on the file system's loop."""
-        with self.translated(doing, name):
-            fs, _ = self.fs()
-            result: T = fsspec.asyn.sync(fs.loop, request, fs)
-            return result
 
     def _upload(self, name: str, data: Data, *, overwrite: bool) -> None:
         async def write(fs: Any) -> None:

@@ -13,11 +13,12 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
+import fsspec.asyn
 
 from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, check_folder, check_name
 from everstep.storage.errors import NotFound, StorageError, StoreUnusable, TerminalError
@@ -26,6 +27,8 @@ from everstep.storage.translate import EXPIRED_CODES, cannot_open, server_code, 
 
 # Settings of the fsspec file system (keys, endpoint and the like), or a function that gives fresh ones to each client.
 Options = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+T = TypeVar("T")
 
 
 class FsspecStore(ObjectStore):
@@ -131,6 +134,13 @@ class FsspecStore(ObjectStore):
                     raise StoreUnusable(cannot_open(self._url, self._scheme, e)) from e
                 self._made = (os.getpid(), fs, str(root).rstrip("/"))
             return self._made[1], self._made[2]
+
+    def run(self, doing: str, name: str, request: Callable[[Any], Awaitable[T]]) -> T:
+        """Run one request on the loop of a file system that is asynchronous."""
+        with self.translated(doing, name):
+            fs, _ = self.fs()
+            result: T = fsspec.asyn.sync(fs.loop, request, fs)
+            return result
 
     def forget(self) -> None:
         """Drop the client, and the credentials that it read."""

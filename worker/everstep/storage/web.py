@@ -7,11 +7,9 @@ older commit. Invariant: only a server's own 404 or 410 means that an object is 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
-
-import fsspec.asyn
 
 from everstep.storage.base import Capabilities, ObjectInfo, check_folder, check_name
 from everstep.storage.errors import NotFound, StoreUnusable, TerminalError
@@ -50,7 +48,7 @@ class WebStore(FsspecStore):
 
         root = self._url
         try:
-            return self._run("reading", name, read)
+            return self.run("reading", name, read)
         except TerminalError as e:
             if e.__cause__ is not None and server_code(e.__cause__)[1] == 416:
                 return b""
@@ -73,7 +71,7 @@ class WebStore(FsspecStore):
                 return sum([len(data) async for data in answer.content.iter_any()])
 
         try:
-            return self._run("looking at", name, look)
+            return self.run("looking at", name, look)
         except NotFound:
             return None
 
@@ -92,13 +90,6 @@ class WebStore(FsspecStore):
         return sorted(
             ObjectInfo(name, int(info["size"] or 0)) for name, info in listed if info and name.startswith(folder)
         )
-
-    def _run(self, doing: str, name: str, request: Callable[[Any], Awaitable[T]]) -> T:
-        """Run one request on the file system's loop."""
-        with self.translated(doing, name):
-            fs, _ = self.fs()
-            result: T = fsspec.asyn.sync(fs.loop, request, fs)
-            return result
 
     @contextmanager
     def translated(self, doing: str, name: str) -> Iterator[None]:

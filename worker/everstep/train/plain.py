@@ -19,6 +19,12 @@ VISITS = 2000  # objects that are looked at: it is done while others wait
 MOST = 4000  # values
 FEW = 16  # elements of a container
 LONG = 60  # characters of a value
+MOST_NAMED = 8  # variables in a text for a person
+# What to do about them.
+TRACK = (
+    "What steps change is tracked (`run.track(name=value)`; a number in a dictionary of its own), or computed anew in "
+    "each step from run.step"
+)
 _KINDS = frozenset({bool, int, float, complex, str})  # not what is derived from them: it has code of its own
 
 
@@ -64,6 +70,12 @@ def differences(theirs: Values, mine: Values) -> list[str]:
     """What both have, and is another value, as `alpha (0.5 there, 1.0 here)`; the shortest names first."""
     names = [name for name, value in theirs.items() if name in mine and mine[name] != value]
     return [f"{name} ({theirs[name]} there, {mine[name]} in the new process)" for name in sorted(names, key=_order)]
+
+
+def listed(differing: list[str]) -> str:
+    """The first few of `differences`, for a person."""
+    more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+    return f"{'; '.join(differing[:MOST_NAMED])}{more}"
 
 
 def _order(name: str) -> tuple[int, int, str]:

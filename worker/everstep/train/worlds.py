@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -21,6 +22,7 @@ from everstep.train.census import Census
 from everstep.train.feeding import Feed
 from everstep.train.gradients import Gradients
 from everstep.train.hooks import Hooks
+from everstep.train.optimizers import before_step, has_closure
 from everstep.train.randomness import settle
 from everstep.train.recovery import wrapped
 from everstep.train.recovery.reducers import Reducers
@@ -112,7 +114,14 @@ class Steady:
         if self._feed is not None:
             self._feed.agree(None if self._boundary.restored else self._boundary.first, self._boundary.same)
         self._gradients = Gradients(self._state)
+        for target in self._state.values() if self._check is not None else ():
+            if isinstance(target, torch.optim.Optimizer):
+                before_step(target, self._before_update)
         self._taken = 0
+
+    def _before_update(self, _: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        assert self._check is not None
+        self._check.update(has_closure(arguments, options))
 
     def ready(self) -> bool:
         self._all_left_out()

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.alike import to_bytes
-from everstep.train.plain import Values, differences, plain_values
+from everstep.train.plain import TRACK, Values, differences, listed, plain_values
 from everstep.train.playable import may_be_left
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.local_gradients import LocalGradients, is_own, pack, unpack
@@ -42,7 +42,6 @@ log = logging.getLogger("everstep.train")
 
 MOST_BUFFERS = 2**26  # bytes that rank 0 sends, in a step in which somebody plays
 MOST = 1000  # collectives that end with this rank's own values, in a part that cannot be left
-MOST_NAMED = 8  # variables in a refusal
 
 
 class Played(PeerLost):
@@ -293,10 +292,8 @@ def _refusal(name: str, rank: int, model: int, age: int, differing: list[str]) -
         f"have. {saved}"
     )
     if differing:
-        more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
-        text += f". Of the script's variables these differ: {'; '.join(differing[:MOST_NAMED])}{more}"
-    return text + (
-        ". What steps change is tracked (`run.track(name=value)`; a number in a dictionary of its own), or computed "
-        "anew in each step from run.step. If only the kernels of two machines differ so much, or the step reads RANK "
-        "from the environment and means to, start(rehearsal=False)"
+        text += f". Of the script's variables these differ: {listed(differing)}"
+    return (
+        f"{text}. {TRACK}. If only the kernels of two machines differ so much, or the step reads RANK from the "
+        "environment and means to, start(rehearsal=False)"
     )

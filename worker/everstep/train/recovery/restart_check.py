@@ -26,8 +26,7 @@ from typing import Any, Final
 import torch
 
 from everstep.train.boundary import Boundary
-from everstep.train.optimizers import before_step, has_closure
-from everstep.train.plain import Values, differences, plain_values
+from everstep.train.plain import TRACK, Values, differences, listed, plain_values
 from everstep.train.recovery.local_gradients import LocalGradients, pack, unpack
 from everstep.train.sources import program
 from everstep.train.step import LoopError
@@ -36,7 +35,6 @@ log = logging.getLogger("everstep.train")
 
 NEXT: Final = "next-step"  # the attachment of the process that has saved
 AGAIN: Final = "next-step-again"  # of the first one that was refused
-MOST_NAMED = 8  # variables in a refusal
 
 
 class RestartCheck:
@@ -50,7 +48,6 @@ class RestartCheck:
         self._program: str | None = None  # None: not asked yet, or nobody can tell
         self._gradients: LocalGradients | None = None
         self._sums: torch.Tensor | None = None
-        self._hooks: list[Any] = []
         self._values: Values = {}
         self._size = self._step = 0
         self._restored: int | None = None  # the step of the commit that this process began from
@@ -71,12 +68,6 @@ class RestartCheck:
         self._values = plain_values(sys._getframe(1))
         self._gradients = LocalGradients(self._state)
         self._gradients.begin()
-        optimizers = [target for target in self._state.values() if isinstance(target, torch.optim.Optimizer)]
-        self._hooks = [before_step(optimizer, self._before) for optimizer in optimizers]
-
-    def _before(self, _: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        if not has_closure(arguments, options):
-            self.over()
 
     def collective(self, name: str) -> None:
         """One of the program's begins in a step."""
@@ -84,7 +75,9 @@ class RestartCheck:
             self._gradients.collective(name)
 
     def update(self, closure: bool) -> None:
-        """Before an optimizer's step: it has a hook of its own, because under torchrun nobody calls this."""
+        """Before an optimizer's step, which has yet to compute gradients by its `closure`."""
+        if not closure:
+            self.over()
 
     def over(self) -> None:
         """The block of the step has ended, or the first of its optimizers steps."""
@@ -138,7 +131,7 @@ class RestartCheck:
             if differing:
                 log.info(
                     "this restart has the gradients of the run before it. Of the script's variables these differ: %s; "
-                    "what later steps read of them is to be tracked", _listed(differing),
+                    "what later steps read of them is to be tracked", listed(differing),
                 )  # fmt: skip
             return
         text = _refusal(name, self._step, differing)
@@ -158,9 +151,6 @@ class RestartCheck:
         raise LoopError(text)
 
     def _forget(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         if self._gradients is not None:
             self._gradients.end()
         self._gradients, self._sums, self._values = None, None, {}
@@ -187,11 +177,6 @@ def _unpacked(data: bytes) -> tuple[torch.Tensor, dict[str, Any]] | None:
     return (sums, head) if sums is not None and usable else None
 
 
-def _listed(differing: list[str]) -> str:
-    more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
-    return f"{'; '.join(differing[:MOST_NAMED])}{more}"
-
-
 def _refusal(name: str, step: int, differing: list[str]) -> str:
     text = (
         f"the run was started again from the commit of step {step}, and the step after it computes other gradients "
@@ -199,9 +184,8 @@ def _refusal(name: str, step: int, differing: list[str]) -> str:
         "something that a new process does not have. Nothing was saved since"
     )
     if differing:
-        text += f". Of the script's variables these differ: {_listed(differing)}"
-    return text + (
-        ". What steps change is tracked (`run.track(name=value)`; a number in a dictionary of its own), or computed "
-        "anew in each step from run.step. If it is meant to be another (a configuration file or data were changed), "
+        text += f". Of the script's variables these differ: {listed(differing)}"
+    return (
+        f"{text}. {TRACK}. If it is meant to be another (a configuration file or data were changed), "
         "start(rehearsal=False)"
     )
