@@ -67,7 +67,7 @@ def test_world_trains_on_while_strangers_answer_for_its_round_store_and_nothing_
     assert [agent.process.poll() for agent in agents] == [None, None]
     assert [agent.trainers() for agent in agents] == trainers
 
-    # What is lost meanwhile is back when the store is: whoever joins waits, whatever is answered.
+    # The store forgets nothing while it is away: an agent that joins waits for it, whatever is answered.
     at = run.kill(agents[1])
     pod = operators.create_pod(owner, 1, incarnation=1)
     agents[1] = start(pod)

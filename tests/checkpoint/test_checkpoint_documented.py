@@ -30,7 +30,7 @@ class Network(nn.Module):
 
 @pytest.fixture
 def names(tmp_path: Path) -> dict[str, Any]:
-    """What the examples have at hand: a run with steps 1 to 3, and models for it."""
+    """The examples have these at hand: a run with steps 1 to 3, and models for it."""
     torch.manual_seed(1)
     model, ema = Network(3), Network(3)
     checkpointer = everstep.Checkpointer(str(tmp_path / "run"), on_event=lambda kind, **_: None)

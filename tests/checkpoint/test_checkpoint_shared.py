@@ -1,4 +1,4 @@
-"""What a rank concludes from looking for rank 0's record; with real ranks it is in test_checkpoint_worlds.py."""
+"""A rank looks for rank 0's record, and concludes something; test_checkpoint_worlds.py does it with real ranks."""
 
 from typing import Any
 

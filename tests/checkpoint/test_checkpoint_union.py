@@ -6,14 +6,15 @@ test_hsdp_checkpoint, test_fsdp_tp_checkpoint_conversion).
 """
 
 import json
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_python import warm
+from worlds_of_processes import results_of
 
 PROGRAM = Path(__file__).with_name("unions.py")
+run = partial(results_of, PROGRAM)
 SAVED = {"experts": 4, "stages": 4, "pipeline": 4, "sharded": 4, "alike": 4, "plain": 3}
 LOADED = {
     "experts": (2, 1, 3),
@@ -27,22 +28,8 @@ LOADED = {
 pytestmark = pytest.mark.timeout(300)
 
 
-def run(out: Path, *specs: str) -> list[list[dict[str, Any]]]:
-    """Each world's results by rank. Fails with what the processes printed if any of them failed."""
-    out.mkdir(exist_ok=True)
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("EVERSTEP_")}
-    done = warm().run(PROGRAM, out, *specs, timeout=280, env=variables)
-    assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout.splitlines()[-1])
-    assert not any(any(world) for world in codes), (codes, done.stderr)
-    return [
-        [json.loads((out / f"{number}-{rank}.json").read_text()) for rank in range(len(world))]
-        for number, world in enumerate(codes)
-    ]
-
-
 def together(world: list[dict[str, Any]]) -> dict[str, str]:
-    """What the ranks told of each name, which is the same on all that hold it."""
+    """The digest of each name, which all ranks that hold it have told alike."""
     found: dict[str, str] = {}
     for result in world:
         for name, digest in result["told"].items():

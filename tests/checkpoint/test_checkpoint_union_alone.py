@@ -1,4 +1,4 @@
-"""What a union is, in one process: trees that are merged and taken apart, and optimizers by name."""
+"""Unions in one process: trees are merged and taken apart, and optimizers go by name."""
 
 import re
 from typing import Any

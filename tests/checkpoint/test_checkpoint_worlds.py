@@ -4,34 +4,20 @@ Real processes over gloo: see `worlds.py`. Each test starts one program, which r
 """
 
 import json
-import os
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from warm_python import warm
+from worlds_of_processes import results_of
 
 import everstep
 
 PROGRAM = Path(__file__).with_name("worlds.py")
+run = partial(results_of, PROGRAM)
 LOADED = (1, 3, 7, 16)
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def run(out: Path, *specs: str) -> list[list[dict[str, Any]]]:
-    """Each world's results by rank. Fails with what the processes printed if any of them failed."""
-    out.mkdir(exist_ok=True)
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("EVERSTEP_")}
-    done = warm().run(PROGRAM, out, *specs, timeout=280, env=variables)
-    assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout.splitlines()[-1])
-    assert not any(any(world) for world in codes), (codes, done.stderr)
-    return [
-        [json.loads((out / f"{number}-{rank}.json").read_text()) for rank in range(len(world))]
-        for number, world in enumerate(codes)
-    ]
 
 
 def sizes(root: Path) -> list[int]:

@@ -46,6 +46,14 @@ def noted(folder: Path, name: str) -> list[Path]:
     return list(folder.glob(f"data/*/{name}.bin"))
 
 
+def crash_when_noted(folder: Path, *, waits: bool = True) -> None:
+    """`waits`: for a note of the step behind the commit, which comes from a thread of its own."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while waits and not noted(folder, NEXT) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    raise Crash
+
+
 def train(
     folder: Path,
     factor: Callable[[], float],
@@ -66,10 +74,7 @@ def train(
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(run.loader(DATA, global_batch=8), until=until):
             if crash and step.number == crash:
-                deadline = time.monotonic() + WAIT_SECONDS
-                while rehearsal and not noted(folder, NEXT) and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                raise Crash
+                crash_when_noted(folder, waits=rehearsal)
             with step as batch:
                 if stop and step.number == stop:
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -198,10 +203,7 @@ def test_two_optimizers_in_a_step_are_compared_by_what_comes_before_the_first(tm
             run.track(first=first, second=second, one=one, two=two)
             for step in run.steps(run.loader(DATA, global_batch=8), until=8):
                 if crash and step.number == crash:
-                    deadline = time.monotonic() + WAIT_SECONDS
-                    while not noted(tmp_path, NEXT) and time.monotonic() < deadline:
-                        time.sleep(0.01)
-                    raise Crash
+                    crash_when_noted(tmp_path)
                 with step as batch:
                     if stop and step.number == stop:
                         os.kill(os.getpid(), signal.SIGTERM)
