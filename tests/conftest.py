@@ -20,6 +20,7 @@ from testcluster import handle, packages, programs, project, stores
 from testcluster.controlplane import ControlPlane
 from testcluster.proc import ClusterError
 from testcluster.s3 import S3Server
+from turns import Turns
 
 ROOT = Path(__file__).parent
 FIXTURE_PROGRAMS = {
@@ -69,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[DECLARED] = Declared()
+    config.pluginmanager.register(Turns())
     config.pluginmanager.register(Hung(slack=60, limit=float(config.getini("timeout"))))
     if config.option.collectonly or hasattr(config, "workerinput"):  # xdist's workers have what their controller has
         return

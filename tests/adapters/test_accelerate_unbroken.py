@@ -10,7 +10,10 @@ from adapter_run import HERE
 from unbroken_run import SIZE, TORCHRUN, Played, differing
 from unbroken_run import play as play_script
 
-pytestmark = pytest.mark.timeout(600)  # two runs, and the import of a framework, on a machine that does much else
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.turns(2),
+]  # two runs, and the import of a framework, on a machine that does much else
 
 STEPS = 12  # 64 samples, 12 a step, the last step of each of 2 epochs with 4
 PRELOAD = "accelerate,accelerate.data_loader,everstep.train.adapters.accelerate"

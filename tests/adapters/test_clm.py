@@ -17,7 +17,10 @@ from adapter_run import HERE
 from unbroken_run import AGENT, SIZE, TORCHRUN, Played, differing
 from unbroken_run import play as play_script
 
-pytestmark = pytest.mark.timeout(600)  # two runs, and the import of a framework, on a machine that does much else
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.turns(2),
+]  # two runs, and the import of a framework, on a machine that does much else
 
 STEPS = 12  # 72 samples, 6 a step, a remainder
 GUIDE = Path(__file__).parents[2] / "docs" / "how-to-convert.md"

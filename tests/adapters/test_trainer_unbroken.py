@@ -10,7 +10,10 @@ from adapter_run import HERE
 from unbroken_run import SIZE, Played, differing
 from unbroken_run import play as play_script
 
-pytestmark = pytest.mark.timeout(600)  # two runs, and the import of a framework, on a machine that does much else
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.turns(2),
+]  # two runs, and the import of a framework, on a machine that does much else
 
 STEPS = 12  # 96 samples, 24 a step, 3 epochs
 PRELOAD = "transformers.trainer,everstep.train.adapters.huggingface"

@@ -14,7 +14,7 @@ import torch
 import warm_agent
 from warm_python import warm
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 SIZE, SAMPLES, BATCH = 3, 50, 4
 
 BEFORE = """

@@ -11,7 +11,7 @@ from ordinary_scripts import play, said
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(2)]
 
 OWN_GROUPS = """
 with everstep.start() as run:

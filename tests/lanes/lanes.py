@@ -1,6 +1,7 @@
 """The lanes of tests: `lanes.py LANE…` runs them one after another, and ends with the tests that had to be repeated.
 
-A lane that fails is the last one that runs. What its tests start is made sure of first (`testcluster/packages.py`).
+A lane that fails is the last one that runs. What its tests start is made sure of first (`testcluster/packages.py`). Of
+the tests that take turns (`turns.py`), those of the present commit run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "cluster")]
 from repeats import Repeated, play, report  # noqa: E402
 from testcluster import packages  # noqa: E402
 from testcluster.proc import ClusterError  # noqa: E402
+from turns import TURN, of_commit  # noqa: E402
 
 STATE = ROOT / ".everstep" / "lanes"
 REPEATED = ROOT / ".everstep" / "repeated-tests.txt"
@@ -66,6 +68,8 @@ def main() -> int:
     parser.add_argument("lane", nargs="+", choices=sorted(LANES))
     names = parser.parse_args().lane
     os.chdir(ROOT)  # the names of tests count from here
+    turn = os.environ.setdefault(TURN, str(of_commit(ROOT)))
+    print(f"##### of tests that take turns, those of {TURN}={turn}\n", flush=True)
     repeated: list[Repeated] = []
     problem, began = "", time.monotonic()
     for name in names:

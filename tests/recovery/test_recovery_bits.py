@@ -21,7 +21,7 @@ from recovery_script import Wanted
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(2)]
 
 Play = Callable[..., Agents]
 

@@ -20,7 +20,7 @@ from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.manifest import CommitRecord, OpenRecord
 from everstep.storage import open_store
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]
 
 Play = Callable[..., Agents]
 JOB = {"EVERSTEP_JOB_UID": "uid-1", "EVERSTEP_JOB_CREATED": "1795262400", "EVERSTEP_POD_NAME": "w0-0"}

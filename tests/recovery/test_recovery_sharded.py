@@ -25,7 +25,7 @@ from standstill import go_on
 from everstep.contract import exit_codes
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
-pytestmark = pytest.mark.timeout(180 + 15 * KILLS)
+pytestmark = [pytest.mark.timeout(180 + 15 * KILLS), pytest.mark.turns(2)]
 
 SCRIPT = str(Path(__file__).with_name("sharded_script.py"))
 

@@ -9,7 +9,7 @@ from etcd_server import EtcdCluster
 from local_job import LocalJob
 from rows import HERE, LOCALLY, ROWS, Row
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.turns(3)]
 
 
 @pytest.mark.parametrize(

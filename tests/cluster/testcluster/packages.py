@@ -39,6 +39,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "rendezvous": (*NETWORKS, *CERTIFICATES),
     "run": ("make",),
     "soak": ("git", "make"),
+    "unit": ("git",),
 }
 # Marker → further programs of the tests that have it.
 MARKERS: dict[str, tuple[str, ...]] = {"kind": (*DOCKER, *BOOTSTRAP, *CERTIFICATES)}
