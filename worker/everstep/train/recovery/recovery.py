@@ -252,9 +252,8 @@ class Recovery:
         return round_
 
     def _form(self, round_: Round) -> forming.Formed:
-        parts = self.program.parts(round_.rank, round_.world_size)
-        if self._sharded is not None:
-            parts = (*self._sharded.mesh.parts(round_.rank, round_.world_size), *parts)
+        of_mesh = self._sharded.mesh.parts(round_.rank, round_.world_size) if self._sharded is not None else ()
+        parts = (*of_mesh, *self.program.parts(round_.rank, round_.world_size))
         return forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS, parts, self.program.made)
 
     def _did_not_come(self, round_: Round, why: Exception) -> None:
