@@ -154,8 +154,8 @@ class Job(Player):
         pod = self.pod(index)
         script = (
             f"for p in /proc/[0-9]*; do grep -qs 'pod{pod['metadata']['uid']}' $p/cgroup "
-            "&& tr '\\0' ' ' <$p/cmdline | grep -qE 'torchrun|everstep-run' && kill -9 ${p#/proc/} "
-            "&& date '+killed %s.%N'; done; true"
+            "&& tr '\\0' ' ' <$p/cmdline | grep -qE 'torchrun|torch.distributed.run|everstep-run' "
+            "&& kill -9 ${p#/proc/} && date '+killed %s.%N'; done; true"
         )
         done = ("docker", "exec", pod["spec"].get("nodeName", ""), "bash", "-c", script)
 
