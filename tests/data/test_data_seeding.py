@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from everstep.data import DataError, ElasticLoader, sample_rng
 from everstep.data.order import Shuffled, order_of
@@ -118,3 +118,52 @@ def test_workers_that_begin_in_the_middle_of_an_epoch_draw_what_others_would_hav
 def test_sample_generator_outside_a_loader_is_refused() -> None:
     with pytest.raises(DataError, match="while an everstep loader reads a sample"):
         sample_rng(3)
+
+
+class Rows(TensorDataset):
+    """One that draws, of a kind that does not."""
+
+    def __getitem__(self, index: int) -> Any:
+        return *super().__getitem__(index), torch.randint(2**31, ()), random.randrange(2**31)
+
+
+class Watched(torch.Tensor):
+    """Whose own code sees its rows being read."""
+
+
+def rows(dataset: Any, world: int) -> dict[int, tuple[int, ...]]:
+    found = {}
+    for rank in range(world):
+        for batch in ElasticLoader(dataset, global_batch=12, rank=rank, world_size=world, seed=5):
+            columns = zip(*(column.tolist() for column in batch.data), strict=True)
+            found.update({row[0]: row[1:] for row in list(columns)[: batch.count]})
+    return found
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda d: d, lambda d: Subset(d, range(24)), lambda d: ConcatDataset([d, Rows(d.tensors[0][:0])])]
+)
+def test_dataset_of_tensors_that_draws_draws_the_same_at_any_world_size(wrap: Any) -> None:
+    dataset = wrap(Rows(torch.arange(24)))
+    alone = rows(dataset, 1)
+    assert len(set(alone.values())) == 24
+    assert alone == rows(dataset, 3)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sets"),
+    [
+        (TensorDataset(torch.arange(4)), False),
+        (Subset(TensorDataset(torch.arange(4)), [0, 1, 2, 3]), False),
+        (ConcatDataset([TensorDataset(torch.arange(2)), TensorDataset(torch.arange(2, 4))]), False),
+        (TensorDataset(torch.arange(4).as_subclass(Watched)), True),
+        (ConcatDataset([TensorDataset(torch.arange(2)), Numbers(2)]), True),
+    ],
+)
+def test_generators_are_set_for_each_sample_unless_nothing_can_draw(
+    dataset: Any, sets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr("everstep.data.fetching.seed_generators", seeded.append)
+    assert sum(batch.count for batch in ElasticLoader(dataset, global_batch=4, collate_fn=list)) == 4
+    assert len(seeded) == (4 if sets else 0)

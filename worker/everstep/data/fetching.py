@@ -9,7 +9,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, get_worker_info
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
 
 from everstep.data.generators import Held, held_by, kept
 from everstep.data.seeding import Reading, generators_kept, reading, sample_seed, seed_generators
@@ -29,12 +30,13 @@ class Fetching(Dataset[Any]):
 
     Without it, a dataset that can read many samples at once (`__getitems__`) does so; a worker's generators are set for
     each request then, because how many a worker has read before depends on how often the run was disturbed. In the
-    training process they are those of the step.
+    training process they are those of the step. So it is with torch's own datasets of tensors, which draw nothing:
+    setting three generators takes longer there than reading the sample.
     """
 
     def __init__(self, dataset: Any, seeded: bool) -> None:
         self._dataset = dataset
-        self._seeded = seeded
+        self._seeded = seeded and not _only_indexes(dataset)
         self._requests = 0
         self._held: tuple[Held, ...] = ()
 
@@ -86,3 +88,13 @@ class Fetching(Dataset[Any]):
                     generator.seed(value)
             found[row] = self._dataset[index]
         return found
+
+
+def _only_indexes(dataset: Any) -> bool:
+    """Whether a sample is rows of tensors, which no code but torch's own reads. A subclass may draw."""
+    kind = type(dataset)
+    if kind is TensorDataset:
+        return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+    if kind is Subset:
+        return _only_indexes(dataset.dataset)
+    return kind is ConcatDataset and all(map(_only_indexes, dataset.datasets))
