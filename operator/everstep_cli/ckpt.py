@@ -43,6 +43,7 @@ app = typer.Typer(
 Url = Annotated[str, typer.Argument(help="A folder, or file://, s3://, gs://, az:// and every other fsspec URL.")]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="The commit of this step; else the newest.")]
 Record = Annotated[int | None, typer.Option("--record", min=0, help="The commit with this number in the log.")]
+Tag = Annotated[str | None, typer.Option("--tag", help="The commit of this tag.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Options = Annotated[
     list[str] | None, typer.Option("--storage-option", metavar="NAME=VALUE", help="For the fsspec file system.")
@@ -69,12 +70,13 @@ def ls(url: Url, as_json: AsJson = False, storage_option: Options = None) -> Non
 
 @app.command("show")
 def show(
-    url: Url, step: Step = None, record: Record = None, tensors: Annotated[bool, typer.Option("--tensors")] = False,
+    url: Url, step: Step = None, record: Record = None, tag: Tag = None,
+    tensors: Annotated[bool, typer.Option("--tensors")] = False,
     as_json: AsJson = False, storage_option: Options = None,
 ) -> None:  # fmt: skip
     """What is in a commit: the keys of its state and their sizes; with --tensors each tensor."""
     with _catalog(url, storage_option) as (catalog, _):
-        found = catalog.find(step, record)
+        found = catalog.find(step, record, tag)
     if as_json:
         print(json.dumps(_described(found), indent=2))
         return
@@ -101,7 +103,7 @@ def show(
 
 @app.command("verify")
 def verify(
-    url: Url, step: Step = None, record: Record = None,
+    url: Url, step: Step = None, record: Record = None, tag: Tag = None,
     every: Annotated[bool, typer.Option("--all", help="Every commit that has its data.")] = False,
     as_json: AsJson = False, storage_option: Options = None,
 ) -> None:  # fmt: skip
@@ -109,7 +111,9 @@ def verify(
     with _catalog(url, storage_option) as (catalog, store):
         from everstep.checkpoint.chunks import verify as check  # noqa: PLC0415
 
-        records = [catalog.find(n=f.n) for f in _there(catalog, url).list()] if every else [catalog.find(step, record)]
+        records = (
+            [catalog.find(n=f.n) for f in _there(catalog, url).list()] if every else [catalog.find(step, record, tag)]
+        )
         results = [(r, check(store, r)) for r in records]
     if as_json:
         print(json.dumps([{"step": r.step, "n": r.n, "problems": list(p)} for r, p in results], indent=2))
@@ -133,23 +137,45 @@ def pin(url: Url, step: Step = None, record: Record = None, storage_option: Opti
 
 @app.command("unpin")
 def unpin(url: Url, step: Step = None, record: Record = None, storage_option: Options = None) -> None:
-    """Take a pin back; the next clean-up deletes the commit if it is old enough."""
+    """Take back a pin, or what a run's rules keep it by; the next clean-up deletes the commit if it is old enough."""
     with _catalog(url, storage_option) as (catalog, _):
         found = catalog.unpin(step, record)
     print(f"step {found.step} (record {found.n}) is not pinned")
+
+
+@app.command("tag")
+def tag(
+    url: Url,
+    name: Annotated[str, typer.Argument(help="1 to 64 letters, digits, '.', '_' and '-'.")],
+    step: Step = None, record: Record = None, storage_option: Options = None,
+) -> None:  # fmt: skip
+    """Call a commit by a name, and keep it until `untag`. The commit that had the name before loses it."""
+    with _catalog(url, storage_option) as (catalog, _):
+        found = catalog.tag(name, step, record)
+    print(f"step {found.step} (record {found.n}) is tagged {name}")
+
+
+@app.command("untag")
+def untag(
+    url: Url, name: Annotated[str, typer.Argument(help="The tag.")], storage_option: Options = None
+) -> None:  # fmt: skip
+    """Take a tag away; the commit stays as long as something else keeps it."""
+    with _catalog(url, storage_option) as (catalog, _):
+        catalog.untag(name)
+    print(f"no commit is tagged {name}")
 
 
 @app.command("restore")
 def restore(
     url: Url,
     dest: Annotated[str, typer.Argument(help="An empty folder or URL; a run with this checkpoint URL goes on there.")],
-    step: Step = None, record: Record = None, storage_option: Options = None,
+    step: Step = None, record: Record = None, tag: Tag = None, storage_option: Options = None,
 ) -> None:  # fmt: skip
     """Copy a commit to DEST as a log of its own, checked on the way: a run that is given DEST goes on from it."""
     with _catalog(url, storage_option) as (catalog, store):
         from everstep.checkpoint.copying import copy  # noqa: PLC0415
 
-        found = catalog.find(step, record)
+        found = catalog.find(step, record, tag)
         target = _open(dest, storage_option, to_write=True)
         at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         copied = copy(store, found, target, uuid.uuid4().hex, at)
@@ -180,13 +206,13 @@ def gc(
 def export(
     url: Url,
     dest: Annotated[Path, typer.Argument(help="A folder for the files.")],
-    step: Step = None, record: Record = None, storage_option: Options = None,
+    step: Step = None, record: Record = None, tag: Tag = None, storage_option: Options = None,
 ) -> None:  # fmt: skip
     """Write a commit as safetensors and JSON files that other tools open. Needs torch."""
     with _catalog(url, storage_option) as (catalog, store):
         from everstep.checkpoint.export import export as write  # noqa: PLC0415
 
-        found = catalog.find(step, record)
+        found = catalog.find(step, record, tag)
         names = write(store, found, dest)
     print(f"step {found.step}: {', '.join(names)} in {dest}")
 
@@ -242,7 +268,7 @@ def _fail(text: str, code: int) -> Any:
 
 
 def _state(f: Found) -> tuple[str, str]:
-    words = ["pinned"] * f.pinned
+    words = ["pinned"] * f.pinned + ["kept"] * f.kept + [f"tag {tag}" for tag in f.tags]
     if f.missing:
         return ", ".join([*words, f"damaged: {len(f.missing)} shards missing or cut"]), "red"
     if f.nonfinite:

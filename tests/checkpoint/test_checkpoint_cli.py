@@ -104,6 +104,19 @@ def test_pinned_commit_survives_gc_until_it_is_unpinned(url: str) -> None:
     assert done("gc", url, "--keep", "1") == "nothing to delete\n"
 
 
+def test_tagged_commit_survives_gc_and_is_found_by_its_tag(url: str) -> None:
+    assert done("tag", url, "good", "--step", "10") == "step 10 (record 1) is tagged good\n"
+    assert "tag good" in done("ls", url)
+    assert done("gc", url, "--keep", "1").count("deleted") == 1
+    assert done("verify", url, "--tag", "good").startswith("step 10  record 1  whole")
+    assert json.loads(done("ls", url, "--json"))[1]["tags"] == ["good"]
+    refused = ckpt("show", url, "--tag", "god")
+    assert (refused.returncode, "no commit is tagged 'god'; there are good" in refused.stderr) == (2, True)
+    assert done("untag", url, "good") == "no commit is tagged good\n"
+    assert done("gc", url, "--keep", "1").count("deleted") == 1
+    assert ckpt("tag", url, "a/b").returncode == 1
+
+
 def test_restore_makes_a_log_that_a_run_goes_on_from(url: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     assert done("restore", url, copy, "--step", "20").startswith("step 20: ")

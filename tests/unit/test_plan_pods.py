@@ -158,6 +158,14 @@ def test_checkpoint_settings_in_steps_are_given_instead_of_seconds() -> None:
     assert env["EVERSTEP_CHECKPOINT_EVERY_STEPS"] == "50"
     assert env["EVERSTEP_CHECKPOINT_KEEP"] == "2"
     assert "EVERSTEP_CHECKPOINT_EVERY_SECONDS" not in env
+    assert not [name for name in env if name.startswith("EVERSTEP_CHECKPOINT_KEEP_EVERY")]
+
+
+def test_what_is_kept_for_good_is_given_to_the_worker() -> None:
+    wanted = {"url": "s3://b/p", "keepEverySteps": 1000, "keepEveryHours": 6}
+    env = values(pods.worker_pod(job(checkpoint=wanted), 0, 1, 2, SETTINGS))
+    assert env["EVERSTEP_CHECKPOINT_KEEP_EVERY_STEPS"] == "1000"
+    assert env["EVERSTEP_CHECKPOINT_KEEP_EVERY_HOURS"] == "6"
 
 
 def test_template_with_nulls_makes_the_pod_that_absent_fields_make() -> None:

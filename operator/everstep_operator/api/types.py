@@ -183,6 +183,14 @@ class Checkpoint(ApiModel):
     keep: Annotated[Int32, Field(ge=1, le=100)] = Field(
         default=3, description="Newest valid commits that are never deleted."
     )
+    keep_every_steps: Annotated[Int32, Field(ge=1)] | None = Field(
+        default=None,
+        description="The first commit of each interval of so many steps is kept for good, beside the newest.",
+    )
+    keep_every_hours: Annotated[Int32, Field(ge=1, le=8760)] | None = Field(
+        default=None,
+        description="A commit so many hours after the one kept before it is kept for good, beside the newest.",
+    )
     secret_ref: SecretRef | None = Field(
         default=None, description="Secret with the store's credentials; its keys become variables of the workers only."
     )

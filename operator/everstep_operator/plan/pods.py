@@ -188,6 +188,10 @@ def _everstep(job: JobView, index: int, incarnation: int, settings: Settings) ->
     if (checkpoint := job.spec.checkpoint) is not None:
         found[env.CHECKPOINT_URL] = checkpoint.url
         found[env.CHECKPOINT_KEEP] = str(checkpoint.keep)
+        if checkpoint.keep_every_steps is not None:
+            found[env.CHECKPOINT_KEEP_EVERY_STEPS] = str(checkpoint.keep_every_steps)
+        if checkpoint.keep_every_hours is not None:
+            found[env.CHECKPOINT_KEEP_EVERY_HOURS] = str(checkpoint.keep_every_hours)
         if checkpoint.interval_seconds is not None:
             found[env.CHECKPOINT_EVERY_SECONDS] = str(checkpoint.interval_seconds)
         if checkpoint.every_steps is not None:

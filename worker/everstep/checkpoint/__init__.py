@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StateMismatch,
         UnsupportedVersion,
     )
+    from everstep.checkpoint.keep import Keep
     from everstep.checkpoint.rng import RngState
     from everstep.checkpoint.selection import LoadReport
     from everstep.checkpoint.union import Union
@@ -36,6 +37,7 @@ __all__ = [
     "Fenced",
     "FormatError",
     "Found",
+    "Keep",
     "LoadReport",
     "NoCommit",
     "Occupied",
@@ -51,6 +53,7 @@ _HOME = {
     "Catalog": "catalog",
     "Checkpointer": "checkpointer",
     "Found": "catalog",
+    "Keep": "keep",
     "LoadReport": "selection",
     "RngState": "rng",
     "SaveHandle": "writer",

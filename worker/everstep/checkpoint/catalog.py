@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Final
 
 from everstep.checkpoint import pins
 from everstep.checkpoint.chunks import verify
@@ -19,11 +20,15 @@ from everstep.checkpoint.commitlog import MAX_WALK, CommitLog
 from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.compactor import Compactor
 from everstep.checkpoint.errors import CheckpointError, NoCommit
+from everstep.checkpoint.keep import metrics_of
 from everstep.checkpoint.layout import folder_of, owner_of
 from everstep.checkpoint.log import Unreadable
 from everstep.checkpoint.manifest import CommitRecord, nonfinite_in
+from everstep.checkpoint.pins import Holds
 from everstep.checkpoint.retention import Delete
 from everstep.storage import ObjectStore
+
+NOTHING: Final = Holds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +44,17 @@ class Found:
     pinned: bool = False
     missing: tuple[str, ...] = ()  # shards that are not there, or of another size
     nonfinite: tuple[str, ...] = ()  # parameters that hold NaN or infinity, if the commit was marked for it
+    kept: bool = False  # beyond the newest ones, by the rules of the run: see `Keep`
+    tags: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)  # that `save` was given
 
     @classmethod
-    def of(cls, record: CommitRecord, pinned: bool = False, missing: tuple[str, ...] = ()) -> Found:
-        size = sum(s.bytes for s in record.shards)
-        bad = nonfinite_in(record)
-        return cls(record.step, record.n, record.save_id, record.at, record.world_size, size, pinned, missing, bad)
+    def of(cls, record: CommitRecord, held: Holds = NOTHING, missing: tuple[str, ...] = ()) -> Found:
+        size, save = sum(s.bytes for s in record.shards), record.save_id
+        return cls(
+            record.step, record.n, save, record.at, record.world_size, size, save in held.pinned, missing,
+            nonfinite_in(record), save in held.kept, held.tags_of(save), metrics_of(record.values),
+        )  # fmt: skip
 
 
 class Catalog:
@@ -66,18 +76,26 @@ class Catalog:
         """The newest commits that have their data, newest first. Older ones are history: their shards are deleted."""
         end = self._log.head().last  # first: what commits until now has its shards in the listing that follows
         sizes = sizes_in(self._store)
-        pinned = pins.pinned(self._store)
-        walked = itertools.islice(self._down_to_the_last(end, sizes), limit)
-        present = (r for r in walked if not r.shards or any(folder_of(s.path) in sizes for s in r.shards))
-        return tuple(Found.of(r, r.save_id in pinned, missing(r, sizes)) for r in present)
+        held = pins.holds(self._store)
+        free = {save: there for save, there in sizes.items() if save not in held.saves}
+        walked = {r.n: r for r in itertools.islice(self._down_to_the_last(end, free), limit)}
+        walked |= {r.n: r for r in self._held(held) if r.n <= end and not is_compacted(r)}
+        newest_first = (walked[n] for n in sorted(walked, reverse=True))
+        present = (r for r in newest_first if not r.shards or any(folder_of(s.path) in sizes for s in r.shards))
+        return tuple(Found.of(r, held, missing(r, sizes)) for r in present)
 
-    def find(self, step: int | None = None, n: int | None = None) -> CommitRecord:
-        """The newest commit, or the newest of `step`, or record `n`. Raises `NoCommit` if there is none."""
+    def find(self, step: int | None = None, n: int | None = None, tag: str | None = None) -> CommitRecord:
+        """The newest commit, or the newest of `step`, or record `n`, or that of `tag`. Raises `NoCommit` if there is
+        none, and `CheckpointError` if more than one of them is said."""
+        if tag is not None:
+            if step is not None or n is not None:
+                raise CheckpointError("give a step, a record or a tag, not two of them")
+            return self.tagged(tag)
         if n is not None:
             return self._record(n, step)
         steps = []
         deleted = ""
-        for record in itertools.chain(self._commits(), self._pinned()):
+        for record in itertools.chain(self._commits(), self._held()):
             if is_compacted(record):
                 if record.step == step and not deleted:
                     deleted = f": it was deleted, and record {record.n} is compacted"
@@ -97,18 +115,53 @@ class Catalog:
     def pin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
         """Keep a commit until `unpin`, whatever `keep` says and whoever cleans up. Raises `CheckpointError`."""
         record = self.find(step, n)
-        pins.pin(self._store, record, datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds"))
-        found = self._log.read(record.n)
-        if isinstance(found, CommitRecord) and is_compacted(found):  # of a commit without shards, all is in the record
-            pins.unpin(self._store, record)
-            raise NoCommit(_deleted(self._store.url, record))
+        pins.pin(self._store, record, _now())
+        self._refuse_deleted(record, pins.unpin)
         return record
 
     def unpin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
-        """Take a pin back. Raises `CheckpointError` if there is no such commit."""
+        """Take a pin back, and what a run's rules keep it by beyond the newest ones. A tag stays, and holds as well.
+        Raises `CheckpointError` if there is no such commit."""
         record = self.find(step, n)
         pins.unpin(self._store, record)
         return record
+
+    def tag(self, tag: str, step: int | None = None, n: int | None = None) -> CommitRecord:
+        """Call a commit `tag`, and keep it until `untag`; the commit that was called so before is not any more.
+        Raises `CheckpointError`, also for a tag that is no name: 1 to 64 letters, digits, '.', '_' and '-'."""
+        record = self.find(step, n)
+        pins.tag(self._store, record, tag, _now())
+        self._refuse_deleted(record, lambda store, _: pins.untag(store, tag))
+        return record
+
+    def untag(self, tag: str) -> None:
+        """Take a tag away; the commit stays as long as something else keeps it. Raises `NoCommit` if there is none."""
+        if not pins.untag(self._store, tag):
+            raise NoCommit(self._unknown(tag, pins.holds(self._store)))
+
+    def tagged(self, tag: str) -> CommitRecord:
+        """The commit of this tag. Raises `NoCommit` if there is none, `CheckpointError` if it was not moved whole."""
+        held = pins.holds(self._store)
+        saves = held.tags.get(tag, ())
+        found = {r.n: r for r in self._held(Holds(tags={tag: saves})) if r.save_id in saves}
+        if len(found) > 1:
+            steps = " and ".join(str(r.step) for r in found.values())
+            raise CheckpointError(
+                f"{self._store.url}: tag {tag!r} is on steps {steps}: moving it was cut off; tag the one that is meant"
+            )
+        for record in found.values():
+            return record
+        raise NoCommit(self._unknown(tag, held))
+
+    def _unknown(self, tag: str, held: Holds) -> str:
+        return f"{self._store.url}: no commit is tagged {tag!r}; there are {', '.join(held.tags) or 'no tags'}"
+
+    def _refuse_deleted(self, record: CommitRecord, withdraw: Callable[[ObjectStore, CommitRecord], object]) -> None:
+        """Of a commit without shards all is in the record: if that was compacted, there is nothing to hold."""
+        found = self._log.read(record.n)
+        if isinstance(found, CommitRecord) and is_compacted(found):
+            withdraw(self._store, record)
+            raise NoCommit(_deleted(self._store.url, record))
 
     def gc(self, keep: int, *, really: bool = True) -> tuple[Delete, ...]:
         """Delete the saves that are older than the newest `keep` commits that are there whole (by names and sizes), not
@@ -123,7 +176,9 @@ class Catalog:
         if head.open is None:
             return ()
         sizes = sizes_in(self._store)
-        walked = list(self._down_to_the_last(head.last, sizes))
+        held = pins.held(self._store)
+        free = {save: there for save, there in sizes.items() if save not in held}
+        walked = list(self._down_to_the_last(head.last, free))
         damaged = frozenset(r.n for r in walked if has_lost(self._store, r, sizes))
         commits = enough(walked, keep, lambda r: r.n in damaged)
         newest = owner_of(commits[0].save_id) if commits else None
@@ -169,10 +224,15 @@ class Catalog:
             if not is_compacted(record):
                 yield record
 
-    def _pinned(self) -> Iterator[CommitRecord]:
-        """The pinned commits: they may be older than a walk of the log goes."""
-        records = (self._log.read(n) for n in pins.pinned_commits(self._store))
+    def _held(self, held: Holds | None = None) -> Iterator[CommitRecord]:
+        """The commits that are held: they may be older than a walk of the log goes."""
+        found = pins.holds(self._store) if held is None else held
+        records = (self._log.read(n) for n in pins.held_commits(self._store, found))
         return (record for record in records if isinstance(record, CommitRecord))
+
+
+def _now() -> str:
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
 
 
 def _deleted(url: str, record: CommitRecord) -> str:

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from everstep.checkpoint import at_exit, attachments, opening
+from everstep.checkpoint import at_exit, attachments, opening, pins
 from everstep.checkpoint.alike import digests, digests_of_union
 from everstep.checkpoint.alive import Sign
 from everstep.checkpoint.arrangement import Arranger
@@ -40,6 +40,7 @@ from everstep.checkpoint.errors import (
 from everstep.checkpoint.finite import Nonfinite
 from everstep.checkpoint.fit import fit
 from everstep.checkpoint.holders import Holders
+from everstep.checkpoint.keep import Keep, numbers
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
 from everstep.checkpoint.manifest import MAX_STEP, OpenRecord
@@ -90,7 +91,8 @@ class Checkpointer:
 
     Arguments (defaults come from the `EVERSTEP_CHECKPOINT_*` variables that the operator sets):
     - `url`: a folder, `file://`, `s3://`, `gs://`, `az://`.
-    - `keep`: how many commits to keep (3).
+    - `keep`: how many of the newest commits to keep (3), or `everstep.checkpoint.Keep(last=3, every_steps=…,
+      every_hours=…, best=…)`, which keeps others beyond them.
     - `every_seconds` or `every_steps`: what `should_save` answers by (60 seconds if neither is given; with both, as
       soon as one of them is due).
     - `rank`, `world_size`: only checked against the process group. `process_group`: one that moves CPU tensors.
@@ -117,7 +119,7 @@ class Checkpointer:
         self,
         url: str | os.PathLike[str] | None = None,
         *,
-        keep: int | None = None,
+        keep: int | Keep | None = None,
         every_seconds: float | None = None,
         every_steps: int | None = None,
         rank: int | None = None,
@@ -261,19 +263,21 @@ class Checkpointer:
             self._events("save-skipped", step=step, error=IN_FLIGHT)
         return verdict is Verdict.SAVE
 
-    def save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, Any] | None = None) -> SaveHandle:
         """Copy `state` to host memory and make it durable in the background as the state after `step`.
 
         Every rank calls it at the same step; the state may change as soon as it returns. While the save before is in
         flight it waits for that one; while another waits already, this call does too: no save is left out.
+        `metrics`: numbers that belong to it, such as `{"loss": 2.1}`, for `Keep(best=…)` and `list`; those of rank 0
+        count.
 
         In the 1st, 2nd, 4th, 8th, … save the ranks' states are compared. If they differ nothing is committed, and the
         next `save` raises `StateMismatch` on rank 0, with the keys that do.
         """
         with self._saving:
-            return self._save(whole_step(step), state)
+            return self._save(whole_step(step), state, numbers(metrics))
 
-    def _save(self, step: int, state: Mapping[str, Any]) -> SaveHandle:
+    def _save(self, step: int, state: Mapping[str, Any], metrics: dict[str, float]) -> SaveHandle:
         if step < self._last:
             raise CheckpointError(
                 f"{self._store.url}: save({step}) after step {self._last} was saved or restored: the newest "
@@ -317,7 +321,7 @@ class Checkpointer:
                 buffer.staging.fill(arranged.plan, tensors) if tensors else None, arranged.entries,
                 captured.own_values, {k: v for k, v in captured.values.items() if k not in captured.unions},
                 arranged.checked, self._settings.nonfinite, told,
-                {k: captured.values[k] for k in sorted(captured.unions)}, held,
+                {k: captured.values[k] for k in sorted(captured.unions)}, held, metrics,
             )  # fmt: skip
             writer.submit(staged, handle)
         except BaseException as e:  # a signal too, whose handler may end the script
@@ -433,15 +437,32 @@ class Checkpointer:
     def pin(self, step: int | None = None, *, n: int | None = None) -> Found:
         """Keep the newest commit, that of `step`, or record `n`, until `unpin`: no clean-up deletes it, whoever cleans.
         Raises `CheckpointError` if there is none, or its deletion has begun."""
-        return Found.of(self._catalog.pin(step, n), pinned=True)
+        record = self._catalog.pin(step, n)
+        return Found.of(record, pins.holds(self._store))
 
     def unpin(self, step: int | None = None, *, n: int | None = None) -> Found:
-        """Take a pin back."""
-        return Found.of(self._catalog.unpin(step, n))
+        """Take a pin back, and what `Keep` holds the commit by beyond the newest ones. A tag stays."""
+        record = self._catalog.unpin(step, n)
+        return Found.of(record, pins.holds(self._store))
+
+    def tag(self, tag: str, step: int | None = None, *, n: int | None = None) -> Found:
+        """Call the newest commit, that of `step`, or record `n`, by a name, and keep it until `untag`. The commit that
+        had the name before loses it. Raises `CheckpointError` as `pin` does, and for a tag that is no name."""
+        record = self._catalog.tag(tag, step, n)
+        return Found.of(record, pins.holds(self._store))
+
+    def untag(self, tag: str) -> None:
+        """Take a tag away. Raises `NoCommit` if there is none."""
+        self._catalog.untag(tag)
+
+    def tagged(self, tag: str) -> Found:
+        """The commit of a tag: `restore(state, n=checkpointer.tagged("best-eval").n)`. Raises `NoCommit`."""
+        record = self._catalog.tagged(tag)
+        return Found.of(record, pins.holds(self._store))
 
     def gc(self) -> tuple[str, ...]:
         """Clean up now, as is done after each commit; the save ids of what was deleted."""
-        return tuple(delete.save_id for delete in self._catalog.gc(self._settings.keep))
+        return tuple(delete.save_id for delete in self._catalog.gc(self._settings.keep.last))
 
     def export(self, path: str | os.PathLike[str], step: int | None = None) -> tuple[str, ...]:
         """Write a commit (the newest) as safetensors and JSON files that other tools open into the folder `path`;

@@ -10,11 +10,13 @@ from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.compactor import Compactor
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.keep import Keep
 from everstep.checkpoint.layout import DATA, folder_of, owner_of, save_folder
 from everstep.checkpoint.loads import Loads
 from everstep.checkpoint.log import Unreadable
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, nonfinite_in
-from everstep.checkpoint.pins import delete_save, pinned
+from everstep.checkpoint.marker import Marker
+from everstep.checkpoint.pins import delete_save, held
 from everstep.checkpoint.retention import Delete, plan_retention
 from everstep.storage import ObjectStore, StorageError
 
@@ -28,14 +30,14 @@ Sizes = Mapping[str, Mapping[str, int]]  # save id → object → bytes
 
 
 class Cleaner:
-    """Keeps the newest `keep` commits of a log that `own` has open. `damaged` are records found unusable at restore,
-    `suspected` those that are whole, and that earlier runs died of."""
+    """Keeps what `keep` says of a log that `own` has open; a number is that of the newest commits. `damaged` are
+    records found unusable at restore, `suspected` those that are whole, and that earlier runs died of."""
 
     def __init__(
         self,
         store: ObjectStore,
         own: OpenRecord,
-        keep: int,
+        keep: int | Keep,
         damaged: frozenset[int],
         loads: Loads | None = None,
         *,
@@ -44,7 +46,9 @@ class Cleaner:
         self._store = store
         self._log = CommitLog(store)
         self._own = own
-        self._keep = keep
+        rules = keep if isinstance(keep, Keep) else Keep(keep)
+        self._keep = rules.last
+        self._marker = Marker(store, rules) if rules.more else None
         self._damaged = damaged
         self._suspected = suspected
         self._loads = loads
@@ -92,6 +96,10 @@ class Cleaner:
             if not self._read_below or gone:
                 below = (r for r in self._log.commits(newest.n) if isinstance(r, CommitRecord))
                 self._recent, self._read_below = [newest, *self._enough(below, is_lost)], True
+            if self._marker is not None:
+                self._compactor.again(
+                    self._marker.mark(newest.n, self._recent, sizes, lambda r: self._unfit(r, is_lost))
+                )
             known, self._recent = self._recent, self._enough(self._recent, is_lost)
             kept = {r.n for r in self._recent}
             self._compactor.retire(r for r in known if r.n not in kept)
@@ -110,6 +118,10 @@ class Cleaner:
             self._compactor.run(set(sizes) - {d.save_id for d in deleted})
         except (StorageError, CheckpointError) as e:
             log.warning("clean-up after a commit failed, the next one tries again: %s", e)
+
+    def _unfit(self, record: CommitRecord, is_lost: Callable[[CommitRecord], bool]) -> bool:
+        """Whether no run would go on from it."""
+        return bool(nonfinite_in(record)) or record.n in self._damaged | self._suspected or is_lost(record)
 
     def _enough(self, commits: Iterable[CommitRecord], is_lost: Callable[[CommitRecord], bool]) -> list[CommitRecord]:
         return enough(commits, self._keep, lambda r: r.n in self._damaged or is_lost(r), self._suspected)
@@ -183,7 +195,7 @@ def clean(
         damaged=damaged,
         open_n=open_n,
         sequence=sequence,
-        pinned=pinned(store),
+        pinned=held(store),
         marked=marked,
     )
     if not really:

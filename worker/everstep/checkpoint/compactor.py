@@ -32,6 +32,11 @@ class Compactor:
         """These commits are not among those to keep any more."""
         self._todo.update((record.n, record) for record in records)
 
+    def again(self, numbers: Iterable[int]) -> None:
+        """The commits of these records are not held any more; they are read again."""
+        for n in numbers:
+            self._todo.setdefault(n, None)
+
     def look(self, below: int) -> None:
         """Take up the records below `below`, the oldest commit to keep, that are too large to be compacted ones: a
         writer that died left them, or one of a release that did not compact."""

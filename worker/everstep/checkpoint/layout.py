@@ -16,6 +16,8 @@ ALIVE = "alive/"
 _RECORD = re.compile(r"log/(\d{12})\.json")
 _SHARD = re.compile(r"data/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
 _PIN = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})\.json")
+_HOLD = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(?:kept|tag-([A-Za-z0-9][A-Za-z0-9._-]{0,63}))\.json")
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOAD = re.compile(r"loads/(\d{12})/(\d{12})\.json")
 _ALIVE = re.compile(r"alive/(\d{12})\.json")
 _SAVE_ID = re.compile(r"(\d{12})-[0-9a-f]{8}-(\d{8})")
@@ -89,6 +91,31 @@ def pinned_save(name: str) -> str | None:
     """The save id that the object of this name pins, or None for anything else."""
     match = _PIN.fullmatch(name)
     return match[1] if match else None
+
+
+def holds_folder(identifier: str) -> str:
+    """The folder of what else keeps this save from being deleted: its tags, and the mark of retention."""
+    return f"{PINS}{identifier}/"
+
+
+def kept_name(identifier: str) -> str:
+    """The object that says that retention keeps this save."""
+    return f"{holds_folder(identifier)}kept.json"
+
+
+def tag_name(identifier: str, tag: str) -> str:
+    """The object that gives this save a name. Raises `ValueError` for a tag that no object may be called."""
+    if not _TAG.fullmatch(tag):
+        raise ValueError(
+            f"tag {tag!r}: 1 to 64 letters, digits, '.', '_' and '-' are expected, a letter or digit first"
+        )
+    return f"{holds_folder(identifier)}tag-{tag}.json"
+
+
+def held_save(name: str) -> tuple[str, str | None] | None:
+    """The save id and the tag (None: the mark of retention) in a name that the two above built, or None."""
+    match = _HOLD.fullmatch(name)
+    return (match[1], match[2]) if match else None
 
 
 def load_name(commit: int, open_n: int) -> str:

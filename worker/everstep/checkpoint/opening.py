@@ -18,6 +18,7 @@ from everstep.checkpoint.alive import wait_for_owner
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Fenced, Occupied, UnsupportedVersion
 from everstep.checkpoint.finite import Nonfinite
+from everstep.checkpoint.keep import Keep
 from everstep.checkpoint.log import Claim
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, decode_record, encode_record
 from everstep.checkpoint.ranks import Ranks
@@ -53,7 +54,7 @@ class Settings:
     """What was asked for: arguments first, then the environment, then defaults."""
 
     url: str
-    keep: int
+    keep: Keep
     every_seconds: float | None
     every_steps: int | None
     single_committer: bool
@@ -65,7 +66,7 @@ class Settings:
         cls,
         environ: Mapping[str, str],
         url: str | os.PathLike[str] | None,
-        keep: int | None,
+        keep: int | Keep | None,
         every_seconds: float | None,
         every_steps: int | None,
         single_committer: bool | None,
@@ -84,11 +85,13 @@ class Settings:
             every_steps = int(steps) if steps is not None else None
         if every_seconds is None and every_steps is None:
             every_seconds = DEFAULT_SECONDS
-        if keep is None:
-            keep = int(_number(environ, env.CHECKPOINT_KEEP) or DEFAULT_KEEP)
-        for name, value in (("keep", keep), ("every_steps", every_steps), ("every_seconds", every_seconds)):
+        last = keep.last if isinstance(keep, Keep) else keep
+        if last is None:
+            last = int(_number(environ, env.CHECKPOINT_KEEP) or DEFAULT_KEEP)
+        for name, value in (("keep", last), ("every_steps", every_steps), ("every_seconds", every_seconds)):
             if value is not None and (not isinstance(value, int | float) or not 0 < value < 1e9):
                 raise CheckpointError(f"{name}={value!r}: a positive number is expected")
+        rules = keep if isinstance(keep, Keep) else _rules(environ, int(last))
         if single_committer is None:
             said = environ.get(SINGLE_COMMITTER, "").lower()
             if said not in ("", "0", "false", "1", "true"):
@@ -103,9 +106,15 @@ class Settings:
         if policy not in ("refuse", "mark", "allow"):
             raise CheckpointError(f"nonfinite={policy!r}: one of 'refuse', 'mark' and 'allow' is expected")
         return cls(
-            url or environ.get(env.CHECKPOINT_URL, ""), keep, every_seconds, every_steps, single_committer,
+            url or environ.get(env.CHECKPOINT_URL, ""), rules, every_seconds, every_steps, single_committer,
             max_loads, cast(Nonfinite, policy),
         )  # fmt: skip
+
+
+def _rules(environ: Mapping[str, str], last: int) -> Keep:
+    """What stays, as the variables say beside `last`."""
+    steps = _number(environ, env.CHECKPOINT_KEEP_EVERY_STEPS)
+    return Keep(last, None if steps is None else int(steps), _number(environ, env.CHECKPOINT_KEEP_EVERY_HOURS))
 
 
 def connect(settings: Settings, options: Mapping[str, Any] | None) -> ObjectStore:

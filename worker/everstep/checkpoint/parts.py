@@ -43,6 +43,7 @@ class Staged:
     digests: Mapping[str, int] = field(default_factory=dict)  # of what is replicated, where it is compared
     union: Mapping[str, Json] = field(default_factory=dict)  # what this rank holds of unions, by key
     held: Mapping[str, int] = field(default_factory=dict)  # digests of the tensors in it that other ranks hold too
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the state, of which the coordinator's count
 
 
 def write_part(store: ObjectStore, staged: Staged) -> Part:

@@ -292,6 +292,8 @@ class Writer:
             values["ranks"] = [p.values for p in parts]
         if bad := sorted({name for p in parts for name in p.nonfinite}):
             values["nonfinite"] = list(bad)
+        if staged.metrics:
+            values["metrics"] = dict(staged.metrics)
         draft = CommitRecord(
             NONE, own.writer, own.round, own.job_uid, staged.step, staged.save_id, staged.world_size,
             self._stamp(now), own.n, NONE, shards, entries, values,

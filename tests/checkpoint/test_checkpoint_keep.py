@@ -1,0 +1,357 @@
+"""What stays beyond the newest commits: decided by rules, written as marks, and deleted by nobody's clean-up."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import everstep
+from everstep.checkpoint import CheckpointError, Keep, NoCommit, pins
+from everstep.checkpoint.catalog import Catalog
+from everstep.checkpoint.keep import Kept, plan_marks
+from everstep.checkpoint.layout import kept_name, owner_of, save_id, shard_name, tag_name
+from everstep.checkpoint.manifest import CommitRecord, Shard
+from everstep.checkpoint.marker import kept_of
+from everstep.checkpoint.retention import plan_retention
+from everstep.storage import MemoryStore, StoreUnusable
+from everstep.storage.faults import Fail, FaultStore
+
+WRITER = "0123456789abcdef"
+HOUR = 3600
+
+
+def commit(n: int, step: int, at: float = 0.0, **metrics: float) -> CommitRecord:
+    identifier = save_id(0, WRITER, n)
+    shard = Shard(shard_name(identifier, 0), 8, 64, ("0" * 32,))
+    stamp = f"2026-11-21T{int(at) // HOUR:02d}:{int(at) % HOUR // 60:02d}:00Z"
+    return CommitRecord(n, WRITER, 0, "", step, identifier, 1, stamp, 0, -1, (shard,), (), {"metrics": metrics})
+
+
+class Log:
+    """A log whose writer cleans up after each commit, by the pure functions alone."""
+
+    def __init__(self, keep: Keep) -> None:
+        self.keep = keep
+        self.commits: list[CommitRecord] = []  # newest first
+        self.marks: dict[str, Kept] = {}
+        self.data = set[str]()
+        self.pinned = set[str]()
+        self.damaged = set[int]()
+
+    def add(self, step: int, at: float = 0.0, *, cleans: bool = True, **metrics: float) -> CommitRecord:
+        record = commit(len(self.commits), step, at, **metrics)
+        self.commits.insert(0, record)
+        self.data.add(record.save_id)
+        if cleans:
+            self.clean()
+        return record
+
+    def clean(self) -> None:
+        usable = [kept_of(r) for r in self.commits if r.save_id in self.data and r.n not in self.damaged]
+        for mark in plan_marks(self.keep, self.marks.values(), usable):
+            self.marks[mark.save_id] = mark
+            if not mark.why:
+                del self.marks[mark.save_id]
+        plan = plan_retention(
+            self.data, self.commits, keep=self.keep.last, damaged=frozenset(self.damaged), open_n=0,
+            sequence=self.commits[0].n, pinned=frozenset(self.pinned | set(self.marks)),
+        )  # fmt: skip
+        self.data -= {d.save_id for d in plan}
+
+    @property
+    def steps(self) -> list[int]:
+        return [r.step for r in reversed(self.commits) if r.save_id in self.data]
+
+
+def kept(keep: Keep, commits: Iterable[tuple[int, float, dict[str, float]]]) -> list[int]:
+    log = Log(keep)
+    for step, at, metrics in commits:
+        log.add(step, at, **metrics)
+    return log.steps
+
+
+def test_first_commit_of_each_interval_of_steps_stays_for_good() -> None:
+    assert kept(Keep(2, every_steps=100), ((s, 0, {}) for s in range(20, 400, 20))) == [100, 200, 300, 360, 380]
+
+
+def test_saves_that_miss_the_multiples_are_kept_where_they_come_next() -> None:
+    # Saves by the clock come at any step: by the multiples alone none of these would stay.
+    steps = [37, 81, 119, 163, 207, 251, 299, 341]
+    assert kept(Keep(1, every_steps=100), ((s, 0, {}) for s in steps)) == [119, 207, 341]
+
+
+def test_commit_an_hour_after_the_one_that_was_kept_stays_for_good() -> None:
+    commits = [(i, i * HOUR / 4, {}) for i in range(1, 12)]
+    assert kept(Keep(1, every_hours=1), commits) == [1, 5, 9, 11]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", [3, 5]), ("max", [2, 6])])
+def test_best_commits_by_a_metric_stay_until_better_ones_come(mode: Any, best: list[int]) -> None:
+    losses = [5.0, 9.0, 1.0, math.nan, 2.0, 8.0, 4.0]
+    log = Log(Keep(1, best=2, metric="loss", mode=mode))
+    for step, loss in enumerate(losses, 1):
+        log.add(step, loss=loss)
+    log.add(8)  # has no loss
+    assert log.steps == [*best, 8]
+
+
+def test_of_equal_ones_the_newer_is_better() -> None:
+    log = Log(Keep(1, best=1))
+    for step in (1, 2, 3):
+        log.add(step, loss=1.0)
+    log.add(4, loss=2.0)
+    assert log.steps == [3, 4]
+
+
+def test_interval_is_kept_anew_after_going_back_behind_it() -> None:
+    log = Log(Keep(1, every_steps=100))
+    for step in (90, 105, 150, 40, 103, 160):  # restored step 40 after 150: what follows is another run of the interval
+        log.add(step)
+    assert log.steps == [105, 103, 160], "the abandoned one was kept for good, and the new run has its own"
+
+
+def test_commit_that_its_writer_died_before_marking_is_marked_by_the_next_one() -> None:
+    log = Log(Keep(1, every_steps=10))
+    log.add(5)
+    log.add(10, cleans=False)
+    log.add(11)
+    assert log.steps == [10, 11]
+
+
+def test_rules_that_are_dropped_let_nothing_go_that_was_kept_for_good() -> None:
+    log = Log(Keep(1, every_steps=10, best=1))
+    for step in (10, 15, 20, 25):
+        log.add(step, loss=float(step))
+    log.keep = Keep(1, every_hours=1000)
+    log.add(26)
+    assert log.steps[:2] == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"last": 0}, "last=0"), ({"last": True}, "last=True"), ({"every_steps": 0}, "every_steps=0"),
+        ({"every_steps": 1.5}, "every_steps=1.5"), ({"every_hours": 0}, "every_hours=0"),
+        ({"every_hours": math.nan}, "every_hours=nan"), ({"best": -1}, "best=-1"), ({"metric": ""}, "metric=''"),
+        ({"mode": "least"}, "mode='least'"), ({"last": 10**6}, "at most 10000"),
+    ],
+)  # fmt: skip
+def test_rule_that_is_none_is_named(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        Keep(**given)
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.integers(-3, 40),  # how far the step goes, or by how much the run has gone back
+        st.integers(0, 90),  # minutes since the commit before
+        st.one_of(st.none(), st.floats(0, 9)),
+        st.sampled_from(["", "", "", "pin", "damage", "dies"]),
+    ),
+    min_size=1, max_size=25,
+)  # fmt: skip
+
+
+@given(
+    st.builds(Keep, last=st.integers(1, 3), every_steps=st.one_of(st.none(), st.integers(1, 60)),
+              every_hours=st.one_of(st.none(), st.integers(1, 3)), best=st.integers(0, 3),
+              mode=st.sampled_from(["min", "max"])),
+    EVENTS,
+)  # fmt: skip
+def test_newest_and_pinned_and_kept_commits_are_never_deleted(keep: Keep, events: list[Any]) -> None:
+    log, step, at = Log(keep), 0, 0.0
+    good = set[str]()  # ever marked for good
+    for delta, minutes, loss, what in events:
+        step, at = max(0, step + delta if delta > 0 else step // 2), min(at + minutes * 60, 23 * HOUR)
+        metrics = {} if loss is None else {"loss": loss}
+        record = log.add(step, at, cleans=False, **metrics)
+        if what == "pin":
+            log.pinned.add(record.save_id)
+        elif what == "damage":
+            log.damaged.add(record.n)
+        if what != "dies":
+            log.clean()
+        good |= {m.save_id for m in log.marks.values() if {"steps", "hours"} & set(m.why)}
+        usable = [r for r in log.commits if r.n not in log.damaged]
+        assert {r.save_id for r in usable[: keep.last]} <= log.data
+        assert log.pinned <= log.data
+        assert good <= log.data
+        assert set(log.marks) <= log.data
+    log.clean()
+    # By force: the best of all usable commits that there ever were are there, as none of them could go before.
+    seen = sorted(
+        (r for r in log.commits if r.n not in log.damaged and r.values["metrics"]),
+        key=lambda r: (r.values["metrics"]["loss"] * (1 if keep.mode == "min" else -1), -r.n),
+    )
+    if not log.damaged:
+        assert {r.save_id for r in seen[: keep.best]} <= log.data
+    if keep.every_steps and len({r.step for r in log.commits}) == len(log.commits) and _grows(log.commits):
+        for number in range(1, step // keep.every_steps + 1):
+            inside = [r for r in reversed(log.commits) if r.step // keep.every_steps == number]
+            if inside and not log.damaged:
+                assert inside[0].save_id in log.data
+
+
+def _grows(commits: list[CommitRecord]) -> bool:
+    steps = [r.step for r in reversed(commits)]
+    return steps == sorted(steps)
+
+
+# With a store.
+
+
+def steps_of(store: Any) -> list[int]:
+    return [found.step for found in Catalog(store).list()]
+
+
+def train(runs: Any, store: Any, losses: dict[int, float], **options: Any) -> None:
+    run, _ = runs(store).begin(**options)
+    for step, loss in losses.items():
+        run.save(step, runs.state(step), metrics={"loss": torch.tensor(loss)}).wait(30)
+        runs.settle(run)
+    run.close()
+
+
+def test_run_keeps_what_its_rules_say_over_restarts_and_other_clean_ups(runs: Any) -> None:
+    store = MemoryStore()
+    rules = {"keep": Keep(1, every_steps=10, best=1)}
+    train(runs, store, {5: 0.5, 8: 3.0, 10: 4.0, 12: 5.0}, **rules)
+    assert steps_of(store) == [12, 10, 5]
+    train(runs, store, {20: 2.0, 23: 0.25}, **rules)
+    assert steps_of(store) == [23, 20, 10]
+    train(runs, store, {31: 9.0}, keep=1)  # a run without rules
+    Catalog(store).gc(1)
+    assert steps_of(store) == [31, 23, 20, 10]
+    found = {f.step: f for f in Catalog(store).list()}
+    assert [found[s].kept for s in (31, 23, 20, 10)] == [False, True, True, True]
+    assert dict(found[23].metrics) == {"loss": 0.25}
+    assert Catalog(store).verify(10) == ()
+    assert runs(store).restored() == 31
+    Catalog(store).unpin(10)
+    Catalog(store).gc(1)
+    assert steps_of(store) == [31, 23, 20]
+
+
+def test_kept_commit_older_than_a_long_log_is_listed_and_found(runs: Any) -> None:
+    store = FaultStore(MemoryStore())
+    runs(store).save(*range(10, 60), keep=Keep(1, every_steps=40))
+    before = len(store.calls)
+    assert steps_of(store) == [59, 40]
+    reads = [c for c in store.calls[before:] if c.startswith("get log/")]
+    assert len(reads) < 10, "the log between them is not walked"
+    assert Catalog(store).find(40).step == 40
+
+
+def test_commit_of_a_writer_that_died_before_its_clean_up_is_kept(runs: Any) -> None:
+    inner = MemoryStore()
+    rules = {"keep": Keep(1, every_steps=10)}
+    runs(inner).save(5, **rules)
+    store = FaultStore(inner)
+    run, _ = runs(store).begin(**rules)
+    run._writer._cleaner.clean = lambda: None  # dies right after the commit
+    run.save(10, runs.state(10)).wait(30)
+    del run
+    runs(inner).save(11, 12, **rules)
+    assert steps_of(inner) == [12, 10]
+
+
+def test_mark_gives_way_to_a_deletion_that_has_begun(runs: Any) -> None:
+    store = MemoryStore()
+    runs(store).save(1, 2)
+    record = Catalog(store).find(1)
+    faulty = FaultStore(store, {2: Fail(StoreUnusable("the cleaner dies here"))})
+    with pytest.raises(StoreUnusable):
+        pins.delete_save(faulty, record.save_id, [s.path for s in record.shards])
+    mark = Kept(record.save_id, record.n, 1, 0.0, {}, ("steps",))
+    assert not pins.mark_kept(store, mark)
+    assert pins.held(store) == frozenset()
+
+
+@pytest.mark.parametrize("name", [kept_name, lambda i: tag_name(i, "good")])
+def test_deletion_gives_way_to_a_mark_and_to_a_tag(runs: Any, name: Any) -> None:
+    store = MemoryStore()
+    runs(store).save(1, 2)
+    record = Catalog(store).find(1)
+    store.put(name(record.save_id), b"{}")
+    assert not pins.delete_save(store, record.save_id, [s.path for s in record.shards])
+    assert Catalog(store).verify(1) == ()
+
+
+def test_mark_that_is_damaged_holds_its_commit_all_the_same(runs: Any) -> None:
+    store = MemoryStore()
+    rules = {"keep": Keep(1, every_steps=10)}
+    runs(store).save(10, **rules)
+    store.put(kept_name(Catalog(store).find(10).save_id), b"not a mark")
+    runs(store).save(11, 12, **rules)
+    assert steps_of(store)[0] == 12
+    assert Catalog(store).verify(n=1) == ()
+
+
+def test_tag_names_a_commit_keeps_it_and_can_be_moved(runs: Any) -> None:
+    store = MemoryStore()
+    runs(store).save(1, 2, 3)
+    look = everstep.Checkpointer(store=store)
+    assert look.tag("best-eval", 1).tags == ("best-eval",)
+    assert look.tag("best-eval", 2).step == 2
+    look.tag("v1.0", 2)
+    assert look.tagged("best-eval").step == 2
+    Catalog(store).gc(1)
+    assert [(f.step, f.tags) for f in look.list()] == [(3, ()), (2, ("best-eval", "v1.0"))]
+    look.untag("best-eval")
+    Catalog(store).gc(1)
+    assert steps_of(store) == [3, 2], "the other tag holds it"
+    look.untag("v1.0")
+    Catalog(store).gc(1)
+    assert steps_of(store) == [3]
+
+
+def test_tag_that_cannot_be_is_refused_by_name(runs: Any) -> None:
+    store = MemoryStore()
+    runs(store).save(1)
+    look = everstep.Checkpointer(store=store)
+    for name in ("", "a/b", "../x", "x" * 65, ".hidden"):
+        with pytest.raises(CheckpointError, match="tag"):
+            look.tag(name, 1)
+    with pytest.raises(NoCommit, match="no commit is tagged 'x'; there are no tags"):
+        look.tagged("x")
+    look.tag("good", 1)
+    with pytest.raises(NoCommit, match="no commit is tagged 'x'; there are good"):
+        look.untag("x")
+
+
+def test_tag_that_was_not_moved_whole_is_told(runs: Any) -> None:
+    store = MemoryStore()
+    runs(store).save(1, 2)
+    Catalog(store).tag("good", 1)
+    two = Catalog(store).find(2)
+    pins._hold(store, two, lambda i: tag_name(i, "good"), pins._body(two, "now"), "tagged", lambda _: None)
+    with pytest.raises(CheckpointError, match="tag 'good' is on steps 2 and 1"):
+        Catalog(store).tagged("good")
+    Catalog(store).tag("good", 2)
+    assert Catalog(store).tagged("good").step == 2
+
+
+@pytest.mark.parametrize("bad", [{"loss": "low"}, {"loss": torch.zeros(2)}, {"": 1.0}, {"loss": None}])
+def test_metric_that_is_no_number_is_refused_before_anything_is_saved(runs: Any, bad: dict[str, Any]) -> None:
+    store = MemoryStore()
+    run, _ = runs(store).begin()
+    with pytest.raises(CheckpointError, match="metrics"):
+        run.save(1, runs.state(1), metrics=bad)
+    run.save(1, runs.state(1), metrics={"loss": math.nan, "accuracy": 1}).wait(30)
+    assert dict(Catalog(store).list()[0].metrics) == {"accuracy": 1.0}
+    assert owner_of(Catalog(store).list()[0].save_id) is not None
+
+
+def test_settings_of_the_operator_are_used(monkeypatch: pytest.MonkeyPatch, runs: Any) -> None:
+    monkeypatch.setenv("EVERSTEP_CHECKPOINT_KEEP", "1")
+    monkeypatch.setenv("EVERSTEP_CHECKPOINT_KEEP_EVERY_STEPS", "10")
+    store = MemoryStore()
+    runs(store).save(9, 10, 11, 12)
+    assert steps_of(store) == [12, 10]
+    monkeypatch.setenv("EVERSTEP_CHECKPOINT_KEEP_EVERY_STEPS", "0")
+    with pytest.raises(CheckpointError, match="every_steps=0"):
+        everstep.Checkpointer(store=store)

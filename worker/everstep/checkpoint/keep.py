@@ -1,0 +1,161 @@
+"""Which commits stay beyond the newest: the first of an interval of steps or hours, for good, and the best by a metric.
+
+Pure. What it decides is written as a mark beside the pins (`holds`), while the commit is still one of the newest: so
+what is kept for good does not depend on who cleans up later, nor on a walk of the whole log. Invariant: a mark for good
+is never taken back here; a mark for the best goes only when `best` better commits of the same metric have one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from everstep.checkpoint.errors import CheckpointError
+
+STEPS: Final = "steps"
+HOURS: Final = "hours"
+BEST: Final = "best"
+MAX_KEPT: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which commits stay. A commit stays if any of these says so.
+
+    - `last`: so many of the newest usable commits.
+    - `every_steps`: for good, the first commit of each interval of so many steps, from the second interval on: where
+      saves come at multiples of it, those.
+    - `every_hours`: for good, the first commit, and each one that is so many hours after the one kept before it.
+    - `best`: the so many best by `metric` of what `save(…, metrics={…})` was given; `mode` says whether "min" or "max"
+      is better. Of equal ones the newer is. A commit without the metric, or with NaN or infinity, is not among them.
+
+    Raises `CheckpointError` naming the field that is wrong.
+    """
+
+    last: int = 3
+    every_steps: int | None = None
+    every_hours: float | None = None
+    best: int = 0
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("last", self.last, 1),
+            ("every_steps", self.every_steps, 1),
+            ("best", self.best, 0),
+        ):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise CheckpointError(f"keep: {name}={value!r}: an integer of at least {least} is expected")
+        hours = self.every_hours
+        if hours is not None and (not isinstance(hours, int | float) or not 0 < hours < math.inf):
+            raise CheckpointError(f"keep: every_hours={hours!r}: a positive number of hours is expected")
+        if self.best > MAX_KEPT or self.last > MAX_KEPT:
+            raise CheckpointError(f"keep: last and best may be at most {MAX_KEPT}; for more, use every_steps")
+        if not isinstance(self.metric, str) or not self.metric:
+            raise CheckpointError(f"keep: metric={self.metric!r}: the name of a metric is expected, such as 'loss'")
+        if self.mode not in ("min", "max"):
+            raise CheckpointError(f"keep: mode={self.mode!r}: 'min' or 'max' is expected")
+
+    @property
+    def more(self) -> bool:
+        """Whether it keeps anything but the newest."""
+        return self.every_steps is not None or self.every_hours is not None or self.best > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A commit and why it is kept: `why` holds "steps", "hours" and "best <metric>". `at`: seconds since the epoch."""
+
+    save_id: str
+    n: int
+    step: int
+    at: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    why: tuple[str, ...] = ()
+
+
+def metrics_of(values: object) -> dict[str, float]:
+    """The metrics in the `values` of a commit's record; what is not a number is left out."""
+    found = values.get("metrics") if isinstance(values, dict) else None
+    if not isinstance(found, dict):
+        return {}
+    return {
+        name: float(value) for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def numbers(metrics: Mapping[str, object] | None) -> dict[str, float]:
+    """The metrics as a record can hold them: NaN and infinity, which a loss may well be, are left out.
+
+    Raises `CheckpointError` naming what is no number: a tensor of one element is one.
+    """
+    found: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(f"metrics: the name {name!r} is no text")
+        try:
+            number = None if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+        if number is None:
+            raise CheckpointError(f"metrics[{name!r}]={value!r}: a number, or a tensor of one element, is expected")
+        if math.isfinite(number):
+            found[name] = number
+    return found
+
+
+def plan_marks(keep: Keep, marked: Iterable[Kept], commits: Iterable[Kept]) -> tuple[Kept, ...]:
+    """The marks to write, in order of the log: each as it should be, where it is not so by now. One whose `why` is
+    empty is to be taken away.
+
+    `marked` are the marks that exist; `commits` the usable commits that are there, in any order.
+    """
+    before = {m.save_id: m for m in marked}
+    found = dict(before)
+    order = sorted({c.save_id: c for c in commits}.values(), key=lambda c: c.n)
+    for commit in order:
+        found.setdefault(commit.save_id, replace(commit, why=()))
+    for commit in order:
+        older = _led_to(commit, found.values())
+        mine = set(found[commit.save_id].why)
+        if keep.every_steps is not None and _begins_interval(commit.step, keep.every_steps, older):
+            mine.add(STEPS)
+        if keep.every_hours is not None and _is_due(commit.at, keep.every_hours * 3600, older):
+            mine.add(HOURS)
+        found[commit.save_id] = replace(found[commit.save_id], why=tuple(sorted(mine)))
+    if keep.best:
+        why = f"{BEST} {keep.metric}"
+        best = {m.save_id for m in _best(keep, list(found.values()))}
+        for name, mark in found.items():
+            mine = set(mark.why) - {why} | ({why} if name in best else set())
+            found[name] = replace(mark, why=tuple(sorted(mine)))
+    told = (m for name, m in found.items() if m.why != (before[name].why if name in before else ()))
+    return tuple(sorted(told, key=lambda m: m.n))
+
+
+def _led_to(commit: Kept, known: Iterable[Kept]) -> list[Kept]:
+    """Those that the commit goes on from: not those of steps behind which the run has gone back since."""
+    least, found = commit.step, []
+    for mark in sorted((m for m in known if m.n < commit.n), key=lambda m: -m.n):
+        if mark.step < least:
+            found.append(mark)
+            least = mark.step
+    return found
+
+
+def _begins_interval(step: int, interval: int, older: Sequence[Kept]) -> bool:
+    number = step // interval
+    return number > 0 and not any(STEPS in m.why and m.step // interval == number for m in older)
+
+
+def _is_due(at: float, seconds: float, older: Sequence[Kept]) -> bool:
+    return not any(HOURS in m.why and at - m.at < seconds for m in older)
+
+
+def _best(keep: Keep, known: Sequence[Kept]) -> list[Kept]:
+    sign = 1.0 if keep.mode == "min" else -1.0
+    able = [m for m in known if math.isfinite(m.metrics.get(keep.metric, math.nan))]
+    return sorted(able, key=lambda m: (sign * m.metrics[keep.metric], -m.n))[: keep.best]
