@@ -13,10 +13,8 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,14 +23,23 @@ from rich.table import Table
 from rich.text import Text
 
 from everstep.contract import redact
+from everstep_cli import ckpt_convert
+from everstep_cli.ckpt_common import (
+    DAMAGED,
+    AsJson,
+    Options,
+    Record,
+    Step,
+    Tag,
+    Url,
+    catalog_of,
+    fail,
+    open_for,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from everstep.checkpoint.catalog import Catalog, Found
     from everstep.checkpoint.manifest import CommitRecord
-    from everstep.storage import ObjectStore
-
-DAMAGED, USAGE, STORE = 1, 2, 3
-PATIENCE = 15.0  # seconds that a store may stay away while a person waits
 
 app = typer.Typer(
     help="List, check, pin, copy and export the commits below a checkpoint URL.",
@@ -40,20 +47,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Url = Annotated[str, typer.Argument(help="A folder, or file://, s3://, gs://, az:// and every other fsspec URL.")]
-Step = Annotated[int | None, typer.Option("--step", min=0, help="The commit of this step; else the newest.")]
-Record = Annotated[int | None, typer.Option("--record", min=0, help="The commit with this number in the log.")]
-Tag = Annotated[str | None, typer.Option("--tag", help="The commit of this tag.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-Options = Annotated[
-    list[str] | None, typer.Option("--storage-option", metavar="NAME=VALUE", help="For the fsspec file system.")
-]
+ckpt_convert.add_to(app)
 
 
 @app.command("ls")
 def ls(url: Url, as_json: AsJson = False, storage_option: Options = None) -> None:
     """The commits that have their data, newest first. Looks at names and sizes, not at the bytes: see `verify`."""
-    with _catalog(url, storage_option) as (catalog, _):
+    with catalog_of(url, storage_option) as (catalog, _):
         found = _there(catalog, url).list()
     if as_json:
         print(json.dumps([asdict(f) for f in found], indent=2))
@@ -75,7 +75,7 @@ def show(
     as_json: AsJson = False, storage_option: Options = None,
 ) -> None:  # fmt: skip
     """What is in a commit: the keys of its state and their sizes; with --tensors each tensor."""
-    with _catalog(url, storage_option) as (catalog, _):
+    with catalog_of(url, storage_option) as (catalog, _):
         found = catalog.find(step, record, tag)
     if as_json:
         print(json.dumps(_described(found), indent=2))
@@ -108,7 +108,7 @@ def verify(
     as_json: AsJson = False, storage_option: Options = None,
 ) -> None:  # fmt: skip
     """Read every byte of a commit and check it. Exit code 1 names the files that are damaged."""
-    with _catalog(url, storage_option) as (catalog, store):
+    with catalog_of(url, storage_option) as (catalog, store):
         from everstep.checkpoint.chunks import verify as check  # noqa: PLC0415
 
         records = (
@@ -130,7 +130,7 @@ def verify(
 @app.command("pin")
 def pin(url: Url, step: Step = None, record: Record = None, storage_option: Options = None) -> None:
     """Keep a commit, whatever a job's `keep` says, until `unpin`."""
-    with _catalog(url, storage_option) as (catalog, _):
+    with catalog_of(url, storage_option) as (catalog, _):
         found = catalog.pin(step, record)
     print(f"step {found.step} (record {found.n}) is pinned")
 
@@ -138,7 +138,7 @@ def pin(url: Url, step: Step = None, record: Record = None, storage_option: Opti
 @app.command("unpin")
 def unpin(url: Url, step: Step = None, record: Record = None, storage_option: Options = None) -> None:
     """Take back a pin, or what a run's rules keep it by; the next clean-up deletes the commit if it is old enough."""
-    with _catalog(url, storage_option) as (catalog, _):
+    with catalog_of(url, storage_option) as (catalog, _):
         found = catalog.unpin(step, record)
     print(f"step {found.step} (record {found.n}) is not pinned")
 
@@ -150,7 +150,7 @@ def tag(
     step: Step = None, record: Record = None, storage_option: Options = None,
 ) -> None:  # fmt: skip
     """Call a commit by a name, and keep it until `untag`. The commit that had the name before loses it."""
-    with _catalog(url, storage_option) as (catalog, _):
+    with catalog_of(url, storage_option) as (catalog, _):
         found = catalog.tag(name, step, record)
     print(f"step {found.step} (record {found.n}) is tagged {name}")
 
@@ -160,7 +160,7 @@ def untag(
     url: Url, name: Annotated[str, typer.Argument(help="The tag.")], storage_option: Options = None
 ) -> None:  # fmt: skip
     """Take a tag away; the commit stays as long as something else keeps it."""
-    with _catalog(url, storage_option) as (catalog, _):
+    with catalog_of(url, storage_option) as (catalog, _):
         catalog.untag(name)
     print(f"no commit is tagged {name}")
 
@@ -172,11 +172,11 @@ def restore(
     step: Step = None, record: Record = None, tag: Tag = None, storage_option: Options = None,
 ) -> None:  # fmt: skip
     """Copy a commit to DEST as a log of its own, checked on the way: a run that is given DEST goes on from it."""
-    with _catalog(url, storage_option) as (catalog, store):
+    with catalog_of(url, storage_option) as (catalog, store):
         from everstep.checkpoint.copying import copy  # noqa: PLC0415
 
         found = catalog.find(step, record, tag)
-        target = _open(dest, storage_option, to_write=True)
+        target = open_for(dest, storage_option, to_write=True)
         at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         copied = copy(store, found, target, uuid.uuid4().hex, at)
     size = _size(sum(s.bytes for s in copied.shards))
@@ -191,7 +191,7 @@ def gc(
     as_json: AsJson = False, storage_option: Options = None,
 ) -> None:  # fmt: skip
     """Delete the data of older commits and of saves that never became one. Pinned ones and saves in flight stay."""
-    with _catalog(url, storage_option) as (catalog, _):
+    with catalog_of(url, storage_option) as (catalog, _):
         deleted = _there(catalog, url).gc(keep, really=not dry_run)
     if as_json:
         print(json.dumps([asdict(d) for d in deleted], indent=2))
@@ -202,69 +202,11 @@ def gc(
         print("nothing to delete")
 
 
-@app.command("export")
-def export(
-    url: Url,
-    dest: Annotated[Path, typer.Argument(help="A folder for the files.")],
-    step: Step = None, record: Record = None, tag: Tag = None, storage_option: Options = None,
-) -> None:  # fmt: skip
-    """Write a commit as safetensors and JSON files that other tools open. Needs torch."""
-    with _catalog(url, storage_option) as (catalog, store):
-        from everstep.checkpoint.export import export as write  # noqa: PLC0415
-
-        found = catalog.find(step, record, tag)
-        names = write(store, found, dest)
-    print(f"step {found.step}: {', '.join(names)} in {dest}")
-
-
-@contextmanager
-def _catalog(url: str, options: list[str] | None) -> Iterator[tuple[Catalog, ObjectStore]]:
-    """The catalog of a store and the store; every error within is one line and an exit code."""
-    try:
-        from everstep.checkpoint.catalog import Catalog  # noqa: PLC0415  `everstep run` does without
-        from everstep.checkpoint.errors import CheckpointError, NoCommit  # noqa: PLC0415
-        from everstep.storage import StorageError  # noqa: PLC0415
-    except ImportError as e:
-        _fail(f"{e.name} is missing: install everstep[worker]", STORE)
-    try:
-        store = _open(url, options)
-        yield Catalog(store), store
-    except NoCommit as e:
-        _fail(str(e), USAGE)
-    except CheckpointError as e:
-        _fail(str(e), DAMAGED)
-    except StorageError as e:
-        _fail(str(e), STORE)
-    except ImportError as e:
-        _fail(f"{e.name} is missing: install everstep[worker]", STORE)
-
-
 def _there(catalog: Catalog, url: str) -> Catalog:
     """The catalog, if there is a log: a folder that is misspelt holds no commits either, and is not to look fine."""
     if not catalog.begun():
-        _fail(f"{redact.text(url)}: there is no checkpoint log there; look for a mistake in the URL", DAMAGED)
+        fail(f"{redact.text(url)}: there is no checkpoint log there; look for a mistake in the URL", DAMAGED)
     return catalog
-
-
-def _open(url: str, options: list[str] | None, *, to_write: bool = False) -> ObjectStore:
-    """A store to look at (any will do), or with `to_write` one that can hold a log."""
-    from everstep.storage import RetryingStore, RetryPolicy, open_store, probe  # noqa: PLC0415
-
-    given = {}
-    for option in options or ():
-        name, equals, value = option.partition("=")
-        if not equals:
-            _fail(f"--storage-option {redact.text(option)}: expected NAME=VALUE", USAGE)
-        given[name] = value
-    store = RetryingStore(open_store(url, given or None, single_committer=not to_write), RetryPolicy(outage=PATIENCE))
-    if to_write:
-        probe(store)
-    return store
-
-
-def _fail(text: str, code: int) -> Any:
-    print(f"everstep: {redact.text(text)}", file=sys.stderr)
-    raise typer.Exit(code)
 
 
 def _state(f: Found) -> tuple[str, str]:

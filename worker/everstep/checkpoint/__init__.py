@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StateMismatch,
         UnsupportedVersion,
     )
+    from everstep.checkpoint.incoming import import_checkpoint
     from everstep.checkpoint.keep import Keep
     from everstep.checkpoint.rng import RngState
     from everstep.checkpoint.selection import LoadReport
@@ -47,6 +48,7 @@ __all__ = [
     "StateMismatch",
     "Union",
     "UnsupportedVersion",
+    "import_checkpoint",
 ]
 
 _HOME = {
@@ -58,6 +60,7 @@ _HOME = {
     "RngState": "rng",
     "SaveHandle": "writer",
     "Union": "union",
+    "import_checkpoint": "incoming",
 }
 
 

@@ -464,12 +464,15 @@ class Checkpointer:
         """Clean up now, as is done after each commit; the save ids of what was deleted."""
         return tuple(delete.save_id for delete in self._catalog.gc(self._settings.keep.last))
 
-    def export(self, path: str | os.PathLike[str], step: int | None = None) -> tuple[str, ...]:
-        """Write a commit (the newest) as safetensors and JSON files that other tools open into the folder `path`;
-        the files' names. See docs/reference/checkpoint.md."""
-        from everstep.checkpoint.export import export  # noqa: PLC0415  few runs export
+    def export(
+        self, path: str | os.PathLike[str], step: int | None = None, *, format: str = "safetensors",
+        keys: Iterable[str] | None = None,
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Write a commit (the newest) as files that other tools open: "safetensors", "huggingface", "torch" or "dcp";
+        the files' names. See `outgoing.export_as`, and docs/reference/checkpoint.md."""
+        from everstep.checkpoint.outgoing import export_as  # noqa: PLC0415  few runs export
 
-        return export(self._store, self._catalog.find(step), path)
+        return export_as(self._store, self._catalog.find(step), path, format, keys)
 
     def _alive(self, step: int) -> None:
         """Training has come to `step`: what was loaded some steps before was no poison."""

@@ -62,16 +62,34 @@ def export(
             tree = _renamed(body["tree"], (), entries, tensors)
             stem = _stem(key, told)
             files = _split(stem, tensors, max_bytes)
-            for file in files:
-                _write(store, record, folder, file)
-            index = _index(folder, stem, files) if len(files) > 1 else []
+            written += _write_all(store, record, folder, stem, files)
             told[key] = {"kind": body["kind"], "files": [f.name for f in files], "tree": tree}
-            written += [f.name for f in files] + index
         text = {"format": "everstep-export", "version": 1, "step": record.step, "at": record.at, "state": told}
         _place(folder / STATE, json.dumps(text, indent=1).encode())
     except OSError as e:
         raise CheckpointError(f"{folder}: cannot be written: {e.strerror or e}; give another folder") from e
     return (*written, STATE)
+
+
+def write_key(
+    store: ObjectStore, record: CommitRecord, folder: Path, key: str, stem: str, max_bytes: int = MAX_BYTES
+) -> tuple[str, ...]:
+    """Write the tensors of one key as `<stem>.safetensors`, or as several files and, at last, their index; the names.
+
+    Raises `CheckpointError` if the key has no tensors, and `Damaged` if the commit is.
+    """
+    values: Mapping[str, Any] = record.values if isinstance(record.values, dict) else {}
+    tensors: dict[str, Entry] = {}
+    _renamed(values["state"][key]["tree"], (), {e.name: e for e in record.entries}, tensors)
+    if not tensors:
+        raise CheckpointError(f"{key}: holds no tensors")
+    return tuple(_write_all(store, record, folder, stem, _split(stem, tensors, max_bytes)))
+
+
+def _write_all(store: ObjectStore, record: CommitRecord, folder: Path, stem: str, files: list[_File]) -> list[str]:
+    for file in files:
+        _write(store, record, folder, file)
+    return [f.name for f in files] + (_index(folder, stem, files) if len(files) > 1 else [])
 
 
 def _renamed(value: Any, path: tuple[str, ...], entries: Mapping[str, Entry], found: dict[str, Entry]) -> Json:

@@ -1,0 +1,79 @@
+"""Shared by the commands of `everstep ckpt`: arguments, the store, and how an error becomes a line and a code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from everstep.contract import redact
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.catalog import Catalog
+    from everstep.storage import ObjectStore
+
+DAMAGED, USAGE, STORE = 1, 2, 3
+PATIENCE = 15.0  # seconds that a store may stay away while a person waits
+
+Url = Annotated[str, typer.Argument(help="A folder, or file://, s3://, gs://, az:// and every other fsspec URL.")]
+Step = Annotated[int | None, typer.Option("--step", min=0, help="The commit of this step; else the newest.")]
+Record = Annotated[int | None, typer.Option("--record", min=0, help="The commit with this number in the log.")]
+Tag = Annotated[str | None, typer.Option("--tag", help="The commit of this tag.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--storage-option", metavar="NAME=VALUE", help="For the fsspec file system.")
+]
+
+
+@contextmanager
+def catalog_of(url: str, options: list[str] | None) -> Iterator[tuple[Catalog, ObjectStore]]:
+    """The catalog of a store and the store; every error within is one line and an exit code."""
+    with translated():
+        from everstep.checkpoint.catalog import Catalog  # noqa: PLC0415  `everstep run` does without
+
+        store = open_for(url, options)
+        yield Catalog(store), store
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Every error of the checkpoint or the store within is one line and an exit code."""
+    try:
+        from everstep.checkpoint.errors import CheckpointError, NoCommit  # noqa: PLC0415
+        from everstep.storage import StorageError  # noqa: PLC0415
+    except ImportError as e:
+        fail(f"{e.name} is missing: install everstep[worker]", STORE)
+    try:
+        yield
+    except NoCommit as e:
+        fail(str(e), USAGE)
+    except CheckpointError as e:
+        fail(str(e), DAMAGED)
+    except StorageError as e:
+        fail(str(e), STORE)
+    except ImportError as e:
+        fail(f"{e.name} is missing: install everstep[worker]", STORE)
+
+
+def open_for(url: str, options: list[str] | None, *, to_write: bool = False) -> ObjectStore:
+    """A store to look at (any will do), or with `to_write` one that can hold a log."""
+    from everstep.storage import RetryingStore, RetryPolicy, open_store, probe  # noqa: PLC0415
+
+    given = {}
+    for option in options or ():
+        name, equals, value = option.partition("=")
+        if not equals:
+            fail(f"--storage-option {redact.text(option)}: expected NAME=VALUE", USAGE)
+        given[name] = value
+    store = RetryingStore(open_store(url, given or None, single_committer=not to_write), RetryPolicy(outage=PATIENCE))
+    if to_write:
+        probe(store)
+    return store
+
+
+def fail(text: str, code: int) -> NoReturn:
+    print(f"everstep: {redact.text(text)}", file=sys.stderr)
+    raise typer.Exit(code)

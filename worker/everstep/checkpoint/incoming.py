@@ -1,0 +1,158 @@
+"""A commit made of what another library has written: the beginning of a log of its own, which a run goes on from.
+
+Invariants: the target holds nothing, or a whole checkpoint; everything that can be refused is, before the first byte is
+written; tensors pass one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from everstep.checkpoint.boxes import whole
+from everstep.checkpoint.chunks import chunk_bytes_for
+from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.errors import CheckpointError, FormatError
+from everstep.checkpoint.layout import save_id, shard_name
+from everstep.checkpoint.log import Claim, Head
+from everstep.checkpoint.manifest import MAX_STEP, NONE, CommitRecord, Entry, Piece, Shard, decode_record, encode_record
+from everstep.checkpoint.opening import text_of
+from everstep.checkpoint.shard import Plan, plan_shard
+from everstep.checkpoint.source import MODEL, Source
+from everstep.checkpoint.source_files import open_source
+from everstep.checkpoint.tree import DTYPES
+from everstep.storage import ObjectStore, RetryingStore, open_store, probe
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    url: str | os.PathLike[str] | None = None,
+    *,
+    step: int = 0,
+    key: str = MODEL,
+    stateful: Iterable[str] = (),
+    storage_options: Mapping[str, Any] | None = None,
+    store: ObjectStore | None = None,
+) -> CommitRecord:
+    """Make a commit of `step` of what another library has written, below `url` (or in `store`), where nothing is yet.
+
+    - `source`: a folder of `torch.distributed.checkpoint`; a file of `torch.save`; a safetensors file; a folder of
+      Hugging Face, or its index file.
+    - `key`: of the state that a model's tensors become, where the files say none.
+    - `stateful`: keys of objects that have `state_dict` and `load_state_dict`, beside optimizers and schedulers.
+
+    Raises `CheckpointError` naming the file, the tensor or the target that will not do, and `StorageError`.
+    """
+    if (url is None) == (store is None):
+        raise CheckpointError("give the URL of the checkpoint to make, or store=")
+    if not 0 <= step <= MAX_STEP:
+        raise CheckpointError(f"step={step}: an integer from 0 to 2**62 is expected")
+    opened = open_source(Path(source), key, stateful)
+    target = store
+    if target is None:
+        target = RetryingStore(open_store(text_of(url) or "", storage_options))
+        probe(target)
+    at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return bring(opened, target, step, uuid.uuid4().hex, at)
+
+
+def bring(source: Source, target: ObjectStore, step: int, writer: str, at: str) -> CommitRecord:
+    """Write `source` to an empty store as the commit of `step`; the record. `writer` is 32 new hex digits, `at` the
+    time as RFC 3339.
+
+    Raises `CheckpointError` if the target has a log already or the state is too large to describe, `FormatError` if a
+    tensor turns out to be another than was said, and `StorageError`. What it leaves then is no log: it can be repeated.
+    """
+    head = CommitLog(target).head()
+    if head.last != NONE:
+        raise CheckpointError(
+            f"{target.url}: holds a log of {head.last + 1} records already; give an empty folder or prefix"
+        )
+    forms = {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in source.tensors.items()}
+    plan = plan_shard(forms)
+    identifier = save_id(0, writer, 1)
+    entries = tuple(_entry(name, forms[name], plan) for name in sorted(forms))
+    drafted = Shard(shard_name(identifier, 0), 0, 1, ("0" * 32,))
+    draft = CommitRecord(
+        1, writer, 0, "", step, identifier, 1, at, 0, NONE, (drafted,) if forms else (), entries,
+        {"state": dict(source.bodies)},
+    )  # fmt: skip
+    encode_record(draft)  # a state that no record can describe is refused now
+    shards = (_write(source, target, drafted.path, plan),) if forms else ()
+    record = _with(draft, shards)
+    decode_record(encode_record(record), 1, f"{target.url}: the record to be written")
+    log = CommitLog(target)
+    own = log.open(Claim(writer, 0, "", 1, at))
+    if own.n != 0:
+        raise CheckpointError(f"{target.url}: a run has begun there meanwhile; give an empty folder or prefix")
+    return log.commit(Head(own.n, own, own.commit), own, record)[1]
+
+
+def _with(draft: CommitRecord, shards: tuple[Shard, ...]) -> CommitRecord:
+    return CommitRecord(
+        draft.n, draft.writer, draft.round, draft.job_uid, draft.step, draft.save_id, draft.world_size, draft.at,
+        draft.open, draft.commit, shards, draft.entries, draft.values,
+    )  # fmt: skip
+
+
+def _entry(name: str, form: torch.Tensor, plan: Plan) -> Entry:
+    box = whole(tuple(form.shape))
+    return Entry(name, DTYPES[form.dtype], box.shape, (Piece(0, name, box.offset, box.shape, *plan.spans[name]),))
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Hashes bytes as they come, by chunks of `size`."""
+
+    size: int
+    done: list[str]
+    left: int
+    running: xxhash.xxh3_128
+
+    def add(self, data: memoryview) -> None:
+        while len(data):
+            part = data[: self.left]
+            self.running.update(part)
+            self.left -= len(part)
+            data = data[len(part) :]
+            if not self.left:
+                self.done.append(self.running.hexdigest())
+                self.running, self.left = xxhash.xxh3_128(), self.size
+
+    def finish(self) -> tuple[str, ...]:
+        if self.left < self.size or not self.done:
+            self.done.append(self.running.hexdigest())
+        return tuple(self.done)
+
+
+def _write(source: Source, target: ObjectStore, path: str, plan: Plan) -> Shard:
+    size = chunk_bytes_for(plan.size)
+    sums = _Sums(size, [], size, xxhash.xxh3_128())
+    with target.open_write(path, plan.size) as into:
+        for data in _bytes(source, plan):
+            sums.add(data)
+            into.write(data)
+        into.commit()
+    return Shard(path, plan.size, size, sums.finish())
+
+
+def _bytes(source: Source, plan: Plan) -> Iterator[memoryview]:
+    yield memoryview(plan.header)
+    for name, tensor in source.read(plan.spans):
+        form, (begin, end) = source.tensors[name], plan.spans[name]
+        if (tuple(tensor.shape), tensor.dtype) != (form.shape, form.dtype) or tensor.nbytes != end - begin:
+            raise FormatError(
+                f"{source.what}: {name} is {tensor.dtype} {tuple(tensor.shape)}, and was said to be {form}"
+            )
+        if end > begin:
+            flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            yield memoryview(flat.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
