@@ -10,7 +10,8 @@ import pytest
 import everstep
 from everstep.checkpoint import CheckpointError, pins
 from everstep.checkpoint.catalog import Catalog
-from everstep.checkpoint.layout import DATA, deletion_name, pin_name
+from everstep.checkpoint.keep import Kept
+from everstep.checkpoint.layout import DATA, deletion_name, kept_name, pin_name, tag_name
 from everstep.storage import MemoryStore, StoreUnusable
 from everstep.storage.faults import Fail, FaultStore
 
@@ -174,11 +175,14 @@ class Actor:
         return call
 
 
-def test_pin_and_deletion_that_meet_never_both_succeed_in_any_order(runs: Any) -> None:
+@pytest.mark.parametrize("hold", ["pin", "tag", "kept"])
+def test_hold_and_deletion_that_meet_never_both_succeed_in_any_order(runs: Any, hold: str) -> None:
     # Case 84, exhaustively: every order of the first ten calls of the two.
     original = MemoryStore()
     runs(original).save(1, 2)
     record = Catalog(original).find(1)
+    identifier = record.save_id
+    name = {"pin": pin_name(identifier), "tag": tag_name(identifier, "good"), "kept": kept_name(identifier)}[hold]
     seen = set[tuple[bool, bool]]()
     for ones in itertools.chain.from_iterable(itertools.combinations(range(10), k) for k in range(11)):
         store = MemoryStore()
@@ -194,7 +198,15 @@ def test_pin_and_deletion_that_meet_never_both_succeed_in_any_order(runs: Any) -
 
         def pin(view: Any) -> bool:
             try:
-                pins.pin(view, record, "now", sleep=lambda _: None)
+                match hold:
+                    case "pin":
+                        pins.pin(view, record, "now", sleep=lambda _: None)
+                    case "tag":
+                        pins.tag(view, record, "good", "now", sleep=lambda _: None)
+                    case "kept":
+                        return pins.mark_kept(
+                            view, Kept(record.save_id, record.n, 1, 0.0, {}, ("steps",)), record.shards
+                        )
             except CheckpointError:
                 return False
             return True
@@ -210,7 +222,7 @@ def test_pin_and_deletion_that_meet_never_both_succeed_in_any_order(runs: Any) -
         granted, deleted = result[0], result[1]
         seen.add((granted, deleted))
         assert not (granted and deleted), ones
-        assert (pin_name(record.save_id) in store.objects) == granted, ones
+        assert (name in store.objects) == granted, ones
         assert deletion_name(record.save_id) not in store.objects, ones
         assert all(s.path in store.objects for s in record.shards) != deleted, ones
     assert {(True, False), (False, True)} <= seen

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import everstep
@@ -68,6 +69,20 @@ def test_commit_is_read_without_taking_it(names: dict[str, Any]) -> None:
     run(code, names)
     assert names["loaded"].step == 3
     assert torch.equal(names["weights"]["body.weight"], names["model"].body.weight)
+
+
+def test_rules_of_what_is_kept_are_taken(names: dict[str, Any], tmp_path: Path) -> None:
+    (code,) = examples("What is kept")
+    run(code, {**names, "root": str(tmp_path / "other")})
+
+
+def test_folder_of_hugging_face_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = examples("In")
+    (tmp_path / "llama").mkdir()
+    save_file({"weight": torch.ones(2)}, tmp_path / "llama" / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    run(code, {"root": str(tmp_path / "run")})
+    assert everstep.load(tmp_path / "run").state["model"]["weight"].tolist() == [1.0, 1.0]
 
 
 def test_slice_is_read(names: dict[str, Any]) -> None:

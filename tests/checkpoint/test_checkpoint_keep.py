@@ -355,3 +355,6 @@ def test_settings_of_the_operator_are_used(monkeypatch: pytest.MonkeyPatch, runs
     monkeypatch.setenv("EVERSTEP_CHECKPOINT_KEEP_EVERY_STEPS", "0")
     with pytest.raises(CheckpointError, match="every_steps=0"):
         everstep.Checkpointer(store=store)
+    monkeypatch.setenv("EVERSTEP_CHECKPOINT_KEEP_EVERY_STEPS", "1.5")
+    with pytest.raises(CheckpointError, match=r"EVERSTEP_CHECKPOINT_KEEP_EVERY_STEPS=1\.5"):
+        everstep.Checkpointer(store=store)

@@ -49,14 +49,15 @@ class Marker:
         if not self._walked:  # commits of writers that died may be older than those that are to stay
             commits |= {record.n: record for record in self._with_data(newest, set(sizes) - found.saves)}
         usable = [kept_of(r) for r in commits.values() if not is_compacted(r) and not unfit(r)]
+        shards = {r.save_id: r.shards for r in commits.values() if r.save_id not in found.kept}
         lost = []
         for mark in plan_marks(self._keep, marks, usable):
-            if mark_kept(self._store, mark):
+            if mark_kept(self._store, mark, shards.get(mark.save_id, ())):
                 self._known[mark.save_id] = mark
                 if not mark.why:
                     lost.append(mark.n)
             else:
-                log.warning("step %d is not kept: somebody has begun to delete it", mark.step)
+                log.warning("step %d is not kept: somebody else deletes it, or has done so", mark.step)
         self._walked = True
         return lost
 

@@ -113,8 +113,12 @@ class Settings:
 
 def _rules(environ: Mapping[str, str], last: int) -> Keep:
     """What stays, as the variables say beside `last`."""
-    steps = _number(environ, env.CHECKPOINT_KEEP_EVERY_STEPS)
-    return Keep(last, None if steps is None else int(steps), _number(environ, env.CHECKPOINT_KEEP_EVERY_HOURS))
+    steps, hours = (
+        _number(environ, name) for name in (env.CHECKPOINT_KEEP_EVERY_STEPS, env.CHECKPOINT_KEEP_EVERY_HOURS)
+    )
+    if steps is not None and not steps.is_integer():
+        raise CheckpointError(f"{env.CHECKPOINT_KEEP_EVERY_STEPS}={steps}: a whole number of steps is expected")
+    return Keep(last, None if steps is None else int(steps), hours)
 
 
 def connect(settings: Settings, options: Mapping[str, Any] | None) -> ObjectStore:

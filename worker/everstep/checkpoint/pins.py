@@ -32,7 +32,7 @@ from everstep.checkpoint.layout import (
     pinned_save,
     tag_name,
 )
-from everstep.checkpoint.manifest import VERSION, CommitRecord
+from everstep.checkpoint.manifest import VERSION, CommitRecord, Shard
 from everstep.checkpoint.wire import Fields
 from everstep.storage import NotFound, ObjectStore
 
@@ -127,9 +127,9 @@ def untag(store: ObjectStore, name: str) -> bool:
     return bool(saves)
 
 
-def mark_kept(store: ObjectStore, mark: Kept) -> bool:
+def mark_kept(store: ObjectStore, mark: Kept, shards: Iterable[Shard] = ()) -> bool:
     """Write retention's mark of a commit, or take it away if it says no reason; whether that was done. It is not if
-    somebody else has begun to delete the commit."""
+    somebody else has begun to delete the commit, or has done so: `shards` are those of one that has no mark yet."""
     name = kept_name(mark.save_id)
     if not mark.why:
         store.delete(name)
@@ -139,7 +139,7 @@ def mark_kept(store: ObjectStore, mark: Kept) -> bool:
         "why": list(mark.why),
     }  # fmt: skip
     store.put(name, wire.encode(body))
-    if store.size(deletion_name(mark.save_id)) is None:
+    if store.size(deletion_name(mark.save_id)) is None and all(store.size(s.path) == s.bytes for s in shards):
         return True
     store.delete(name)
     return False
