@@ -1,6 +1,8 @@
 """What stays beyond the newest commits: decided by rules, written as marks, and deleted by nobody's clean-up."""
 
+import itertools
 import math
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -257,6 +259,40 @@ def test_commit_of_a_writer_that_died_before_its_clean_up_is_kept(runs: Any) -> 
     del run
     runs(inner).save(11, 12, **rules)
     assert steps_of(inner) == [12, 10]
+
+
+def test_clean_up_that_dies_at_any_call_loses_no_commit_that_is_to_stay(runs: Any) -> None:
+    rules = {"keep": Keep(1, every_steps=10, best=1)}
+    begun = MemoryStore()
+    train(runs, begun, {5: 1.0, 8: 3.0}, **rules)
+    for at in itertools.count():
+        inner = MemoryStore()
+        inner.objects = dict(begun.objects)
+        store = FaultStore(inner)
+        run, _ = runs(store).begin(**rules)
+        cleaner = run._writer._cleaner
+        run.save(10, runs.state(10), metrics={"loss": 2.0}).wait(30)  # with its clean-up; the next one dies
+        runs.settle(run)
+        real, over = cleaner.clean, threading.Event()
+
+        def dying(real: Any = real, store: Any = store, at: int = at, over: Any = over) -> None:
+            first = len(store.calls)
+            store._faults = {
+                n: Fail(StoreUnusable("the writer dies here")) for n in range(first + at, first + at + 500)
+            }
+            real()
+            if len(store.calls) < first + at:
+                over.set()  # all of its calls were done before
+
+        cleaner.clean = dying
+        run.save(20, runs.state(20), metrics={"loss": 0.5}).wait(30)
+        runs.settle(run)
+        train(runs, inner, {21: 9.0, 22: 9.0}, **rules)
+        assert steps_of(inner) == [22, 20, 10], at
+        assert Catalog(inner).verify(10) == Catalog(inner).verify(20) == ()
+        if over.is_set():
+            break
+    assert at > 8
 
 
 def test_mark_gives_way_to_a_deletion_that_has_begun(runs: Any) -> None:
