@@ -114,6 +114,15 @@ def test_import_reads_a_tensor_at_a_time_and_checks_each_chunk(tmp_path: Path) -
     assert same(everstep.load(store=store).state["model"], big)
 
 
+@pytest.mark.parametrize("where", ["local", pytest.param("s3_server", marks=pytest.mark.s3)])
+def test_import_of_several_parts_arrives_whole_on_a_store(where: str, place: Any, tmp_path: Path) -> None:
+    state = {"model": {f"w{i}": torch.randn(1_000_000) for i in range(3)}, "epoch": 2}
+    store = place(where)("run")
+    import_checkpoint(write("dcp", state, tmp_path / "dcp"), store=store, step=2)
+    assert Catalog(store).verify(2) == ()
+    assert same(everstep.load(store=store).state, state)
+
+
 # Bad input is refused by name, and the target stays as it was.
 
 

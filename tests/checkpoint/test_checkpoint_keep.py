@@ -248,17 +248,17 @@ def test_kept_commit_older_than_a_long_log_is_listed_and_found(runs: Any) -> Non
     assert Catalog(store).find(40).step == 40
 
 
-def test_commit_of_a_writer_that_died_before_its_clean_up_is_kept(runs: Any) -> None:
-    inner = MemoryStore()
+def test_commits_of_writers_that_died_in_a_row_before_their_clean_ups_are_kept(runs: Any) -> None:
+    store = MemoryStore()
     rules = {"keep": Keep(1, every_steps=10)}
-    runs(inner).save(5, **rules)
-    store = FaultStore(inner)
-    run, _ = runs(store).begin(**rules)
-    run._writer._cleaner.clean = lambda: None  # dies right after the commit
-    run.save(10, runs.state(10)).wait(30)
-    del run
-    runs(inner).save(11, 12, **rules)
-    assert steps_of(inner) == [12, 10]
+    runs(store).save(5, **rules)
+    for step in (10, 20, 30):
+        run, _ = runs(store).begin(**rules)
+        run._writer._cleaner.clean = lambda: None  # dies right after the commit
+        run.save(step, runs.state(step)).wait(30)
+        del run
+    runs(store).save(31, 32, **rules)
+    assert steps_of(store) == [32, 30, 20, 10]
 
 
 def test_clean_up_that_dies_at_any_call_loses_no_commit_that_is_to_stay(runs: Any) -> None:
