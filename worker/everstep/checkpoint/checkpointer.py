@@ -217,7 +217,8 @@ class Checkpointer:
                 record, tensors = found
                 assert isinstance(record.values, dict)
                 fitted = fit(state, captured, record, ranks.rank, chosen)
-                apply(state, record.values, tensors, ranks.rank, whole=chosen.whole, bodies=fitted.bodies)
+                answers = apply(state, record.values, tensors, ranks.rank, whole=chosen.whole, bodies=fitted.bodies)
+                fitted.judged(answers, chosen)
                 self.report = fitted.report()
         except (CheckpointError, StorageError, KeyboardInterrupt) as e:
             with contextlib.suppress(StorageError):

@@ -15,12 +15,16 @@ import torch
 from everstep.checkpoint import fit_optimizer
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.manifest import CommitRecord, Entry
+from everstep.checkpoint.modules import Answer, bare, migrated
 from everstep.checkpoint.selection import LoadReport, Selection
-from everstep.checkpoint.state import Captured, asked_of, bare, kind_of, migrated
+from everstep.checkpoint.state import Captured, asked_of, kind_of
 from everstep.checkpoint.tree import DTYPES, join, place, references
 from everstep.checkpoint.union import Union, inside
 
 _NAMED: Final = 5  # how many that do not fit an error names
+
+_LACKING: Final = "is in the state passed and not in the commit"
+_BEYOND: Final = "is in the commit and not in the state passed"
 
 Body = dict[str, Any]
 
@@ -28,7 +32,8 @@ Body = dict[str, Any]
 @dataclass(slots=True)
 class Fit:
     """`bodies`: what goes into each key of the state, as `state.apply` takes it. `live`: for each of the commit's
-    tensors, the names in `Captured.tensors` of those that it is put into."""
+    tensors, the names in `Captured.tensors` of those that it is put into. `judges`: for each module that is filled in
+    part, the beginnings of the names that it judges by itself."""
 
     bodies: dict[str, Body] = field(default_factory=dict)
     live: dict[str, list[str]] = field(default_factory=dict)
@@ -36,9 +41,30 @@ class Fit:
     missing: list[str] = field(default_factory=list)
     not_taken: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    judges: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def report(self) -> LoadReport:
         return LoadReport(tuple(self.missing), tuple(self.not_taken), tuple(self.mismatched))
+
+    def judged(self, answers: Mapping[str, Answer], selection: Selection) -> None:
+        """Add what modules said while they loaded (see `state.apply`) to the report. Raises `StateMismatch` for it if
+        what is taken must fit: only then is it known, so that the state is changed."""
+        problems: list[str] = []
+        for key, answer in answers.items():
+            own = self.judges.get(key, ())
+            lacking = [join(key, name) for name in answer.missing if name.startswith(own)]
+            lacking = [path for path in lacking if selection.takes(path)]
+            beyond = [join(key, name) for name in answer.unexpected if name.startswith(own)]
+            problems += [f"{path} {_LACKING}" for path in lacking] + [f"{path} {_BEYOND}" for path in beyond]
+            self.missing += lacking
+            self.not_taken += beyond
+        if problems and selection.strict:
+            more = f"; and {len(problems) - _NAMED} more" * (len(problems) > _NAMED)
+            raise StateMismatch(
+                f"{'; '.join(problems[:_NAMED])}{more}. The module reads such names by itself, so this is known only "
+                "after it was filled with the rest: do not train on. strict=False leaves them and reports them, and "
+                "exclude= leaves them out"
+            )
 
 
 def fit(
@@ -47,7 +73,6 @@ def fit(
     """Raises `StateMismatch` naming what the commit lacks, has too much, or has in another shape or type."""
     chosen = selection or Selection()
     values: Mapping[str, Any] = record.values if isinstance(record.values, dict) else {}
-    fitting = _Fitting(state, captured, {e.name: e for e in record.entries}, chosen)
     saved = _renamed(values.get("state", {}), state, chosen)
     if not chosen.whole:
         chosen.check(_paths(values.get("state", {})), (*_paths(captured.values), *captured.own_values))
@@ -56,6 +81,7 @@ def fit(
         for key, body in bodies.items():
             parts.setdefault(key, []).extend(_paths({key: body}))
     touched = {key for key, paths in parts.items() if chosen.touches(paths or [key])}
+    fitting = _Fitting(state, captured, {e.name: e for e in record.entries}, chosen, touched)
     for key, target in state.items():
         if key not in touched:
             continue
@@ -94,13 +120,15 @@ class _Fitting:
     """The keys of one state, one after the other."""
 
     def __init__(
-        self, state: Mapping[str, Any], captured: Captured, entries: Mapping[str, Entry], selection: Selection
-    ) -> None:
+        self, state: Mapping[str, Any], captured: Captured, entries: Mapping[str, Entry], selection: Selection,
+        touched: set[str],
+    ) -> None:  # fmt: skip
         self.found = Fit()
         self._state = state
         self._captured = captured
         self._entries = entries
         self._selection = selection
+        self._touched = touched
 
     def add(self, key: str, marked: Any, body: Body) -> None:
         live: Any = self._captured.values[key]
@@ -133,7 +161,11 @@ class _Fitting:
             free += tuple(name for name, _ in module.named_buffers())
         tree, complete = self._named(key, body["tree"], own, free, cast=self._selection.cast)
         metadata = live.get("metadata") if self._selection.rename else body.get("metadata")
-        self.found.bodies[key] = {"kind": "module", "tree": tree, "partial": not complete}
+        # A module that judges names by itself raises for those that it lacks, unless it is filled in part.
+        partial = not complete or bool(free and not self._selection.strict)
+        self.found.bodies[key] = {"kind": "module", "tree": tree, "partial": partial}
+        if partial:
+            self.found.judges[key] = free
         if metadata:
             self.found.bodies[key]["metadata"] = metadata
 
@@ -149,11 +181,15 @@ class _Fitting:
             path = join(key, name)
             if not chosen.takes(path):
                 found.not_taken.append(path)
-            elif name.startswith(free) or (name in own and self._same_form(path, value, own[name], cast)):
+            elif (
+                self._same_type(path, value, own.get(name), cast)
+                if name.startswith(free)
+                else name in own and self._same_form(path, value, own[name], cast)
+            ):
                 taken[name] = value
                 continue
             elif name not in own:
-                self._told(found.not_taken, path, "is in the commit and not in the state passed")
+                self._told(found.not_taken, path, _BEYOND)
             complete = False
         for name in own:
             path = join(key, name)
@@ -161,7 +197,7 @@ class _Fitting:
                 continue
             complete = False
             if chosen.takes(path):
-                self._told(found.missing, path, "is in the state passed and not in the commit")
+                self._told(found.missing, path, _LACKING)
         return taken, complete
 
     def _told(self, report: list[str], path: str, what: str) -> None:
@@ -184,14 +220,22 @@ class _Fitting:
             text = f"{path}: shape {entry.shape} in the commit, {shape} in the state passed"
             (found.problems if self._selection.strict else found.mismatched).append(text)
             return False
-        if entry.dtype != DTYPES.get(live.dtype) and not cast:
-            found.problems.append(f"{path}: {entry.dtype} in the commit, {DTYPES.get(live.dtype)} in the state passed")
+        return self._same_type(path, value, own, cast)
+
+    def _same_type(self, path: str, value: Any, own: Any, cast: bool) -> bool:
+        """Whether two tensors are of one dtype; if they are not, that is told. An extra state is of any type."""
+        live, entry = self._tensor(own), self._entry(value)
+        if live is None or entry is None or cast or path.endswith("_extra_state"):
+            return True
+        if entry.dtype != DTYPES.get(live.dtype):
+            text = f"{path}: {entry.dtype} in the commit, {DTYPES.get(live.dtype)} in the state passed"
+            self.found.problems.append(text)
             return False
         return True
 
     def _stateful(self, key: str, target: Any, body: Body, live: Any) -> None:
         if isinstance(target, torch.optim.Optimizer):
-            told = fit_optimizer.fit(key, target, body, live, self._entries, self._selection, self.found)
+            told = fit_optimizer.fit(key, target, body, live, self._entries, self._selection, self._touched, self.found)
             if told is None:
                 return
             body = told

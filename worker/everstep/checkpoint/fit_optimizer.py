@@ -7,7 +7,7 @@ parameter of the name under which it was saved; without names, only into an opti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from everstep.checkpoint import named
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.manifest import Entry
-from everstep.checkpoint.selection import Selection
+from everstep.checkpoint.selection import Selection, below
 from everstep.checkpoint.tree import references
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ _MOMENTS = frozenset(
 
 def fit(
     key: str, target: torch.optim.Optimizer, body: Body, live: Mapping[str, Any], entries: Mapping[str, Entry],
-    selection: Selection, found: Fit,
+    selection: Selection, touched: Collection[str], found: Fit,
 ) -> Body | None:  # fmt: skip
-    """The body for this optimizer, with its own numbers; None if it is not to be filled, which `found` is told."""
+    """The body for this optimizer, with its own numbers; None if it is not to be filled, which `found` is told.
+    `touched`: the keys of the state of which anything may be taken."""
     was, now = body.get("class"), type(target).__name__
     if was is not None and was != now:
         found.problems.append(
@@ -42,9 +43,15 @@ def fit(
             f"or leave it out with exclude=[{key!r}]"
         )
         return None
-    if type(target).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        return body
     tree, saved, names = body["tree"], body.get("names"), live.get("names")
+    if type(target).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        if saved is None or names is None or [selection.renamed(name) for name in saved] == names:
+            return body
+        (found.problems if selection.strict else found.mismatched).append(
+            f"{key}: a {now} reads its state in its own way, by the numbers of its parameters, and these are other "
+            "parameters than the commit's, or in another order. Give it the same parameters in the same order"
+        )
+        return None
     sizes = [len(group["params"]) for group in tree["param_groups"]]
     same = sizes == [len(group["params"]) for group in target.param_groups]
     if saved is not None and names is not None:
@@ -53,7 +60,7 @@ def fit(
             return body
         order = {id(p): n for p, n in zip(_parameters(target), names, strict=True)}
         if not selection.whole:
-            return _loosely(key, target, body, there, names, entries, selection, found)
+            return _partly(key, target, body, there, names, entries, selection, touched, found)
         odd = sorted(set(there) ^ set(names))
         if odd:
             where = "commit" if odd[0] in there else "state passed"
@@ -84,47 +91,93 @@ def fit(
 def _of_another_shape(
     target: torch.optim.Optimizer, tree: Mapping[str, Any], entries: Mapping[str, Entry]
 ) -> tuple[int, str, tuple[int, ...]] | None:
-    """The first moment that cannot be of the parameter that has its number. Of torch's own optimizers: others may keep
-    one of another shape than its parameter."""
-    if not type(target).__module__.startswith("torch.optim."):
-        return None
+    """The first moment that cannot be of the parameter that has its number: the number, its name and its shape."""
     parameters = _parameters(target)
     for number, values in tree["state"].get("$dict", []) if isinstance(tree["state"], dict) else []:
-        for name, value in values.items() if isinstance(values, dict) else ():
-            entry = entries.get(value.get("$tensor", "")) if isinstance(value, dict) else None
-            if name in _MOMENTS and entry is not None and entry.shape != tuple(parameters[number].shape):
-                return number, name, entry.shape
+        if (moment := _moment_unlike(target, parameters[number], values, entries)) is not None:
+            return (number, *moment)
     return None
 
 
-def _loosely(
+def _partly(
     key: str, target: torch.optim.Optimizer, body: Body, there: list[str], names: list[str],
-    entries: Mapping[str, Entry], selection: Selection, found: Fit,
-) -> Body:  # fmt: skip
-    """State for the parameters that the commit knows; the others, and groups of such, keep what they have."""
+    entries: Mapping[str, Entry], selection: Selection, touched: Collection[str], found: Fit,
+) -> Body | None:  # fmt: skip
+    """State for the parameters that are taken and that the commit knows; the others, and groups of such, keep what they
+    have. A parameter that the selection leaves out of a module keeps its state too; where nothing is taken of a module,
+    the selection speaks of the optimizer alone."""
     saved = _by_name(body["tree"], there)
     originals = dict(zip(there, body["names"], strict=True))
-    own = target.state_dict()
     parameters = dict(zip(names, _parameters(target), strict=True))
+    taken = {
+        n for n in (*names, *there) if selection.takes(n) or not any(below(n, key, literally=True) for key in touched)
+    }
     fits = set[str]()
-    for name, parameter in parameters.items():
+    for name in names:
+        if name not in taken:
+            continue
         if name not in originals:
-            found.missing.append(f"{key}/{name}")
-        elif selection.takes(name):
-            entry = entries.get(originals[name])
-            if entry is None or entry.shape == tuple(parameter.shape):
-                fits.add(name)
-            else:
-                found.mismatched.append(f"{key}/{name}")
-    found.not_taken += [f"{key}/{name}" for name in there if name not in fits]
-    numbers = {number: name for number, name in enumerate(names) if name in fits and name in saved["state"]}
+            _told(found, found.missing, selection, f"{key}/{name}", "is in the state passed and not in the commit")
+        elif odd := _odd(target, parameters[name], entries.get(originals[name]), saved["state"].get(name), entries):
+            _told(found, found.mismatched, selection, f"{key}/{name}", odd)
+        else:
+            fits.add(name)
+    for name in there:
+        if name in taken and name not in parameters:
+            _told(found, found.not_taken, selection, f"{key}/{name}", "is in the commit and not in the state passed")
+        elif name not in fits:
+            found.not_taken.append(f"{key}/{name}")
     groups = []
-    for group in own["param_groups"]:
-        options = [saved["param_groups"][names[n]] for n in group["params"] if names[n] in fits]
-        alike = bool(options) and all(option == options[0] for option in options)
+    for group in target.state_dict()["param_groups"]:
+        held = [names[n] for n in group["params"] if names[n] in fits]
+        options = [saved["param_groups"][name] for name in held]
+        for name, option in zip(held, options, strict=True) if selection.strict else ():
+            if (what := named.unlike(options[0], option)) is not None:
+                found.problems.append(
+                    f"{key}: {name} and {held[0]} are in one group, and the commit has another {what!r} for each. "
+                    "Group the parameters as the run did that saved it"
+                )
+                return None
+        alike = bool(options) and all(named.unlike(options[0], option) is None for option in options)
         groups.append({**group, **(options[0] if alike else {})})
-    state = {number: saved["state"][name] for number, name in numbers.items()}
-    return {**body, "tree": _encoded({"state": state, "param_groups": groups}), "partial": True}
+    state = {n: saved["state"][name] for n, name in enumerate(names) if name in fits and name in saved["state"]}
+    kept = [n for n, name in enumerate(names) if name not in fits]
+    return {**body, "tree": _encoded({"state": state, "param_groups": groups}), "partial": True, "kept": kept}
+
+
+def _told(found: Fit, report: list[str], selection: Selection, path: str, what: str) -> None:
+    if selection.strict:
+        found.problems.append(f"{path} {what}")
+    else:
+        report.append(path)
+
+
+def _odd(
+    target: torch.optim.Optimizer, parameter: torch.Tensor, saved: Entry | None, values: Any,
+    entries: Mapping[str, Entry],
+) -> str | None:  # fmt: skip
+    """Why the state of the commit's parameter is none for this one, or None. A tied parameter has no entry of its own,
+    and then the shape of its moments tells."""
+    own = tuple(parameter.shape)
+    if saved is not None and saved.shape != own:
+        return f"has shape {saved.shape} in the commit, {own} in the state passed"
+    if (moment := _moment_unlike(target, parameter, values, entries)) is not None:
+        return f"has a {moment[0]} of shape {moment[1]} in the commit, and shape {own} in the state passed"
+    return None
+
+
+def _moment_unlike(
+    target: torch.optim.Optimizer, parameter: torch.Tensor, values: Any, entries: Mapping[str, Entry]
+) -> tuple[str, tuple[int, ...]] | None:
+    """The first moment that cannot be of this parameter, with its shape. Of torch's own optimizers: others may keep one
+    of another shape than its parameter."""
+    if not type(target).__module__.startswith("torch.optim.") or not isinstance(values, dict):
+        return None
+    for name, value in values.items():
+        entry = entries.get(value.get("$tensor", "")) if isinstance(value, dict) else None
+        if name in _MOMENTS and entry is not None and entry.shape != tuple(parameter.shape):
+            return name, entry.shape
+    return None
 
 
 def _parameters(target: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -96,7 +96,7 @@ def by_number(
             if name not in options:
                 raise StateMismatch(f"{key}: the commit has no optimizer state for the parameter {name!r}")
             first = options[order[group["params"][0]]]
-            if (what := _unlike(first, options[name])) is not None:
+            if (what := unlike(first, options[name])) is not None:
                 raise StateMismatch(
                     f"{key}: {name} and {order[group['params'][0]]} are in one group, and the commit has another "
                     f"{what!r} for each. Group the parameters as the run did that saved it"
@@ -124,7 +124,7 @@ def keep_types(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> Non
                 live[name] = value.to(device=found.device)
 
 
-def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """The first option that two parameters have of different value."""
     for name in sorted(set(one) | set(other)):
         if name not in one or name not in other or not _same(one[name], other[name]):

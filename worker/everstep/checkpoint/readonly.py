@@ -166,7 +166,7 @@ def _load(
     record, tensors = found
     assert isinstance(record.values, dict)
     fitted = fit(state, captured, record, ranks.rank, selection)
-    apply(state, record.values, tensors, ranks.rank, whole=False, bodies=fitted.bodies)
+    fitted.judged(apply(state, record.values, tensors, ranks.rank, whole=False, bodies=fitted.bodies), selection)
     return Loaded(record.step, record.n, state, fitted.report())
 
 

@@ -22,6 +22,7 @@ import torch
 from everstep.checkpoint import named
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.fit_optimizer import names_in
+from everstep.checkpoint.modules import Answer, bare, fill
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.tree import Flattener, join, references, unflatten
 from everstep.checkpoint.union import Union, inside, levels_of, pruned, pruned_to_parameters
@@ -92,15 +93,38 @@ def _name_parameters(state: Mapping[str, Any], values: Mapping[str, Json]) -> No
         if not isinstance(target, torch.optim.Optimizer) or not isinstance(body, dict):
             continue
         if paths is None:
-            paths = {}
-            for name, module in state.items():
-                if isinstance(inside(module), torch.nn.Module):
-                    for path, parameter in bare(inside(module)).named_parameters(remove_duplicate=False):
-                        paths.setdefault(id(parameter), join(name, path))
+            paths = _parameter_paths(state)
         body["class"] = type(target).__name__
         names = names_in(target, paths)
         if names is not None:
             body["names"] = list[Json](names)
+
+
+def _parameter_paths(state: Mapping[str, Any]) -> dict[int, str]:
+    """The path of each tensor of the state that an optimizer may hold, by its `id`: modules' parameters, then tensors
+    that the state holds itself. A tied one has the first of its paths."""
+    paths: dict[int, str] = {}
+    for key, marked in state.items():
+        if isinstance(module := inside(marked), torch.nn.Module):
+            for path, parameter in bare(module).named_parameters(remove_duplicate=False):
+                paths.setdefault(id(parameter), join(key, path))
+    for key, marked in state.items():
+        if kind_of(marked) == "value":
+            for path, tensor in _tensors_in(inside(marked), key):
+                paths.setdefault(id(tensor), path)
+    return paths
+
+
+def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a plain value that was flattened, with their paths."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors_in(item, join(path, key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _tensors_in(item, join(path, number))
 
 
 def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) -> dict[str, Mapping[str, Any]]:
@@ -167,14 +191,16 @@ def apply(
     *,
     whole: bool = True,
     bodies: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
+) -> dict[str, Answer]:
     """Put a commit's values back into `state`, in place. `whole`: a key of the commit that `state` lacks is told.
     `bodies`: what `fit` made of the commit for this state; without it the commit's own.
 
     Modules, optimizers and other objects get `load_state_dict`; tensors are copied into; mappings and lists are
     refilled, and so is what they hold: a script may have names of its own for it. Plain values are set in `state`
-    itself, which must then be mutable. Raises `StateMismatch`.
+    itself, which must then be mutable. What modules that are filled in part say that they left out, by key; see
+    `Fit.judged`. Raises `StateMismatch`.
     """
+    answers: dict[str, Answer] = {}
     if bodies is None:
         bodies = bodies_for(state, saved, rank)
     taken = set[int]()
@@ -186,10 +212,11 @@ def apply(
         try:
             if body["kind"] == "optimizer":
                 _decode_optimizer(state, key, tree, body)
-            else:
-                _decode(state, key, tree, body, taken)
+            elif (answer := _decode(state, key, tree, body, taken)) is not None:
+                answers[key] = answer
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise StateMismatch(f"{key}: the commit does not fit the object passed in: {e}") from e
+    return answers
 
 
 def _encode(flattener: Flattener, state: Mapping[str, Any], key: str, path: str | None = None) -> Json:
@@ -216,19 +243,18 @@ def _parameters(target: torch.nn.Module, body: Any) -> Iterator[str]:
             yield from references(value)
 
 
-def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, Any], taken: set[int]) -> None:
+def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, Any], taken: set[int]) -> Answer | None:
     target, metadata, partial = inside(state[key]), body.get("metadata"), bool(body.get("partial"))
     kind = kind_of(target)
     if kind == "module":
         if metadata:
             tree = _WithMetadata(tree)
             tree._metadata = unflatten(metadata, {}, key)
-        _make_writable(bare(target))
-        module = bare(target)
-        module.load_state_dict(tree, strict=False) if partial else module.load_state_dict(tree)
-    elif kind == "stateful":
+        return fill(bare(target), tree, partial=partial)
+    if kind == "stateful":
         if partial:
-            tree = {**tree, "state": {**target.state_dict()["state"], **tree["state"]}}
+            kept = target.state_dict()["state"]
+            tree = {**tree, "state": {**{n: kept[n] for n in body["kept"] if n in kept}, **tree["state"]}}
         target.load_state_dict(tree)
         if isinstance(target, torch.optim.Optimizer) and not body.get("cast"):
             named.keep_types(target, tree)
@@ -246,6 +272,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
         state[key] = _refilled(target, tree, taken)
     else:
         raise TypeError("a plain value can be restored only into a mutable mapping (a dict)")
+    return None
 
 
 def _decode_optimizer(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, Any]) -> None:
@@ -262,40 +289,6 @@ def _shows_twice(tensor: torch.Tensor) -> bool:
     if is_sharded(tensor) or tensor.layout is not torch.strided or not tensor.numel():
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _make_writable(module: torch.nn.Module) -> None:
-    """Give buffers memory of their own that `load_state_dict` cannot write to: expanded ones, in which one number shows
-    many times, and those that were made in inference mode."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.layout is torch.strided and 0 in buffer.stride():
-                part._buffers[name] = buffer.contiguous()
-            elif buffer is not None and buffer.is_inference():
-                part._buffers[name] = buffer.clone()
-
-
-def migrated(module: torch.nn.Module) -> tuple[str, ...]:
-    """The prefixes below which a module reads a `state_dict` in its own way: renames of old versions, names that may be
-    absent. What fits there only the module itself can say, while it loads."""
-    if type(module).load_state_dict is not torch.nn.Module.load_state_dict or "load_state_dict" in vars(module):
-        return ("",)
-    found = []
-    for name, part in module.named_modules():
-        prefix = f"{name}." if name else ""
-        reads = type(part)._load_from_state_dict
-        if reads is torch.nn.modules.batchnorm._NormBase._load_from_state_dict:
-            found.append(f"{prefix}num_batches_tracked")  # absent in old ones
-        elif reads is not torch.nn.Module._load_from_state_dict:
-            found.append(prefix)
-        extra = (type(part).get_extra_state, type(part).set_extra_state)
-        if extra != (torch.nn.Module.get_extra_state, torch.nn.Module.set_extra_state):
-            found.append(f"{prefix}_extra_state")  # of any kind and size: FP8 modules have none before their first step
-        hooks = [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
-        # FSDP2's only sees to it that the parameters are sharded.
-        if any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks):
-            found.append(prefix)
-    return tuple(found)
 
 
 def _refilled(live: Any, tree: Any, taken: set[int], keep: bool = False) -> Any:
@@ -374,15 +367,3 @@ def kind_of(marked: Any) -> str:
     if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
         return "stateful"
     return "value"
-
-
-def bare(target: Any) -> Any:
-    """The module without the wrappers that rename its parameters: DDP, DataParallel, torch.compile."""
-    while isinstance(target, torch.nn.Module):
-        if isinstance(target, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-            target = target.module
-        elif hasattr(target, "_orig_mod"):
-            target = target._orig_mod
-        else:
-            break
-    return target

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from everstep.checkpoint.state import bare
+from everstep.checkpoint.modules import bare
 from everstep.train.holdings import is_script
 from everstep.train.step import LoopError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.state import bare
+from everstep.checkpoint.modules import bare
 from everstep.train.census import Census
 from everstep.train.optimizers import before_step
 from everstep.train.recovery.reduced import parameters_of

@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from everstep.checkpoint.modules import bare
 from everstep.checkpoint.sharding import is_sharded
-from everstep.checkpoint.state import bare, capture
+from everstep.checkpoint.state import capture
 from everstep.train.randomness import Gather
 from everstep.train.recovery import digests
 from everstep.train.recovery.things import ELSEWHERE

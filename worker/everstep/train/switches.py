@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch.nn.parameter import is_lazy
 
-from everstep.checkpoint.state import bare
+from everstep.checkpoint.modules import bare
 from everstep.train.gradients import zero_gradient
 
 log = logging.getLogger("everstep.train")

@@ -30,7 +30,7 @@ import xxhash
 from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.checkpoint.state import bare
+from everstep.checkpoint.modules import bare
 from everstep.train.recovery.members import Members
 from everstep.train.recovery.reduced import lists_for_reducer, parameters_of, requiring_gradients
 
