@@ -26,6 +26,7 @@ from everstep.checkpoint.log import Unreadable
 from everstep.checkpoint.manifest import CommitRecord, nonfinite_in
 from everstep.checkpoint.pins import Holds
 from everstep.checkpoint.retention import Delete
+from everstep.checkpoint.steps import named_commit
 from everstep.storage import ObjectStore
 
 NOTHING: Final = Holds()
@@ -86,7 +87,8 @@ class Catalog:
 
     def find(self, step: int | None = None, n: int | None = None, tag: str | None = None) -> CommitRecord:
         """The newest commit, or the newest of `step`, or record `n`, or that of `tag`. Raises `NoCommit` if there is
-        none, and `CheckpointError` if more than one of them is said."""
+        none, `CheckpointError` if more than one of them is said, `TypeError` for a step or number that is no integer."""
+        step, n = named_commit(step, n)
         if tag is not None:
             if step is not None or n is not None:
                 raise CheckpointError("give a step, a record or a tag, not two of them")

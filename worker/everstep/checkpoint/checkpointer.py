@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import threading
 import time
@@ -25,6 +24,7 @@ from everstep.checkpoint import at_exit, attachments, opening, pins
 from everstep.checkpoint.alike import digests, digests_of_union
 from everstep.checkpoint.alive import Sign
 from everstep.checkpoint.arrangement import Arranger
+from everstep.checkpoint.casting import check_cast
 from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
@@ -43,7 +43,7 @@ from everstep.checkpoint.holders import Holders
 from everstep.checkpoint.keep import Keep, numbers
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
-from everstep.checkpoint.manifest import MAX_STEP, OpenRecord
+from everstep.checkpoint.manifest import OpenRecord
 from everstep.checkpoint.opening import InRound, Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
@@ -53,6 +53,7 @@ from everstep.checkpoint.selection import LoadReport, Selection
 from everstep.checkpoint.shared import check_shared
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state import apply, capture
+from everstep.checkpoint.steps import named_commit, whole_step
 from everstep.checkpoint.targets import of_all_ranks
 from everstep.checkpoint.writer import Events, Failed, Identity, SaveHandle, Writer
 from everstep.storage import ObjectStore, RetryableError, StorageError, StoreUnusable
@@ -193,6 +194,7 @@ class Checkpointer:
         """
         started = time.monotonic()
         chosen = Selection.of(strict, include, exclude, rename, cast)
+        step, n = named_commit(step, n)
         own, ranks = self._open(restores=True)
         unions = self._holders.meet(state, ranks)
         captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
@@ -217,6 +219,8 @@ class Checkpointer:
                 record, tensors = found
                 assert isinstance(record.values, dict)
                 fitted = fit(state, captured, record, ranks.rank, chosen)
+                if chosen.cast:
+                    check_cast(state, captured, fitted, tensors, ranks)
                 answers = apply(state, record.values, tensors, ranks.rank, whole=chosen.whole, bodies=fitted.bodies)
                 fitted.judged(answers, chosen)
                 self.report = fitted.report()
@@ -582,17 +586,6 @@ class Checkpointer:
         (self._suspected if suspected else self._damaged).add(n)
         logger.error("log record %d is stepped over: %s", n, reason)
         self._events("stepped-over", n=n, error=reason)
-
-
-def whole_step(step: object) -> int:
-    """`step` as the log can hold it: an integer of any kind (numpy's, a tensor of one element). Raises `ValueError`."""
-    try:
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(step, bool) or not 0 <= number <= MAX_STEP:
-        raise ValueError(f"step={step!r}: an integer from 0 to 2**62 is expected, as completed steps are counted")
-    return number
 
 
 def stamp(seconds: float) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from everstep.checkpoint import fit_optimizer
 from everstep.checkpoint.errors import StateMismatch
+from everstep.checkpoint.fit_values import misfits
 from everstep.checkpoint.manifest import CommitRecord, Entry
 from everstep.checkpoint.modules import Answer, bare, migrated
 from everstep.checkpoint.selection import LoadReport, Selection
@@ -216,7 +217,9 @@ class _Fitting:
             found.problems.append(f"{path}: a tensor in the {'commit' if live is None else 'state passed'} only")
             return False
         shape = tuple(live.shape)
-        if entry.shape != shape and not (shape == () and entry.shape == (1,)):  # as torch's load_state_dict does
+        # A module takes one number as a scalar, as torch's load_state_dict does.
+        scalar = shape == () and entry.shape == (1,) and kind_of(self._state.get(path.partition("/")[0])) == "module"
+        if entry.shape != shape and not scalar:
             text = f"{path}: shape {entry.shape} in the commit, {shape} in the state passed"
             (found.problems if self._selection.strict else found.mismatched).append(text)
             return False
@@ -247,27 +250,40 @@ class _Fitting:
         self.found.bodies[key] = {**body, "cast": self._selection.cast}
 
     def _value(self, key: str, target: Any, body: Body, own: Any) -> None:
-        tree = body["tree"]
+        tree, found, cast = body["tree"], self.found, self._selection.cast
         if isinstance(target, torch.Tensor):
-            if not self._same_form(key, tree, own, self._selection.cast):
+            if not self._same_form(key, tree, own, cast):
                 return
         elif body["kind"] == "module" or (_is_plain(tree) and _is_plain(own) and not self._selection.whole):
             if not _is_plain(own):
-                self.found.problems.append(f"{key}: the commit holds a module, the state passed in no module or dict")
+                found.problems.append(f"{key}: the commit holds a module, the state passed in no module or dict")
                 return
             if body["kind"] == "module":
-                tree, complete = self._named(key, tree, own, (), cast=False)  # a dict's tensors are not converted
+                tree, complete = self._named(key, tree, own, (), cast=cast)
             else:
                 complete = False
-                self.found.not_taken += [join(key, k) for k in tree if not self._selection.takes(join(key, k))]
-                self.found.missing += [join(key, k) for k in own if k not in tree]
-                tree = {k: v for k, v in tree.items() if self._selection.takes(join(key, k))}
-            self.found.bodies[key] = {"kind": "value", "tree": tree, "partial": not complete}
+                found.not_taken += [join(key, k) for k in tree if not self._selection.takes(join(key, k))]
+                found.missing += [join(key, k) for k in own if k not in tree]
+                taken = [k for k in tree if self._selection.takes(join(key, k))]
+                tree = {k: tree[k] for k in taken if k not in own or self._fits(join(key, k), tree[k], own[k])}
+            found.bodies[key] = {"kind": "value", "tree": tree, "partial": not complete, "cast": cast}
+            return
+        elif not self._fits(key, tree, own):
             return
         elif not isinstance(target, dict | list) and not isinstance(self._state, MutableMapping):
-            self.found.problems.append(f"{key}: a plain value can be restored only into a mutable mapping (a dict)")
+            found.problems.append(f"{key}: a plain value can be restored only into a mutable mapping (a dict)")
             return
-        self.found.bodies[key] = {"kind": "value", "tree": tree, "cast": self._selection.cast}
+        found.bodies[key] = {"kind": "value", "tree": tree, "cast": cast}
+
+    def _fits(self, path: str, tree: Any, own: Any) -> bool:
+        """Whether all tensors and arrays in a plain value can be filled with the commit's; if not, that is told."""
+        odd = list(misfits(tree, own, path, self._entries, self._captured.tensors, self._selection.cast))
+        for misfit in odd:
+            left = misfit.shape and not self._selection.strict
+            (self.found.mismatched if left else self.found.problems).append(misfit.text)
+        if odd and all(misfit.path != path for misfit in odd):
+            self.found.not_taken.append(path)  # with what does fit in it
+        return not odd
 
     def _tensor(self, own: Any) -> torch.Tensor | None:
         return self._captured.tensors[own["$tensor"]] if _is_tensor(own) else None

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from everstep.checkpoint.casting import check_cast
 from everstep.checkpoint.catalog import Catalog
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.compaction import is_compacted
@@ -28,6 +29,7 @@ from everstep.checkpoint.reading import load_whole
 from everstep.checkpoint.restoring import newest_whole, unfit
 from everstep.checkpoint.selection import LoadReport, Selection
 from everstep.checkpoint.state import apply, capture
+from everstep.checkpoint.steps import named_commit
 from everstep.checkpoint.targets import of_all_ranks
 from everstep.checkpoint.tree import references, unflatten
 from everstep.storage import NotFound, ObjectStore, RetryingStore, open_store
@@ -86,6 +88,7 @@ def load(
         raise CheckpointError("give the URL of a checkpoint, or store=")
     if state is not None and (only is not None or map_location is not None):
         raise CheckpointError("only= and map_location= are for a load without a state, which says both itself")
+    step, n = named_commit(step, n)
     selection = Selection.of(strict, include, exclude, rename, cast)
     if state is None and selection != Selection():
         raise CheckpointError("strict=, include=, exclude=, rename= and cast= are for a load into a state; see only=")
@@ -166,6 +169,8 @@ def _load(
     record, tensors = found
     assert isinstance(record.values, dict)
     fitted = fit(state, captured, record, ranks.rank, selection)
+    if selection.cast:
+        check_cast(state, captured, fitted, tensors, ranks)
     fitted.judged(apply(state, record.values, tensors, ranks.rank, whole=False, bodies=fitted.bodies), selection)
     return Loaded(record.step, record.n, state, fitted.report())
 

@@ -23,6 +23,7 @@ from everstep.checkpoint import named
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.fit_optimizer import names_in
 from everstep.checkpoint.modules import Answer, bare, fill
+from everstep.checkpoint.refilling import is_alike, is_array, refilled
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.tree import Flattener, join, references, unflatten
 from everstep.checkpoint.union import Union, inside, levels_of, pruned, pruned_to_parameters
@@ -265,11 +266,11 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
             target.copy_(tree)
     elif (isinstance(target, dict) and isinstance(tree, dict)) or (isinstance(target, list) and isinstance(tree, list)):
         taken.discard(id(target))
-        _refilled(target, tree, taken, keep=partial)
-    elif _is_array(target) and _is_alike(target, tree):
+        refilled(target, tree, taken, keep=partial, cast=bool(body.get("cast")))
+    elif is_array(target) and is_alike(target, tree):
         target[...] = tree
     elif isinstance(state, MutableMapping) and not isinstance(state[key], Union):
-        state[key] = _refilled(target, tree, taken)
+        state[key] = refilled(target, tree, taken, cast=bool(body.get("cast")))
     else:
         raise TypeError("a plain value can be restored only into a mutable mapping (a dict)")
     return None
@@ -289,67 +290,6 @@ def _shows_twice(tensor: torch.Tensor) -> bool:
     if is_sharded(tensor) or tensor.layout is not torch.strided or not tensor.numel():
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _refilled(live: Any, tree: Any, taken: set[int], keep: bool = False) -> Any:
-    """`live` with the values of `tree`, where it can hold them; else `tree`. `taken`: what was refilled by now, which
-    may stand in two places, and the commit may hold two values for them. `keep`: what only `live` has stays."""
-    if (live.data_ptr() if isinstance(live, torch.Tensor) and _owns(live) else id(live)) in taken:
-        return tree
-    if isinstance(live, dict) and isinstance(tree, dict):
-        taken.add(id(live))
-        found = {key: _refilled(live.get(key), value, taken, keep) for key, value in tree.items()}
-        if not keep:
-            live.clear()
-        live.update(found)
-        return live
-    if isinstance(live, list) and isinstance(tree, list):
-        taken.add(id(live))
-        live[:] = [_refilled(live[i] if i < len(live) else None, value, taken, keep) for i, value in enumerate(tree)]
-        return live
-    if isinstance(live, torch.Tensor) and isinstance(tree, torch.Tensor) and _fits(live, tree):
-        taken.add(live.data_ptr())
-        with torch.no_grad():
-            live.copy_(tree)
-        return live
-    if _is_array(live) and _is_alike(live, tree):
-        taken.add(id(live))
-        live[...] = tree
-        return live
-    if isinstance(live, tuple) and isinstance(tree, tuple) and len(live) == len(tree):
-        items = [_refilled(one, other, taken, keep) for one, other in zip(live, tree, strict=True)]
-        return type(live)(*items) if hasattr(live, "_fields") else tuple(items)
-    if type(live).__module__ == "numpy" and getattr(live, "shape", None) == () and type(tree) is type(live.item()):
-        return type(live)(tree)  # a number of numpy's, which the commit has as Python's
-    return tree
-
-
-def _is_array(value: Any) -> bool:
-    """Whether it is an array of numpy's and all of its memory; only states that hold some need numpy."""
-    kind = type(value)
-    if (kind.__module__, kind.__name__) != ("numpy", "ndarray"):
-        return False
-    whole = value.base is None or getattr(value.base, "size", None) == value.size
-    return whole and bool(value.flags.writeable)
-
-
-def _is_alike(live: Any, tree: Any) -> bool:
-    return type(tree) is type(live) and bool(tree.shape == live.shape and tree.dtype == live.dtype)
-
-
-def _fits(live: torch.Tensor, tree: torch.Tensor) -> bool:
-    return live.shape == tree.shape and live.dtype == tree.dtype and _owns(live)
-
-
-def _owns(tensor: torch.Tensor) -> bool:
-    """Whether it is all of its memory: the rest may be something else's."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor._base is None
-        and not tensor.is_inference()
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    )
 
 
 class _WithMetadata(dict[str, Any]):
