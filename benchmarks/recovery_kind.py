@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from install import install
 from player import ScenarioError, wait_for
 from testcluster import handle
 from testcluster.handle import Cluster
+from testcluster.proc import ClusterError
 
 SAMPLES = 10
 STEPS = 1_000_000
@@ -373,7 +375,7 @@ def main() -> int:
         for cell in cells(cluster, name, samples, backends):
             try:
                 figures += cell()
-            except ScenarioError as e:  # the other faults' figures are worth as much without this one's
+            except (ScenarioError, ClusterError, subprocess.TimeoutExpired) as e:  # the other figures count without it
                 failed += 1
                 print(f"{name}: NOT MEASURED: {e}", file=sys.stderr, flush=True)
     return finish(figures, args) or int(failed > 0)

@@ -87,7 +87,7 @@ class Catalog:
 
     def find(self, step: int | None = None, n: int | None = None, tag: str | None = None) -> CommitRecord:
         """The newest commit, or the newest of `step`, or record `n`, or that of `tag`. Raises `NoCommit` if there is
-        none, `CheckpointError` if more than one of them is said, `TypeError` for a step or number that is no integer."""
+        none, `CheckpointError` if more than one of them is said, and `TypeError` for a step that is no integer."""
         step, n = named_commit(step, n)
         if tag is not None:
             if step is not None or n is not None:
