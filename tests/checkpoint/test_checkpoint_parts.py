@@ -18,19 +18,23 @@ from everstep.storage.faults import Die, Fault, FaultStore, Tear
 SMALL, LARGE = 1000, 3 * 2**20  # elements: 4 kB, and 12 MB in at least three parts
 
 
+def state_to_fill() -> dict[str, Any]:
+    return {"t": {"w": None}, "step": 0}  # of any size
+
+
 def state_of(step: int) -> dict[str, Any]:
     return {"t": {"w": torch.full((LARGE if step == 2 else SMALL,), float(step))}, "step": step}
 
 
 def save(store: ObjectStore, step: int, keep: int = 3) -> None:
     with everstep.Checkpointer(store=store, keep=keep, on_event=lambda kind, **_: None) as checkpointer:
-        checkpointer.restore(state_of(0))
+        checkpointer.restore(state_to_fill())
         checkpointer.save(step, state_of(step)).wait(60)
 
 
 def restored(store: ObjectStore) -> int | None:
     """The step that a new run restores; fails if the state is not that of exactly one step."""
-    state = state_of(0)
+    state = state_to_fill()
     with everstep.Checkpointer(store=store, on_event=lambda kind, **_: None) as checkpointer:
         step = checkpointer.restore(state)
     assert torch.equal(state["t"]["w"], state_of(step or 0)["t"]["w"])

@@ -53,6 +53,30 @@ def test_tensor_or_array_of_another_form_is_refused_before_anything_is_changed(
     assert torch.equal(into.weight, before)
 
 
+class OfSession:
+    """What a session has among its objects: its script may keep what grows from step to step."""
+
+    everstep_makes_buffers = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_session_takes_what_has_grown_since_its_script_began_and_no_other_type() -> None:
+    store = saved({"kept": {"losses": torch.arange(3.0), "best": np.ones(2)}, "session": OfSession()})
+    state: dict[str, Any] = {"kept": {"losses": torch.zeros(0), "best": np.zeros(0)}, "session": OfSession()}
+    everstep.load(store=store, state=state)
+    assert state["kept"]["losses"].tolist() == [0, 1, 2]
+    assert state["kept"]["best"].tolist() == [1, 1]
+    state["kept"]["losses"] = torch.zeros(0, dtype=torch.int64)
+    everstep.load(store=store, state=state)  # of another size there is nothing that could be filled
+    state["kept"]["losses"] = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(StateMismatch, match="kept/losses: F32 in the commit, I64"):
+        everstep.load(store=store, state=state)
+
+
 def test_none_in_its_place_takes_what_the_commit_has() -> None:
     store = saved({"grown": np.arange(3.0), "deep": {"x": torch.ones(3)}})
     state: dict[str, Any] = {"grown": None, "deep": {"x": None}}

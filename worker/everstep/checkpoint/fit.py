@@ -130,6 +130,7 @@ class _Fitting:
         self._entries = entries
         self._selection = selection
         self._touched = touched
+        self._of_session = any(getattr(target, "everstep_makes_buffers", False) for target in state.values())
 
     def add(self, key: str, marked: Any, body: Body) -> None:
         live: Any = self._captured.values[key]
@@ -157,7 +158,7 @@ class _Fitting:
 
     def _module(self, key: str, module: torch.nn.Module, body: Body, live: Any) -> None:
         own, free = live["tree"], migrated(module)
-        if any(getattr(target, "everstep_makes_buffers", False) for target in self._state.values()):
+        if self._of_session:
             # What is loaded before the module gives its buffers the size that they had when they were saved.
             free += tuple(name for name, _ in module.named_buffers())
         tree, complete = self._named(key, body["tree"], own, free, cast=self._selection.cast)
@@ -278,6 +279,8 @@ class _Fitting:
     def _fits(self, path: str, tree: Any, own: Any) -> bool:
         """Whether all tensors and arrays in a plain value can be filled with the commit's; if not, that is told."""
         odd = list(misfits(tree, own, path, self._entries, self._captured.tensors, self._selection.cast))
+        if self._of_session:  # the script has begun anew, and what it keeps may have grown since it began before
+            odd = [misfit for misfit in odd if not misfit.shape]
         for misfit in odd:
             left = misfit.shape and not self._selection.strict
             (self.found.mismatched if left else self.found.problems).append(misfit.text)
