@@ -151,7 +151,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     out.mkdir()
     (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../cut.safetensors"}}))
     (folder / "empty").mkdir()
-    for name in ("lost", "short", "evil", "value"):
+    for name in ("lost", "short", "evil", "value", "hole"):
         state = {"model": good, **({"hook": Evil()} if name == "value" else {})}
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / name), no_dist=True)
     part = next((folder / "lost").glob("*.distcp"))
@@ -159,7 +159,11 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     short = next((folder / "short").glob("*.distcp"))
     short.write_bytes(short.read_bytes()[:-100])
     (folder / "evil" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    described = pickle.loads((folder / "hole" / ".metadata").read_bytes())
+    described.state_dict_metadata["model.w"].size = torch.Size((65, 64))  # as if a rank's part were left out
+    (folder / "hole" / ".metadata").write_bytes(pickle.dumps(described))
     return {
+        "hole": (folder / "hole", r"\.metadata: model\.w: its pieces hold 4096 of 4160 elements"),
         "cut.safetensors": (folder / "cut.safetensors", r"cut\.safetensors: is no whole safetensors file"),
         "evil.pt": (folder / "evil.pt", r"evil\.pt: holds objects that only pickle makes"),
         "cut.pt": (folder / "cut.pt", r"cut\.pt: "),
@@ -182,7 +186,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     "name",
     [
         "cut.safetensors", "evil.pt", "cut.pt", "wide.pt", "list.pt", "number.pt", "old.pt", "hub", "out", "empty",
-        "nothing", "lost", "short", "evil", "value",
+        "nothing", "lost", "hole", "short", "evil", "value",
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name_before_anything_is_written(

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from everstep.checkpoint.errors import CheckpointError, FormatError, StateMismatch
+from everstep.checkpoint.manifest import Entry, Piece, check_tiling
 from everstep.checkpoint.source import Form, Source, checked, is_optimizer, of_state
 
 _AT_ONCE: Final = 64 * 2**20  # bytes of tensors that are read by one call
@@ -48,12 +49,23 @@ def open_dcp(folder: Path, key: str, stateful: Iterable[str] = ()) -> Source:
 
     Every file that the description names has to be there, with the bytes that it says.
     """
+    try:
+        return _opened(folder, key, stateful)
+    except CheckpointError:
+        raise
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as e:
+        raise FormatError(f"{folder}/.metadata: is no description of a checkpoint: {e!r:.300}") from e
+
+
+def _opened(folder: Path, key: str, stateful: Iterable[str]) -> Source:
     reader = _Reader(folder)
     described = reader.read_metadata()
     _check_files(folder, described)
     entries: Mapping[str, Any] = described.state_dict_metadata
     paths = described.planner_data if isinstance(described.planner_data, dict) else {}
     names = [name for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
+    for name in names:
+        _check_chunks(folder, name, entries[name])
     values = _values(reader, [name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)])
     # In the tree each tensor stands as an empty one whose shape says which it is: none is read for the sake of it.
     leaves: dict[str, Any] = {name: torch.empty((at, 0)) for at, name in enumerate(names)} | values
@@ -127,6 +139,12 @@ class _Planner(DefaultLoadPlanner):
             raise StateMismatch(
                 f"{name}: a value that only pickle makes, and nothing here executes pickles: {str(e).splitlines()[0]}"
             ) from e
+
+
+def _check_chunks(folder: Path, name: str, entry: TensorStorageMetadata) -> None:
+    """torch reads the chunks that are described, and leaves what no chunk covers as the memory was."""
+    pieces = tuple(Piece(0, name, tuple(c.offsets), tuple(c.sizes), 0, 0) for c in entry.chunks)
+    check_tiling(Entry(name, "U8", tuple(entry.size), pieces), f"{folder}/.metadata: {name}")
 
 
 def _check_files(folder: Path, described: Metadata) -> None:
