@@ -25,6 +25,14 @@ from everstep.storage import StoreUnusable, open_store
         ("~nobody-of-this-name/x", "~nobody-of-this-name.*home"),
         (" /data/x", "blank"),
         ("/data/x\n", "blank"),
+        ("s3://bucket/x\n", "blank"),
+        ("minio:9000/bucket", "host with a port.*s3://BUCKET/FOLDER"),
+        ("localhost:9000", "http://localhost:9000"),
+        ("10.0.0.5:9000/bucket", "host with a port"),
+        ("[::1]:9000", "host with a port"),
+        ("https://host/run?token=1", r"has a query.*params.*%3F"),
+        ("http://host/run#top", r"has a fragment.*%23"),
+        ("file://host/data", "absolute path"),
     ],
 )
 def test_url_that_nobody_can_mean_as_a_folder_is_refused_with_what_to_write(url: str, says: str) -> None:
@@ -36,6 +44,20 @@ def test_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_store("~/x").url == f"file://{tmp_path}/x"
     assert open_store("~").url == f"file://{tmp_path}"
+
+
+def test_scheme_has_no_case_and_localhost_is_this_machine() -> None:
+    for url in ("FILE:///data/x", "File://localhost/data/x", "file://LOCALHOST/data/x"):
+        assert open_store(url).url == "file:///data/x"
+    assert open_store("S3://bucket/Run").url == "s3://bucket/Run"
+    assert open_store("GS://bucket/x").url == "gs://bucket/x"
+
+
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_file_in_place_of_a_folder_is_refused_and_not_taken_for_an_empty_one(tmp_path: Path, below: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(StoreUnusable, match=r"model\.safetensors.*is a file or lies below one: give the folder"):
+        open_store(f"{tmp_path}/model.safetensors{below}").list()
 
 
 def test_folders_with_such_characters_can_still_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,8 @@ class CommitLog:
             )
         low = self._start
         if not self._has(low):
-            # Old records may have been deleted: then a power of two between the oldest and the newest is a beginning.
+            # Records are compacted and stay (ADR 0019). A log that was made before, or copied in part, may lack the
+            # oldest: then a power of two between the oldest and the newest is a beginning.
             tried = () if low else (2**k for k in range(_DOUBLINGS))
             low = next((n for n in tried if self._has(n)), NONE)
         if low == NONE:

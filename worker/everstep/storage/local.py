@@ -99,6 +99,7 @@ class LocalStore(ObjectStore):
     def list(self, folder: str = "") -> list[ObjectInfo]:
         top = self._root / check_folder(folder)
         with self._translated(folder):
+            self._check_no_file()
             return sorted(ObjectInfo(path.relative_to(self._root).as_posix(), size) for path, size in _files(top))
 
     def delete(self, name: str) -> None:
@@ -128,6 +129,17 @@ class LocalStore(ObjectStore):
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
+
+    def _check_no_file(self) -> None:
+        """Raises `StoreUnusable` where the root is a file or lies below one: it would look like an empty folder."""
+        try:
+            is_file = stat.S_ISREG(self._root.stat().st_mode)
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            is_file = True
+        if is_file:
+            raise StoreUnusable(f"{self.url}: is a file or lies below one: give the folder that holds the checkpoint")
 
     def _make_folder(self, folder: Path) -> None:
         """The folder and those above it; a new one's name is synced too, or a power cut takes what is in it."""

@@ -17,7 +17,7 @@ from everstep.storage.errors import StoreUnusable
 from everstep.storage.local import LocalStore
 from everstep.storage.locks import ForkLock
 from everstep.storage.memory import MemoryStore
-from everstep.storage.paths import folder, folder_of_url
+from everstep.storage.paths import folder, folder_of_url, normal
 
 if TYPE_CHECKING:
     from everstep.storage.fsspec_store import FsspecStore
@@ -49,8 +49,8 @@ def open_store(
     """
     if not url:
         raise StoreUnusable("no checkpoint URL: pass url=… or set EVERSTEP_CHECKPOINT_URL")
-    scheme, separator, rest = url.partition("://")
-    if not separator:
+    url, scheme, rest = normal(url)
+    if not scheme and "://" not in url:
         return LocalStore(folder(url), part_size, single_committer=single_committer)
     match scheme:
         case "file" | "local":

@@ -13,6 +13,9 @@ from everstep.storage.errors import StoreUnusable
 
 # `s3:/bucket`, `gs:bucket`: what stands before the first slash looks like a scheme. RFC 3986 says how schemes look.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/*)(.*)", re.DOTALL)
+# `10.0.0.5:9000`, `[::1]:9000`: no scheme begins so, and a folder `2026-01-01T10:00` does not either.
+_ADDRESS = re.compile(r"(\d{1,3}(?:\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d+(/.*)?", re.DOTALL)
+_PORT = re.compile(r"\d+(/|$)")
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 
 
@@ -27,6 +30,8 @@ def folder(path: str) -> str:
             name = path.partition("/")[0]
             raise StoreUnusable(f"{path}: {name} is no user with a home folder; a folder of that name is ./{path}")
         return found
+    if _ADDRESS.fullmatch(path):
+        raise StoreUnusable(f"{path}: {_of_host(path)}; a folder of that name is ./{path}")
     if (said := _SCHEME.match(path)) and "/" not in said[1]:
         raise StoreUnusable(f"{path}: {_instead(said[1], said[3])}; a folder of that name is ./{path}")
     return path
@@ -34,6 +39,9 @@ def folder(path: str) -> str:
 
 def folder_of_url(url: str, rest: str) -> str:
     """The folder of a `file://` URL, of which `rest` is what follows that, %-encoded. Raises `StoreUnusable`."""
+    host, slash, _ = rest.partition("/")
+    if host.lower() == "localhost" and slash:  # RFC 8089: the same as none
+        rest = rest[len(host) :]
     if not rest.startswith("/"):
         raise StoreUnusable(f"{url}: a file URL needs an absolute path, as in file:///path")
     _check_variables(url)
@@ -55,5 +63,26 @@ def _instead(scheme: str, rest: str) -> str:
             return f"a file URL has three slashes: file:///{rest}"
         case "dbfs":
             return f"a folder of Databricks is mounted at /dbfs: /dbfs/{rest}"
+        case _ if _PORT.match(rest):
+            return _of_host(f"{scheme}:{rest}")
         case known:
             return f"two slashes follow the scheme of a URL: {known}://{rest}"
+
+
+def _of_host(text: str) -> str:
+    return (
+        f"this looks like a host with a port, and says no scheme: http://{text} for a web server; for an S3 server "
+        "s3://BUCKET/FOLDER, with the server as AWS_ENDPOINT_URL"
+    )
+
+
+def normal(url: str) -> tuple[str, str, str]:
+    """A URL, its scheme in lower case (RFC 3986: schemes have no case), and what follows `://`; the text itself and two
+    empty ones if it has no `://`. Raises `StoreUnusable` for blanks around it."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return url, "", ""
+    if url != url.strip():
+        raise StoreUnusable(f"{url!r} begins or ends with a blank or a line break: take it away")
+    scheme = scheme.lower()
+    return f"{scheme}://{rest}", scheme, rest

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from everstep.storage.base import Capabilities, ObjectInfo, check_folder, check_name
 from everstep.storage.errors import NotFound, StoreUnusable, TerminalError
-from everstep.storage.fsspec_store import FsspecStore
+from everstep.storage.fsspec_store import FsspecStore, Options
 from everstep.storage.translate import server_code
 
 T = TypeVar("T")
@@ -25,7 +25,23 @@ _PLAIN: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST",
 
 
 class WebStore(FsspecStore):
-    """Objects below `http://` or `https://`. `options` go to fsspec's `HTTPFileSystem`: `headers`, `params`, `ssl`."""
+    """Objects below `http://` or `https://`. `options` go to fsspec's `HTTPFileSystem`: `headers`, `params`, `ssl`.
+
+    Raises `StoreUnusable` for a URL with a query or a fragment: the names of objects would follow behind it, and each
+    would seem to be missing.
+    """
+
+    def __init__(self, url: str, options: Options | None = None, part_size: int | None = None) -> None:
+        for sign, kind, instead in (
+            ("?", "a query", "storage_options={'params': {…}} sends one with each request"),
+            ("#", "a fragment", "leave it out"),
+        ):
+            if sign in url:
+                code = f"%{ord(sign):02X}"
+                raise StoreUnusable(
+                    f"{url} has {kind}, behind which no file can be named: {instead}. In a folder's name write {code}"
+                )
+        super().__init__(url, options, part_size)
 
     @property
     def capabilities(self) -> Capabilities:
