@@ -151,6 +151,22 @@ def test_position_at_the_end_of_an_epoch_gives_no_batch_and_then_the_next_epoch(
     assert samples(list(after.rest())) == samples(list(before.rest()))
 
 
+def test_engine_that_keeps_state_of_its_own_is_refused_before_anything_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.utils import DistributedType
+
+    from everstep.train.adapters.accelerate import start, track
+
+    accelerator, loader = prepared(4)
+    monkeypatch.setitem(type(accelerator.state)._shared_state, "distributed_type", DistributedType.DEEPSPEED)
+    with pytest.raises(CheckpointError, match=r"DEEPSPEED.*leave that plugin out"):
+        start(accelerator, str(tmp_path / "c"), loader=loader)
+    with pytest.raises(CheckpointError, match="DEEPSPEED"):
+        track(accelerator, loader=loader)
+    assert not (tmp_path / "c").exists()
+
+
 def test_loader_without_a_known_order_is_refused_by_the_accelerate_adapter() -> None:
     from everstep.train.adapters.accelerate import track
 

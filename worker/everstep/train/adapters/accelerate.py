@@ -40,7 +40,7 @@ from everstep.train.boundary import Boundary
 from everstep.train.evaluation import figures
 
 try:
-    from accelerate.utils import send_to_device
+    from accelerate.utils import DistributedType, send_to_device
 except ImportError as e:
     raise missing("accelerate", "accelerate", "accelerate") from e
 
@@ -210,6 +210,7 @@ def start(
     is made. `loader`: a DataLoader that was prepared, or an `ElasticLoader`, which is not to be. `objects`: the model,
     optimizer, scheduler and whatever else is the training's state, by a name of your choice. Collective.
     """
+    _check(accelerator)
     boundary = Boundary.find(checkpoint, every_steps, every_seconds, options or {})
     if (recovery := accelerated.recovery()) is not None:
         return Prepared(accelerator, boundary, recovery, loader, objects)
@@ -218,7 +219,10 @@ def start(
 
 def track(accelerator: Any, *, loader: Any, **objects: Any) -> dict[str, Any]:
     """The state of prepared objects for a `Checkpointer`: unwrapped, with the gradient scaler if there is one, the
-    random generators as "rng" and the position as "data" (a `Position`, or the `ElasticLoader` itself)."""
+    random generators as "rng" and the position as "data" (a `Position`, or the `ElasticLoader` itself).
+
+    Raises `CheckpointError` for a plugin whose engine holds what no object of the script does."""
+    _check(accelerator)
     rng = LateRng()
     data = loader if isinstance(loader, ElasticLoader) else Position(accelerator, loader, rng)
     state: dict[str, Any] = {"rng": rng, "data": data}
@@ -229,6 +233,15 @@ def track(accelerator: Any, *, loader: Any, **objects: Any) -> dict[str, Any]:
             raise CheckpointError(f"track({name}=…): the name {name!r} is taken; use another")
         state[name] = unwrapped(accelerator, value)
     return state
+
+
+def _check(accelerator: Any) -> None:
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise CheckpointError(
+            f"Accelerate trains with {kind.value}, whose engine keeps parameters and optimizer state that no commit "
+            "would hold: leave that plugin out, for DistributedDataParallel, or save with accelerator.save_state()"
+        )
 
 
 def unwrapped(accelerator: Any, value: Any) -> Any:
