@@ -181,3 +181,5 @@ def _nothing_to_close_at_exit() -> Iterator[None]:
     yield
     if (at_exit := sys.modules.get("everstep.checkpoint.at_exit")) is not None:
         at_exit.forget_all()
+    if (alive := sys.modules.get("everstep.checkpoint.alive")) is not None:
+        alive.end_all(5.0)  # or they write files while later tests look for what these have left

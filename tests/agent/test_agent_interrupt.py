@@ -21,6 +21,12 @@ from everstep.contract import exit_codes
 pytestmark = pytest.mark.timeout(120)
 SESSION = Path(__file__).with_name("session_script.py")
 INTERRUPTED = 128 + signal.SIGINT
+# A shell that starts the tests in the background ignores Ctrl-C, and so does each Python below it.
+HEARS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 @pytest.fixture
@@ -32,7 +38,7 @@ def start(log: Path, *argv: str) -> subprocess.Popen[bytes]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with log.open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "everstep.agent.main", *argv], stdout=out, stderr=out, env=environ
+            [sys.executable, "-c", HEARS, "-m", "everstep.agent.main", *argv], stdout=out, stderr=out, env=environ
         )
 
 

@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ class Sign:
         self.stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everstep-alive", daemon=True)
         self._thread.start()
+        _signs.add(self)
 
     def end(self, timeout: float = 0.0) -> None:
         """No more; wait at most `timeout` seconds until the store says so too."""
@@ -101,6 +103,15 @@ class Sign:
         for info in self._store.list(ALIVE):
             if (n := alive_number(info.name)) is not None and n < self._own.n:
                 self._store.delete(info.name)
+
+
+_signs: Final[weakref.WeakSet[Sign]] = weakref.WeakSet()
+
+
+def end_all(timeout: float) -> None:
+    """As if the processes that they are of had ended in order; at most `timeout` seconds for each."""
+    for sign in list(_signs):
+        sign.end(timeout)
 
 
 def wait_for_owner(
