@@ -64,6 +64,12 @@ class Weighted:
 
 def log(step, **values):
     print(step, values)
+
+import torch
+
+class Told(torch.nn.Linear):
+    def note(self, loss):
+        return loss.item()
 """
 
 

@@ -46,9 +46,7 @@ class Calls(Values):
         bound = self._bind_locals(function)
         names = parameters_of(function)
         missing = set(names)
-        if called.owner and names:
-            missing.discard(names[0])
-            scope.names[names.pop(0)] = called.owner
+        self._bind_self(called, len(arguments), names, missing)
         for name, of in called.given.items():
             if name in missing and name not in bound:
                 scope.names[name] = of
@@ -76,6 +74,17 @@ class Calls(Values):
         for name in (*(other.arg for other in others if other is not None), *(missing if rest else ())):
             self.env[scope.names[name]] = rest
         self._bind_defaults(called, missing, bound)
+
+    def _bind_self(self, called: Called, passed: int, names: list[str], missing: set[str]) -> None:
+        """Takes the object that a method is called of from the `names` that its arguments are bound to."""
+        scope = self._scopes[-1]
+        if called.owner and names:
+            missing.discard(names[0])
+            scope.names[names.pop(0)] = called.owner
+        elif names and names[0] == "self":  # of an object that has no name here
+            scope.names["self"] = f"{called.function.name}#{self._made}.self"
+            if passed < len(names):  # else it is passed: `Class.method(object, …)`
+                missing.discard(names.pop(0))
 
     def _bind_defaults(self, called: Called, missing: set[str], bound: set[str]) -> None:
         """Such a list or dictionary is made once, with the function; another variable is itself."""
