@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -173,12 +171,12 @@ def restore(
 ) -> None:  # fmt: skip
     """Copy a commit to DEST as a log of its own, checked on the way: a run that is given DEST goes on from it."""
     with catalog_of(url, storage_option) as (catalog, store):
+        from everstep.checkpoint.commitlog import now  # noqa: PLC0415
         from everstep.checkpoint.copying import copy  # noqa: PLC0415
 
         found = catalog.find(step, record, tag)
         target = open_for(dest, storage_option, to_write=True)
-        at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        copied = copy(store, found, target, uuid.uuid4().hex, at)
+        copied = copy(store, found, target, uuid.uuid4().hex, now())
     size = _size(sum(s.bytes for s in copied.shards))
     print(f"step {copied.step}: {size} copied to {redact.text(target.url)}")
 

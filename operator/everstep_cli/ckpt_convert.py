@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,13 +57,13 @@ def bring(
 ) -> None:  # fmt: skip
     """Make a commit of what torch.distributed.checkpoint, torch.save or Hugging Face has written."""
     with translated():
+        from everstep.checkpoint.commitlog import now  # noqa: PLC0415
         from everstep.checkpoint.incoming import bring as write  # noqa: PLC0415
         from everstep.checkpoint.source_files import open_source  # noqa: PLC0415
 
         opened = open_source(source, key, stateful or ())
         target = open_for(url, storage_option, to_write=True)
-        at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        record = write(opened, target, step, uuid.uuid4().hex, at)
+        record = write(opened, target, step, uuid.uuid4().hex, now())
     keys = ", ".join(sorted(opened.bodies))
     print(f"step {record.step}: {len(record.entries)} tensors to {redact.text(target.url)}: {keys}")
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from saves import saved
 from torch import nn
 
 import everstep
@@ -26,14 +27,6 @@ def trained(model: nn.Module, kind: Any = torch.optim.Adam, parameters: Any = No
     model(torch.randn(5, 4)).square().sum().backward()
     optimizer.step()
     return optimizer
-
-
-def saved(state: dict[str, Any]) -> MemoryStore:
-    store = MemoryStore()
-    with everstep.Checkpointer(store=store, on_event=lambda kind, **_: None) as run:
-        run.restore({})
-        run.save(5, state)
-    return store
 
 
 def values(*modules: nn.Module) -> list[torch.Tensor]:

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from saves import saved
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import everstep
 from everstep.checkpoint import StateMismatch
-from everstep.storage import MemoryStore
 
 
 class Hooked(nn.Module):
@@ -38,14 +38,6 @@ class Extra(Hooked):
 
     def set_extra_state(self, state: Any) -> None:
         self.scale = state["scale"]
-
-
-def saved(state: dict[str, Any]) -> MemoryStore:
-    store = MemoryStore()
-    with everstep.Checkpointer(store=store, on_event=lambda kind, **_: None) as run:
-        run.restore({})
-        run.save(5, state)
-    return store
 
 
 @pytest.mark.parametrize("kind", [Hooked, Own, Reads])

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from saves import saved
 from torch import nn
 
 import everstep
 from everstep.checkpoint import StateMismatch
-from everstep.storage import MemoryStore
 
 
 def network(seed: int = 0, head: int = 2) -> nn.Module:
@@ -25,14 +25,6 @@ def stepped(parameters: Any) -> torch.optim.Optimizer:
         parameter.grad = torch.full_like(parameter, number + 1.0)
     optimizer.step()
     return optimizer
-
-
-def saved(state: dict[str, Any]) -> MemoryStore:
-    store = MemoryStore()
-    with everstep.Checkpointer(store=store, on_event=lambda kind, **_: None) as run:
-        run.restore({})
-        run.save(5, state)
-    return store
 
 
 def moment(optimizer: torch.optim.Optimizer, parameter: Any) -> list[float]:

@@ -7,20 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from saves import saved
 from torch import nn
 
 import everstep
 from everstep.checkpoint import StateMismatch
-from everstep.storage import MemoryStore
-
-
-def saved(state: dict[str, Any]) -> MemoryStore:
-    store = MemoryStore()
-    with everstep.Checkpointer(store=store, on_event=lambda kind, **_: None) as run:
-        run.restore({})
-        run.save(5, state)
-    return store
-
 
 NESTED = "v/x"
 
@@ -56,7 +47,7 @@ def test_tensor_or_array_of_another_form_is_refused_before_anything_is_changed(
 class OfSession:
     """What a session has among its objects: its script may keep what grows from step to step."""
 
-    everstep_makes_buffers = True
+    everstep_of_session = True
 
     def state_dict(self) -> dict[str, Any]:
         return {}

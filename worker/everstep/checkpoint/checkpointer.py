@@ -43,7 +43,7 @@ from everstep.checkpoint.holders import Holders
 from everstep.checkpoint.keep import Keep, numbers
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
-from everstep.checkpoint.manifest import OpenRecord
+from everstep.checkpoint.manifest import CommitRecord, OpenRecord
 from everstep.checkpoint.opening import InRound, Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
@@ -442,19 +442,16 @@ class Checkpointer:
     def pin(self, step: int | None = None, *, n: int | None = None) -> Found:
         """Keep the newest commit, that of `step`, or record `n`, until `unpin`: no clean-up deletes it, whoever cleans.
         Raises `CheckpointError` if there is none, or its deletion has begun."""
-        record = self._catalog.pin(step, n)
-        return Found.of(record, pins.holds(self._store))
+        return self._found(self._catalog.pin(step, n))
 
     def unpin(self, step: int | None = None, *, n: int | None = None) -> Found:
         """Take a pin back, and what `Keep` holds the commit by beyond the newest ones. A tag stays."""
-        record = self._catalog.unpin(step, n)
-        return Found.of(record, pins.holds(self._store))
+        return self._found(self._catalog.unpin(step, n))
 
     def tag(self, tag: str, step: int | None = None, *, n: int | None = None) -> Found:
         """Call the newest commit, that of `step`, or record `n`, by a name, and keep it until `untag`. The commit that
         had the name before loses it. Raises `CheckpointError` as `pin` does, and for a tag that is no name."""
-        record = self._catalog.tag(tag, step, n)
-        return Found.of(record, pins.holds(self._store))
+        return self._found(self._catalog.tag(tag, step, n))
 
     def untag(self, tag: str) -> None:
         """Take a tag away. Raises `NoCommit` if there is none."""
@@ -462,7 +459,9 @@ class Checkpointer:
 
     def tagged(self, tag: str) -> Found:
         """The commit of a tag: `restore(state, n=checkpointer.tagged("best-eval").n)`. Raises `NoCommit`."""
-        record = self._catalog.tagged(tag)
+        return self._found(self._catalog.tagged(tag))
+
+    def _found(self, record: CommitRecord) -> Found:
         return Found.of(record, pins.holds(self._store))
 
     def gc(self) -> tuple[str, ...]:

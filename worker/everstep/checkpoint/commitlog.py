@@ -6,8 +6,10 @@ believes only what it read back; it replaces one only by its compacted form. Eve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Final, assert_never
 
 from everstep.checkpoint import log
@@ -21,6 +23,11 @@ from everstep.storage import AlreadyExists, NotFound, ObjectStore, StoreUnusable
 MAX_CONFLICTS: Final = 1000  # as many writers may race for one number
 _DOUBLINGS: Final = 24
 MAX_WALK: Final = 10_000  # records read in search of one
+
+
+def now() -> str:
+    """The time as records have it: RFC 3339, in whole seconds."""
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 class CommitLog:
@@ -57,6 +64,13 @@ class CommitLog:
                 case CommitRecord() as record:
                     return Head(last, self._open_at(record.open), record.n, unreadable)
         return Head(last, unreadable=unreadable)
+
+    def check_unbegun(self) -> None:
+        """Raises `CheckpointError` if there is a record already."""
+        if (last := self.head().last) != NONE:
+            raise CheckpointError(
+                f"{self._store.url}: holds a log of {last + 1} records already; give an empty folder or prefix"
+            )
 
     def _listed(self) -> int:
         numbers = (record_number(info.name) for info in self._store.list(LOG))

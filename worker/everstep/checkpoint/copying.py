@@ -22,11 +22,7 @@ def copy(source: ObjectStore, record: CommitRecord, target: ObjectStore, writer:
     Raises `CheckpointError` if the target has a log already, `Damaged` if the commit is, and `StorageError`.
     """
     log = CommitLog(target)
-    head = log.head()
-    if head.last != NONE:
-        raise CheckpointError(
-            f"{target.url}: holds a log of {head.last + 1} records already; give an empty folder or prefix"
-        )
+    log.check_unbegun()
     for shard in record.shards:
         check_size(source, shard)
     own = log.open(Claim(writer, 0, "", record.world_size, at))

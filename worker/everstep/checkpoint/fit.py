@@ -130,7 +130,7 @@ class _Fitting:
         self._entries = entries
         self._selection = selection
         self._touched = touched
-        self._of_session = any(getattr(target, "everstep_makes_buffers", False) for target in state.values())
+        self._of_session = any(getattr(target, "everstep_of_session", False) for target in state.values())
 
     def add(self, key: str, marked: Any, body: Body) -> None:
         live: Any = self._captured.values[key]

@@ -7,11 +7,9 @@ written; tensors pass one after the other.
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import xxhash
 
 from everstep.checkpoint.boxes import whole
 from everstep.checkpoint.chunks import chunk_bytes_for
-from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.commitlog import CommitLog, now
 from everstep.checkpoint.errors import CheckpointError, FormatError
 from everstep.checkpoint.layout import save_id, shard_name
 from everstep.checkpoint.log import Claim, Head
@@ -61,8 +59,7 @@ def import_checkpoint(
     if target is None:
         target = RetryingStore(open_store(text_of(url) or "", storage_options))
         probe(target)
-    at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    return bring(opened, target, step, uuid.uuid4().hex, at)
+    return bring(opened, target, step, uuid.uuid4().hex, now())
 
 
 def bring(source: Source, target: ObjectStore, step: int, writer: str, at: str) -> CommitRecord:
@@ -72,11 +69,8 @@ def bring(source: Source, target: ObjectStore, step: int, writer: str, at: str) 
     Raises `CheckpointError` if the target has a log already or the state is too large to describe, `FormatError` if a
     tensor turns out to be another than was said, and `StorageError`. What it leaves then is no log: it can be repeated.
     """
-    head = CommitLog(target).head()
-    if head.last != NONE:
-        raise CheckpointError(
-            f"{target.url}: holds a log of {head.last + 1} records already; give an empty folder or prefix"
-        )
+    log = CommitLog(target)
+    log.check_unbegun()
     forms = {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in source.tensors.items()}
     plan = plan_shard(forms)
     identifier = save_id(0, writer, 1)
@@ -88,20 +82,12 @@ def bring(source: Source, target: ObjectStore, step: int, writer: str, at: str) 
     )  # fmt: skip
     encode_record(draft)  # a state that no record can describe is refused now
     shards = (_write(source, target, drafted.path, plan),) if forms else ()
-    record = _with(draft, shards)
+    record = replace(draft, shards=shards)
     decode_record(encode_record(record), 1, f"{target.url}: the record to be written")
-    log = CommitLog(target)
     own = log.open(Claim(writer, 0, "", 1, at))
     if own.n != 0:
         raise CheckpointError(f"{target.url}: a run has begun there meanwhile; give an empty folder or prefix")
     return log.commit(Head(own.n, own, own.commit), own, record)[1]
-
-
-def _with(draft: CommitRecord, shards: tuple[Shard, ...]) -> CommitRecord:
-    return CommitRecord(
-        draft.n, draft.writer, draft.round, draft.job_uid, draft.step, draft.save_id, draft.world_size, draft.at,
-        draft.open, draft.commit, shards, draft.entries, draft.values,
-    )  # fmt: skip
 
 
 def _entry(name: str, form: torch.Tensor, plan: Plan) -> Entry:

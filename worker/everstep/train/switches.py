@@ -46,7 +46,7 @@ class Switches:
     """Of the modules in `state`. `start` once, when the script has built them and nothing is restored yet."""
 
     everstep_optional = True  # commits of before this was saved
-    everstep_makes_buffers = True  # of the size that they had when they were saved
+    everstep_of_session = True  # so buffers, and what the script keeps, may have other sizes than when it began
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
