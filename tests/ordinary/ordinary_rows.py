@@ -305,6 +305,7 @@ ROWS = (
     Row("weight_tying", long=True),
     Row("unused_parameters"),
     Row("batch_norm", apart=r"running_|num_batches"),
+    Row("batch_norm_evaluated", kills=("4:backward", "4:evaluated", ALL), apart=r"running_|num_batches"),
     Row(
         "batch_norms",
         apart=r"running_|num_batches",

@@ -21,6 +21,7 @@ from everstep.data import DataError
 from everstep.data.assignment import World
 from everstep.data.takeover import TakenOver
 from everstep.train.recovery import digests
+from everstep.train.recovery.reducers import BUCKETS, Reducers, buffer_syncs, restore_buffer_syncs
 from everstep.train.recovery.things import Module, Optimizer, Thing, things
 from everstep.train.step import LoopError
 
@@ -112,16 +113,22 @@ def over(fn: Callable[[Any], Any], loader: Any, ranks: int, cut: Callable[[], Wo
 
 @contextmanager
 def unchanged(state: Mapping[str, Any], seed: Callable[[], None]) -> Iterator[None]:
-    """Put back what an evaluation moves: modes, buffers and generators. `seed` sets those for it."""
+    """Put back what an evaluation moves: modes, buffers, generators, and whether DDP brings the buffers to all ranks in
+    its next forward pass. `seed` sets the generators for it."""
     modules = {id(m): m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules()}.values()
     modes = [(module, module.training) for module in modules]
     buffers = [(owner._buffers, name, b, b.detach().clone()) for owner in modules
                for name, b in owner._buffers.items() if b is not None]  # fmt: skip
     generators = RngState().state_dict()
+    # Of an evaluation through DDP too: the next step begins as it would have without it, on each rank, also on one that
+    # comes later and has not evaluated.
+    reducers = state.get(BUCKETS)
+    syncs = buffer_syncs(reducers.alive()) if isinstance(reducers, Reducers) else []
     seed()
     try:
         yield
     finally:
+        restore_buffer_syncs(syncs)
         for module, training in modes:
             module.training = training
         with torch.no_grad():

@@ -20,7 +20,7 @@ import json
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,7 @@ class Reducers:
         # Held until they are known: one that the script drops goes at another moment on each rank.
         self._unknown: list[tuple[_Orderly, DistributedDataParallel]] = []
         self._had: list[DistributedDataParallel] = []  # whose buckets were laid out, by the others too
+        self._syncs: list[tuple[DistributedDataParallel, bool]] = []  # whose next forward pass takes rank 0's buffers
         self._settle()
 
     def __len__(self) -> int:
@@ -141,6 +142,7 @@ class Reducers:
         """Before a pass that `renew` is to follow: whether it knows how."""
         known = {o.reference() for o in self._orderly if o.made is not None}
         self._had = [ddp for ddp in self.alive() if ddp._has_rebuilt_buckets]
+        self._syncs = buffer_syncs(self.alive())
         return all(not ddp._has_rebuilt_buckets or (ddp in known and not ddp.static_graph) for ddp in self.alive())
 
     def renew(self) -> None:
@@ -149,7 +151,8 @@ class Reducers:
         self.rebuild()
         for ddp in self._had:  # as their first forward pass of this world has done
             ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
-        self._had = []
+        restore_buffer_syncs(self._syncs)
+        self._had, self._syncs = [], []
 
     def resume(self) -> None:
         """The state was restored, in a world that stays: make those anew whose order is another. On every rank."""
@@ -184,6 +187,18 @@ class Reducers:
 def parallel() -> list[DistributedDataParallel]:
     """The DDP objects of this process."""
     return [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+
+
+def buffer_syncs(ddps: Iterable[DistributedDataParallel]) -> list[tuple[DistributedDataParallel, bool]]:
+    """Whether the next forward pass of each begins with a broadcast of rank 0's buffers. A forward pass without
+    gradients, or in `no_sync`, leaves that broadcast out of the one behind it."""
+    return [(ddp, ddp.require_forward_param_sync) for ddp in ddps]
+
+
+def restore_buffer_syncs(syncs: Iterable[tuple[DistributedDataParallel, bool]]) -> None:
+    """As `buffer_syncs` found it. A rank that begins a broadcast which the others leave out is waited for by nobody."""
+    for ddp, syncs_next in syncs:
+        ddp.require_forward_param_sync = syncs_next
 
 
 def rebuild(
