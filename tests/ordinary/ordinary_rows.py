@@ -38,7 +38,7 @@ class Row:
         return SCRIPTS / f"{self.script}.py"
 
 
-NEW = r"(is a new process, and it|the step after it) computes other gradients than"
+NEW = r"(is a new process, and it|the step after it) (computes other gradients than|moves the parameters otherwise)"
 
 ROWS = (
     Row(
@@ -462,6 +462,12 @@ ROWS = (
         "loss_switched_between",
         kills=("5:backward", ALL),
         refused=NEW + r".*Options\.loss \(.*l1_loss there",
+        late=True,
+    ),
+    Row(
+        "rate_by_hook",
+        kills=("5:backward", ALL),
+        refused=r"hold different parameters.*run\.track\(|\['lr'\] is .*and was",
         late=True,
     ),
     Row("noise_switched_off", refused=NEW + r".*augment\.kinds \(0 elements there", late=True),

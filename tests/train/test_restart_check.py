@@ -63,10 +63,11 @@ def train(
     stop: int = 0,
     rehearsal: bool = True,
     optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    change: Callable[[torch.optim.Optimizer], object] = lambda optimizer: None,
 ) -> list[torch.Tensor]:
     """A run of one process, whose loss has a factor that no commit holds; its parameters at the end. `crash`: the step
     behind which it dies, once the commit and what is noted of the step behind that are there. `stop`: the step in which
-    it is asked to stop."""
+    it is asked to stop. `change`: what is done before each step of the optimizer."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = optimizer_of(model.parameters(), lr=0.1)
@@ -80,6 +81,7 @@ def train(
                     os.kill(os.getpid(), signal.SIGTERM)
                 data, target = batch.data
                 batch.scale(factor() * mse_loss(model(data), target)).backward()
+                change(optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
@@ -109,6 +111,56 @@ def test_restart_with_other_gradients_is_refused_each_time_and_nothing_is_saved(
     train(tmp_path, lambda: 1.0)  # and the right one goes on
 
 
+def halve_rate(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.05
+
+
+def other_momenta(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+
+
+def clip(optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "change", "named"),
+    [
+        (torch.optim.SGD, halve_rate, r"optimizer\.param_groups\[0\]\['lr'\] is 0\.05, and was 0\.1"),
+        (torch.optim.Adam, other_momenta, r"\['betas'\] is \[0\.8, 0\.99\], and was \[0\.9, 0\.999\]"),
+        (torch.optim.SGD, clip, r"the optimizer is given other gradients of model\.weight"),
+    ],
+)
+def test_restart_with_the_same_gradients_and_another_update_is_refused(
+    tmp_path: Path,
+    optimizer_of: Callable[..., torch.optim.Optimizer],
+    change: Callable[[torch.optim.Optimizer], object],
+    named: str,
+) -> None:
+    """Gradients are equal, and the parameters would not be: a counter sets the rate, a history of norms clips."""
+    with pytest.raises(Crash):
+        train(tmp_path, lambda: 1.0, crash=SAVED + 1, optimizer_of=optimizer_of)
+    for _ in range(2):
+        with pytest.raises(everstep.LoopError, match=rf"commit of step 2, .* otherwise than before: .*{named}"):
+            train(tmp_path, lambda: 1.0, optimizer_of=optimizer_of, change=change)
+    train(tmp_path, lambda: 1.0, optimizer_of=optimizer_of)
+
+
+def test_update_that_is_another_each_time_goes_on_in_the_second_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def anew(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 0.01 * int.from_bytes(os.urandom(2), "big") + 0.001
+
+    with pytest.raises(Crash):
+        train(tmp_path, lambda: 1.0, crash=SAVED + 1, change=anew)
+    with pytest.raises(everstep.LoopError, match=r"param_groups"):
+        train(tmp_path, lambda: 1.0, change=anew)
+    with caplog.at_level(logging.WARNING, "everstep.train"):
+        train(tmp_path, lambda: 1.0, change=anew)
+    assert "another one in each process" in caplog.text
+
+
 def test_step_that_nobody_computes_twice_alike_goes_on_in_the_second_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +170,7 @@ def test_step_that_nobody_computes_twice_alike_goes_on_in_the_second_restart(
         train(tmp_path, own.random)
     with caplog.at_level(logging.WARNING, "everstep.train"):
         train(tmp_path, own.random)
-    assert "other gradients in each process that computes it" in caplog.text
+    assert "another one in each process" in caplog.text
 
 
 def test_script_that_was_changed_is_warned_of_and_not_refused(

@@ -119,9 +119,9 @@ class Steady:
                 before_step(target, self._before_update)
         self._taken = 0
 
-    def _before_update(self, _: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    def _before_update(self, optimizer: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         assert self._check is not None
-        self._check.update(has_closure(arguments, options))
+        self._check.update(optimizer, has_closure(arguments, options))
 
     def ready(self) -> bool:
         self._all_left_out()

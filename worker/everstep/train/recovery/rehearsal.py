@@ -175,7 +175,7 @@ class Rehearsal:
         if asked is not None and (not asked.function or asked.function.startswith("get_")):
             self.asks_rank()
 
-    def update(self, closure: bool) -> None:
+    def update(self, _: torch.optim.Optimizer, closure: bool) -> None:
         """Before an optimizer's step, which has yet to compute gradients by its `closure`. Raises `Played`."""
         if closure:
             return

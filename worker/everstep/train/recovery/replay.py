@@ -36,7 +36,7 @@ class Listener(Protocol):
         """One of the program's begins."""
         ...
 
-    def update(self, closure: bool) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Before an optimizer's step; `closure`: it is given one. May raise `PeerLost`."""
         ...
 
@@ -207,11 +207,11 @@ class Replay:
             hook.remove()
 
     def _before(self, name: str) -> Callable[..., None]:
-        def hook(_: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        def hook(optimizer: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
             try:
                 self._refuse()
                 for listener in self.listeners:
-                    listener.update(has_closure(arguments, options))
+                    listener.update(optimizer, has_closure(arguments, options))
             except BaseException:
                 self.refused += 1
                 raise

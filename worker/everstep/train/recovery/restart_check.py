@@ -4,7 +4,8 @@ What a script keeps in plain variables, caches, hooks and files is in no commit.
 processes again nobody is left who has it, and could be asked (`recovery.rehearsal`). So rank 0 puts the sums of its own
 gradients in the first step behind a commit beside that commit; and after a restart rank 0 of a world of the same size
 computes that step from the same state, samples and random numbers. Gradients that are not the same mean that the step
-reads something that a new process does not have, and the run is refused (ADR 0021).
+reads something that a new process does not have, and the run is refused (ADR 0021). So do an optimizer's settings and
+the gradients that it is given, where these are not the same when it steps (`updates`).
 
 A step that no process computes twice alike (an augmentation with a generator of its own) shows in the second restart:
 the two new processes differ from each other too. Then the run goes on, with a warning.
@@ -28,6 +29,7 @@ import torch
 from everstep.train.boundary import Boundary
 from everstep.train.plain import TRACK, Values, differences, listed, plain_values
 from everstep.train.recovery.local_gradients import LocalGradients, pack, unpack
+from everstep.train.recovery.updates import Updates
 from everstep.train.sources import program
 from everstep.train.step import LoopError
 
@@ -48,6 +50,7 @@ class RestartCheck:
         self._program: str | None = None  # None: not asked yet, or nobody can tell
         self._gradients: LocalGradients | None = None
         self._sums: torch.Tensor | None = None
+        self._updates = Updates({})
         self._values: Values = {}
         self._size = self._step = 0
         self._restored: int | None = None  # the step of the commit that this process began from
@@ -66,7 +69,7 @@ class RestartCheck:
             self._program = program()
         self._size, self._step = world_size, step
         self._values = plain_values(sys._getframe(1))
-        self._gradients = LocalGradients(self._state)
+        self._gradients, self._updates = LocalGradients(self._state), Updates(self._state)
         self._gradients.begin()
 
     def collective(self, name: str) -> None:
@@ -74,10 +77,12 @@ class RestartCheck:
         if self._gradients is not None:
             self._gradients.collective(name)
 
-    def update(self, closure: bool) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Before an optimizer's step, which has yet to compute gradients by its `closure`."""
-        if not closure:
-            self.over()
+        if closure or self._gradients is None:
+            return
+        self.over()
+        self._updates.begins(optimizer)
 
     def over(self) -> None:
         """The block of the step has ended, or the first of its optimizers steps."""
@@ -111,13 +116,14 @@ class RestartCheck:
             "kernels": kernels(),
             "names": self._gradients.names if self._gradients is not None else [],
             "values": self._values,
+            "updates": self._updates.told(),
         }
 
     def _compare(self, sums: torch.Tensor) -> None:
         keeper, gradients = self._boundary.keeper, self._gradients
         assert keeper is not None
         assert gradients is not None
-        told = {name: found for name, data in keeper.attached((NEXT, AGAIN)).items() if (found := _unpacked(data))}
+        told = {name: note for name, data in keeper.attached((NEXT, AGAIN)).items() if (note := _unpacked(data))}
         if NEXT not in told:
             return
         theirs, head = told[NEXT]
@@ -127,28 +133,38 @@ class RestartCheck:
         differing = differences(head["values"], self._values)
         alike = head.get("kernels") == kernels()
         name = gradients.first_difference(sums, theirs, alike=alike)
-        if name is None:
+        found = f"computes other gradients than before: {name} has others" if name is not None else ""
+        if name is None and (update := self._updates.difference(head.get("updates"), alike=alike)) is not None:
+            found = f"moves the parameters otherwise than before: {update}"
+        if not found:
             if differing:
                 log.info(
                     "this restart has the gradients of the run before it. Of the script's variables these differ: %s; "
                     "what later steps read of them is to be tracked", listed(differing),
                 )  # fmt: skip
             return
-        text = _refusal(name, self._step, differing)
+        text = _refusal(found, self._step, differing)
         if self._program is None or head.get("program") != self._program:
             log.warning("%s. It goes on, because the script or its arguments are not those of then", text)
             return
-        if AGAIN in told and gradients.first_difference(sums, told[AGAIN][0], alike=alike) is not None:
+        if AGAIN in told and self._differs_from(*told[AGAIN], sums, alike):
             log.warning(
-                "step %d has other gradients in each process that computes it, from the same samples, random numbers "
-                "and tracked state: %s. So nothing can be told from that, and the run goes on; it will not be that of "
+                "step %d is another one in each process that takes it, from the same samples, random numbers and "
+                "tracked state: it %s. So nothing can be told from that, and the run goes on; it will not be that of "
                 "an undisturbed run. Random numbers that are drawn from torch's, numpy's or Python's own generators, "
-                "or from one that is tracked, are the same after a restart", self._step, name,
+                "or from one that is tracked, are the same after a restart", self._step, found,
             )  # fmt: skip
             return
         if AGAIN not in told:
             keeper.attach_to_restored(AGAIN, pack(sums, self._head()))
         raise LoopError(text)
+
+    def _differs_from(self, theirs: torch.Tensor, head: Mapping[str, Any], sums: torch.Tensor, alike: bool) -> bool:
+        assert self._gradients is not None
+        return (
+            self._gradients.first_difference(sums, theirs, alike=alike) is not None
+            or self._updates.difference(head.get("updates"), alike=alike) is not None
+        )
 
     def _forget(self) -> None:
         if self._gradients is not None:
@@ -177,11 +193,11 @@ def _unpacked(data: bytes) -> tuple[torch.Tensor, dict[str, Any]] | None:
     return (sums, head) if sums is not None and usable else None
 
 
-def _refusal(name: str, step: int, differing: list[str]) -> str:
+def _refusal(found: str, step: int, differing: list[str]) -> str:
     text = (
-        f"the run was started again from the commit of step {step}, and the step after it computes other gradients "
-        f"than before, from the same samples, random numbers and tracked state: {name} has others. So the step reads "
-        "something that a new process does not have. Nothing was saved since"
+        f"the run was started again from the commit of step {step}, and from the same samples, random numbers and "
+        f"tracked state the step after it {found}. So the step reads something that a new process does not have. "
+        "Nothing was saved since"
     )
     if differing:
         text += f". Of the script's variables these differ: {listed(differing)}"
