@@ -63,6 +63,7 @@ ROWS = (
     Row(
         "schedule_first",
     ),
+    Row("native_scaler", kills=("5:gradients", "5:backward", "5:optimizer", ALL)),
     Row("schedule_in_tail", kills=("5:optimizer",)),
     Row(
         "counter_object_first",

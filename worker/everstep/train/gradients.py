@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from everstep.train.optimizers import before_step
+from everstep.train.scalers import scalers
 from everstep.train.step import LoopError
 
 SAMPLE = 16  # parameters by which it shows that a backward pass has run
@@ -26,7 +27,7 @@ class Gradients:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
         self._modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
-        self._scalers = [t for t in state.values() if isinstance(t, torch.amp.GradScaler) and t.is_enabled()]
+        self._scalers = [scaler for _, scaler in scalers(state)]
         self._hooks = [before_step(o, self._enter) for o in self._optimizers]
         self.updates = 0  # optimizer steps that were begun in this world
         self._fewest: int | None = None  # of one step of this world

@@ -22,6 +22,7 @@ from everstep.train.randomness import STATE
 from everstep.train.recovery import digests, fsdp, trees
 from everstep.train.recovery.reducers import BUCKETS
 from everstep.train.recovery.trees import Held, address, version
+from everstep.train.scalers import scalers
 from everstep.train.switches import SWITCHES
 
 ELSEWHERE = ("data", "rng", STATE, SWITCHES, BUCKETS)  # the session's own, which it puts back itself
@@ -362,16 +363,18 @@ def things(state: Mapping[str, Any]) -> list[Thing]:
             found += [Optimizer(name, target, tracked), Hyperparameters(name, target)]
         elif isinstance(target, LRScheduler):
             found.append(Schedule(name, target))
-        elif isinstance(target, torch.amp.GradScaler):
-            if target.is_enabled():
-                found.append(Scaler(name, target))
-        elif getattr(target, "everstep_per_rank", False) or digests.settles_itself(target):
+        elif (
+            isinstance(target, torch.amp.GradScaler)
+            or getattr(target, "everstep_per_rank", False)
+            or digests.settles_itself(target)
+        ):
             continue
         elif isinstance(target, dict | list | torch.Tensor | np.ndarray):
             found.append(Tree(name, lambda target=target: target))  # type: ignore[misc]
         elif callable(getattr(target, "load_state_dict", None)) and name not in ELSEWHERE:
             found.append(Tree(name, target.state_dict, target.load_state_dict))
-    return found
+    # Behind what holds them: its `load_state_dict` may go to the scaler too.
+    return [*found, *(Scaler(name, scaler) for name, scaler in scalers(state))]
 
 
 def _is_large(buffer: torch.Tensor) -> bool:
