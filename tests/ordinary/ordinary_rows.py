@@ -471,6 +471,7 @@ ROWS = (
         refused=r"hold different parameters.*run\.track\(|\['lr'\] is .*and was",
         late=True,
     ),
+    Row("mask_cached", kills=("5:begin", "5:backward", "4:between")),
     Row("noise_switched_off", refused=NEW + r".*augment\.kinds \(0 elements there", late=True),
     Row("transform_switched", refused=NEW + r".*Noisy\.strength \(0\.5 there", late=True),
     Row("cached_baseline", kills=("5:backward", ALL), refused=NEW, late=True),

@@ -176,6 +176,7 @@ class Recovering:
         replay.uncount()
         self._census.uncount()
         assert self._rehearsal is not None
+        self._rehearsal.forget_cached()
         with self._rehearsal.alone():
             self._reducers.renew()
         if quality is Quality.TORN:

@@ -20,16 +20,19 @@ Invariants: what was played leaves nothing tracked behind; all members compare i
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 
 from everstep.checkpoint.alike import to_bytes
+from everstep.train.holdings import variables, walk
 from everstep.train.plain import TRACK, Values, differences, listed, plain_values
 from everstep.train.playable import may_be_left
 from everstep.train.recovery.flight import PeerLost
@@ -76,6 +79,8 @@ class Rehearsal:
         self._gradients: LocalGradients | None = None
         self._found: torch.Tensor | None = None
         self._values: Values = {}
+        self._empty: list[functools._lru_cache_wrapper[Any]] = []  # caches, before the part
+        self._missed: dict[int, int] = {}  # calls that each cache had to make before the first part, by identity
 
     def meet(self, *, joins: bool) -> None:
         """The members of a round are at one state. `joins`: this process was given it. Collective."""
@@ -112,9 +117,15 @@ class Rehearsal:
             self.cannot("DDP's buckets could not be made anew behind it (static_graph, or a process group of its own)")
         if self._due:
             self._may_be_left = may_be_left(sys._getframe(1))
+            if not self.first and self._caches_grow(sys._getframe(1)):
+                self.cannot("its steps fill a cache of functools, from which a part's values could not be taken out")
             if self._foreign and not self._may_be_left:
                 self.cannot("its steps have collectives of the script's own, and code behind their blocks")
         return self._due
+
+    def _caches_grow(self, frame: FrameType | None) -> bool:
+        """Whether this process's own steps keep something in caches."""
+        return any(cache.cache_info().misses > self._missed.get(id(cache), 0) for cache in caches(frame))
 
     def _buffers_fit(self) -> bool:
         own = self._buffers()
@@ -142,6 +153,10 @@ class Rehearsal:
         if not self._due:
             return None
         self.playing, self._due, self._stood_in = True, False, 0
+        found = caches(sys._getframe(1))
+        self._empty = [cache for cache in found if not cache.cache_info().currsize]
+        if self.first:
+            self._missed = {id(cache): cache.cache_info().misses for cache in found if cache not in self._empty}
         if self._brought:
             unpack_tensors(self._brought, self._buffers())
         self._stand_in(self._stands_in, self._in_group)
@@ -210,6 +225,13 @@ class Rehearsal:
             log.warning("the part of rank %s ended with %r: this new process is not compared", self._model, error)
             self._found = None
 
+    def forget_cached(self) -> None:
+        """What the part has left in caches that were empty is taken out: a mask that is kept by the step's number would
+        be the other rank's, in this process's own step too."""
+        for cache in self._empty:
+            cache.cache_clear()
+        self._empty = []
+
     def compare(self) -> None:
         """After the step, before anything is saved. Collective. Raises `LoopError` on all members."""
         if self._model is not None:
@@ -247,6 +269,12 @@ class Rehearsal:
         if self._gradients is not None:
             self._gradients.end()
         self._gradients, self._found, self._values = None, None, {}
+
+
+def caches(frame: FrameType | None) -> list[functools._lru_cache_wrapper[Any]]:
+    """Functions of the script's under `functools.cache` or `lru_cache`."""
+    held = (held.value for held in walk(variables(frame)))
+    return [value for value in held if isinstance(value, functools._lru_cache_wrapper)]
 
 
 def pack_tensors(tensors: Mapping[str, torch.Tensor], most: int) -> bytes:
