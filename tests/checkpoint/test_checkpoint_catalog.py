@@ -1,8 +1,5 @@
 """Commits seen from outside of training: listed, found, pinned and cleaned up beside the run that has the log."""
 
-import itertools
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +7,7 @@ import pytest
 import everstep
 from everstep.checkpoint import CheckpointError, pins
 from everstep.checkpoint.catalog import Catalog
-from everstep.checkpoint.keep import Kept
-from everstep.checkpoint.layout import DATA, deletion_name, kept_name, pin_name, tag_name
+from everstep.checkpoint.layout import DATA
 from everstep.storage import MemoryStore, StoreUnusable
 from everstep.storage.faults import Fail, FaultStore
 
@@ -126,106 +122,6 @@ def test_pin_during_a_deletion_that_died_is_refused_and_the_next_clean_up_ends_i
         pins.pin(store, Catalog(store).find(1), "now", sleep=lambda _: None)
     Catalog(store).gc(1)
     assert not [n for n in store.objects if identifier in n]
-
-
-class Turns(MemoryStore):
-    """Two threads take turns at the store's calls, as a schedule says; the rest runs as it comes."""
-
-    def __init__(self, inner: MemoryStore, schedule: list[int]) -> None:
-        super().__init__()
-        self.objects = inner.objects
-        self._schedule = list(schedule)
-        self._turn = threading.Condition()
-        self._ended = set[int]()
-
-    def as_actor(self, actor: int) -> "Actor":
-        return Actor(self, actor)
-
-    def wait(self, actor: int) -> None:
-        with self._turn:
-            while True:
-                while self._schedule and self._schedule[0] in self._ended:
-                    self._schedule.pop(0)
-                if not self._schedule or self._schedule[0] == actor:
-                    break
-                assert self._turn.wait(10)
-
-    def done(self, actor: int, *, ended: bool = False) -> None:
-        with self._turn:
-            if ended:
-                self._ended.add(actor)
-            elif self._schedule:
-                self._schedule.pop(0)
-            self._turn.notify_all()
-
-
-class Actor:
-    def __init__(self, turns: Turns, actor: int) -> None:
-        self._turns, self._actor = turns, actor
-        self.url = "memory://turns"
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            self._turns.wait(self._actor)
-            try:
-                return getattr(self._turns, name)(*args)
-            finally:
-                self._turns.done(self._actor)
-
-        return call
-
-
-@pytest.mark.parametrize("hold", ["pin", "tag", "kept"])
-def test_hold_and_deletion_that_meet_never_both_succeed_in_any_order(runs: Any, hold: str) -> None:
-    # Case 84, exhaustively: every order of the first ten calls of the two.
-    original = MemoryStore()
-    runs(original).save(1, 2)
-    record = Catalog(original).find(1)
-    identifier = record.save_id
-    name = {"pin": pin_name(identifier), "tag": tag_name(identifier, "good"), "kept": kept_name(identifier)}[hold]
-    seen = set[tuple[bool, bool]]()
-    for ones in itertools.chain.from_iterable(itertools.combinations(range(10), k) for k in range(11)):
-        store = MemoryStore()
-        store.objects = dict(original.objects)
-        turns = Turns(store, [int(i in ones) for i in range(10)])
-        result: dict[int, bool] = {}
-
-        def act(actor: int, body: Callable[[Any], bool], turns: Turns = turns, result: Any = result) -> None:
-            try:
-                result[actor] = body(turns.as_actor(actor))
-            finally:
-                turns.done(actor, ended=True)
-
-        def pin(view: Any) -> bool:
-            try:
-                match hold:
-                    case "pin":
-                        pins.pin(view, record, "now", sleep=lambda _: None)
-                    case "tag":
-                        pins.tag(view, record, "good", "now", sleep=lambda _: None)
-                    case "kept":
-                        return pins.mark_kept(
-                            view, Kept(record.save_id, record.n, 1, 0.0, {}, ("steps",)), record.shards
-                        )
-            except CheckpointError:
-                return False
-            return True
-
-        def delete(view: Any) -> bool:
-            return pins.delete_save(view, record.save_id, [s.path for s in record.shards])
-
-        threads = [threading.Thread(target=act, args=(0, pin)), threading.Thread(target=act, args=(1, delete))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        granted, deleted = result[0], result[1]
-        seen.add((granted, deleted))
-        assert not (granted and deleted), ones
-        assert (name in store.objects) == granted, ones
-        assert deletion_name(record.save_id) not in store.objects, ones
-        assert all(s.path in store.objects for s in record.shards) != deleted, ones
-    assert {(True, False), (False, True)} <= seen
 
 
 def test_gc_beside_a_run_spares_the_save_in_flight_and_tells_what_it_would_do(runs: Any) -> None:

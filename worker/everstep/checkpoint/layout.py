@@ -15,6 +15,7 @@ ALIVE = "alive/"
 
 _RECORD = re.compile(r"log/(\d{12})\.json")
 _SHARD = re.compile(r"data/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+_DELETION = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]{0,127}/deleting(?:-[0-9a-f]{16})?\.json")
 _PIN = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})\.json")
 _HOLD = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(?:kept|tag-([A-Za-z0-9][A-Za-z0-9._-]{0,63}))\.json")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -77,9 +78,15 @@ def folder_of(shard: str) -> str | None:
     return match[1] if match else None
 
 
-def deletion_name(identifier: str) -> str:
-    """The object that says that the deletion of this save has begun."""
-    return f"{DATA}{identifier}/deleting.json"
+def deletion_name(identifier: str, deleter: str) -> str:
+    """The object that says that the deletion of this save has begun. `deleter`, 16 hex digits, is no other's: two that
+    shared one would take it away from each other."""
+    return f"{DATA}{identifier}/deleting-{deleter}.json"
+
+
+def is_deletion(name: str) -> bool:
+    """Whether an object of this name says that a deletion has begun; earlier releases had one name for all deleters."""
+    return _DELETION.fullmatch(name) is not None
 
 
 def pin_name(identifier: str) -> str:

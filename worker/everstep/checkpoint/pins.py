@@ -4,14 +4,19 @@ There are three kinds: a person's pin, a tag (a name for a commit), and the mark
 the newest ones (`keep`). All hold alike, and each goes by itself.
 
 A pin and a deletion may meet. Each first writes its own object, then looks for the other's: the pin
-`pins/<save id>.json`, or one in the folder `pins/<save id>/`; the deletion `data/<save id>/deleting.json`. Whatever the
-interleaving, at least one sees the other and gives way: a deletion that sees a pin withdraws, a pin that sees a
-deletion is refused. So a pin that was granted holds until it is taken back, and no clock is in it; it rests on a store
-that reads its own writes, as the log does, and for what is in the folder lists them.
+`pins/<save id>.json`, or one in the folder `pins/<save id>/`; the deletion `data/<save id>/deleting-<random>.json`.
+Whatever the interleaving, at least one sees the other and gives way: a deletion that sees a pin withdraws, a pin that
+sees a deletion is refused. So a pin that was granted holds until it is taken back, and no clock is in it; it rests on a
+store that reads and lists its own writes.
+
+Several may delete a save at once. Each has an object of its own, which stands from before it looks until it has deleted
+everything: who withdraws takes no other's away. One that a deleter left when it died refuses pins until the save is
+deleted, which the next clean-up that does not keep it does.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,9 +32,11 @@ from everstep.checkpoint.layout import (
     folder_of,
     held_save,
     holds_folder,
+    is_deletion,
     kept_name,
     pin_name,
     pinned_save,
+    save_folder,
     tag_name,
 )
 from everstep.checkpoint.manifest import VERSION, CommitRecord, Shard
@@ -139,7 +146,7 @@ def mark_kept(store: ObjectStore, mark: Kept, shards: Iterable[Shard] = ()) -> b
         "why": list(mark.why),
     }  # fmt: skip
     store.put(name, wire.encode(body))
-    if store.size(deletion_name(mark.save_id)) is None and all(store.size(s.path) == s.bytes for s in shards):
+    if not _is_being_deleted(store, mark.save_id) and all(store.size(s.path) == s.bytes for s in shards):
         return True
     store.delete(name)
     return False
@@ -175,7 +182,7 @@ def _hold(
     for attempt in range(_TRIES):
         for identifier in _saves(record):
             store.put(name(identifier), wire.encode(body))
-        if all(store.size(deletion_name(identifier)) is None for identifier in _saves(record)):
+        if not any(_is_being_deleted(store, identifier) for identifier in _saves(record)):
             break
         withdraw()
         if attempt < _TRIES - 1:
@@ -194,16 +201,19 @@ def _hold(
 
 def delete_save(store: ObjectStore, identifier: str, names: Iterable[str]) -> bool:
     """Delete a save's objects, `names`, unless something holds it; whether that was done. Repeating it is harmless."""
-    mark = deletion_name(identifier)
+    mark = deletion_name(identifier, secrets.token_hex(8))
     store.put(mark, wire.encode({"version": VERSION, "save_id": identifier}))
     if store.size(pin_name(identifier)) is not None or store.list(holds_folder(identifier)):
         store.delete(mark)
         return False
-    for name in names:
-        if name != mark:
-            store.delete(name)
+    for name in sorted(names, key=is_deletion):  # those of others, of which most have died, after what they stand for
+        store.delete(name)
     store.delete(mark)
     return True
+
+
+def _is_being_deleted(store: ObjectStore, identifier: str) -> bool:
+    return any(is_deletion(info.name) for info in store.list(save_folder(identifier)))
 
 
 def _saves(record: CommitRecord) -> list[str]:

@@ -1,0 +1,230 @@
+"""Holds of a commit and deletions of it that meet: several of each, in many orders of their calls."""
+
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.checkpoint import CheckpointError, pins
+from everstep.checkpoint.catalog import Catalog
+from everstep.checkpoint.keep import Kept
+from everstep.checkpoint.layout import is_deletion, save_folder
+from everstep.checkpoint.manifest import CommitRecord
+from everstep.storage import MemoryStore, ObjectStore, StoreUnusable
+from everstep.storage.faults import Fail, FaultStore
+from everstep.storage.local import LocalStore
+
+KINDS = ["pin", "tag", "kept"]
+
+
+def hold(store: Any, record: CommitRecord, kind: str) -> bool:
+    """Hold a commit; whether that was granted."""
+    try:
+        match kind:
+            case "pin":
+                pins.pin(store, record, "now", sleep=lambda _: None)
+            case "tag":
+                pins.tag(store, record, "good", "now", sleep=lambda _: None)
+            case _:
+                return pins.mark_kept(store, Kept(record.save_id, record.n, 1, 0.0, {}, ("steps",)), record.shards)
+    except CheckpointError:
+        return False
+    return True
+
+
+def delete(store: Any, record: CommitRecord) -> bool:
+    return pins.delete_save(store, record.save_id, [s.path for s in record.shards])
+
+
+def deletions(store: ObjectStore, record: CommitRecord) -> list[str]:
+    return [info.name for info in store.list(save_folder(record.save_id)) if is_deletion(info.name)]
+
+
+def shards_left(store: ObjectStore, record: CommitRecord) -> list[bool]:
+    return [store.size(s.path) == s.bytes for s in record.shards]
+
+
+class Meanwhile:
+    """A store, and what others do right before one of its calls: the first for which `when` says so."""
+
+    def __init__(self, store: ObjectStore, when: Callable[[str, str], bool], what: Callable[[], object]) -> None:
+        self._store, self._when, self._what = store, when, what
+        self._done = False
+        self.url = store.url
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*args: Any) -> Any:
+            if not self._done and self._when(method, args[0]):
+                self._done = True
+                self._what()
+            return getattr(self._store, method)(*args)
+
+        return call
+
+
+@pytest.fixture
+def one(runs: Any, tmp_path: Path) -> tuple[LocalStore, CommitRecord]:
+    """A store of files, and its commit that a clean-up would delete."""
+    store = LocalStore(tmp_path / "run")
+    runs(store).save(1, 2)
+    return store, Catalog(store).find(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deletion_that_gives_way_leaves_the_object_of_another_that_does_not(one: Any, kind: str) -> None:
+    # G has looked and found no hold. P writes its own; before it looks for a deletion, W begins one and gives way.
+    store, record = one
+    told = {}
+
+    def w() -> None:
+        told["w"] = delete(store, record)
+
+    def p() -> None:
+        looks = Meanwhile(
+            store, lambda method, name: method != "put" and name.startswith(save_folder(record.save_id)), w
+        )
+        told["p"] = hold(looks, record, kind)
+
+    told["g"] = delete(Meanwhile(store, lambda method, _: method == "delete", p), record)
+    assert told == {"w": False, "p": False, "g": True}
+    assert (deletions(store, record), pins.held(store), shards_left(store, record)) == ([], frozenset(), [False])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deletion_that_an_earlier_release_has_begun_refuses_a_hold_and_is_ended(one: Any, kind: str) -> None:
+    store, record = one
+    store.put(f"{save_folder(record.save_id)}deleting.json", b"{}")
+    assert not hold(store, record, kind)
+    Catalog(store).gc(1)
+    assert store.list(save_folder(record.save_id)) == []
+
+
+def test_what_deleters_that_died_left_goes_with_the_save(one: Any) -> None:
+    store, record = one
+    for at in (1, 2, 3):  # before it looks, between, and before its first deletion
+        with pytest.raises(StoreUnusable):
+            delete(FaultStore(store, {at: Fail(StoreUnusable("the cleaner dies here"))}), record)
+    assert len(deletions(store, record)) == 3
+    assert not hold(store, record, "pin")
+    Catalog(store).gc(1)
+    assert store.list(save_folder(record.save_id)) == []
+
+
+class Turns(MemoryStore):
+    """Threads take turns at the store's calls, as a schedule says; the rest runs as it comes."""
+
+    def __init__(self, inner: MemoryStore, schedule: list[int]) -> None:
+        super().__init__()
+        self.objects = inner.objects
+        self._schedule = list(schedule)
+        self._turn = threading.Condition()
+        self._ended = set[int]()
+
+    def as_actor(self, actor: int) -> "Actor":
+        return Actor(self, actor)
+
+    def wait(self, actor: int) -> None:
+        with self._turn:
+            while True:
+                while self._schedule and self._schedule[0] in self._ended:
+                    self._schedule.pop(0)
+                if not self._schedule or self._schedule[0] == actor:
+                    break
+                assert self._turn.wait(10)
+
+    def done(self, actor: int, *, ended: bool = False) -> None:
+        with self._turn:
+            if ended:
+                self._ended.add(actor)
+            elif self._schedule:
+                self._schedule.pop(0)
+            self._turn.notify_all()
+
+
+class Actor:
+    def __init__(self, turns: Turns, actor: int) -> None:
+        self._turns, self._actor = turns, actor
+        self.url = "memory://turns"
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self._turns.wait(self._actor)
+            try:
+                return getattr(self._turns, name)(*args)
+            finally:
+                self._turns.done(self._actor)
+
+        return call
+
+
+def act(store: MemoryStore, schedule: list[int], bodies: list[Callable[[Any], bool]]) -> list[bool]:
+    """What each body answers when their calls come in this order."""
+    turns = Turns(store, schedule)
+    result: dict[int, bool] = {}
+
+    def run(actor: int, body: Callable[[Any], bool]) -> None:
+        try:
+            result[actor] = body(turns.as_actor(actor))
+        finally:
+            turns.done(actor, ended=True)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(bodies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [result[i] for i in range(len(bodies))]
+
+
+def check(store: ObjectStore, record: CommitRecord, granted: bool, deleted: bool, why: object) -> None:
+    assert not (granted and deleted), why
+    assert (record.save_id in pins.held(store)) == granted, why
+    assert not deletions(store, record), why
+    assert all(shards_left(store, record)) != deleted, why
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hold_and_deletion_that_meet_never_both_succeed_in_any_order(runs: Any, kind: str) -> None:
+    # Case 84, exhaustively: every order of the first ten calls of the two.
+    original = MemoryStore()
+    runs(original).save(1, 2)
+    record = Catalog(original).find(1)
+    seen = set[tuple[bool, bool]]()
+    for ones in itertools.chain.from_iterable(itertools.combinations(range(10), k) for k in range(11)):
+        store = MemoryStore()
+        store.objects = dict(original.objects)
+        granted, deleted = act(
+            store, [int(i in ones) for i in range(10)], [lambda s: hold(s, record, kind), lambda s: delete(s, record)]
+        )
+        seen.add((granted, deleted))
+        check(store, record, granted, deleted, ones)
+    assert {(True, False), (False, True)} <= seen
+
+
+@pytest.mark.parametrize("holders", [1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_holds_and_two_deletions_that_meet_never_both_succeed(runs: Any, kind: str, holders: int) -> None:
+    # By chance from a seed: each goes a few calls, then another; at the end one after the other.
+    original = MemoryStore()
+    runs(original).save(1, 2)
+    record = Catalog(original).find(1)
+    bodies: list[Callable[[Any], bool]] = [lambda s: hold(s, record, kind)] * holders
+    bodies += [lambda s: delete(s, record)] * 2
+    seen = set[tuple[bool, bool]]()
+    for seed in range(600):
+        chance = random.Random(seed)
+        store = MemoryStore()
+        store.objects = dict(original.objects)
+        actors = range(len(bodies))
+        schedule = [a for _ in range(chance.randint(3, 6)) for a in [chance.choice(actors)] * chance.randint(1, 4)]
+        for actor in chance.sample(actors, len(actors)):
+            schedule += [actor] * 40
+        told = act(store, schedule, bodies)
+        granted, deleted = any(told[:holders]), any(told[holders:])
+        seen.add((granted, deleted))
+        check(store, record, granted, deleted, seed)
+    assert {(True, False), (False, True)} <= seen
