@@ -15,7 +15,7 @@ import everstep
 from everstep.checkpoint import CheckpointError, Keep, NoCommit, pins
 from everstep.checkpoint.catalog import Catalog
 from everstep.checkpoint.keep import Kept, plan_marks
-from everstep.checkpoint.layout import kept_name, owner_of, save_id, shard_name, tag_name
+from everstep.checkpoint.layout import KEPT, hold_name, owner_of, save_id, shard_name, tag_of
 from everstep.checkpoint.manifest import CommitRecord, Shard
 from everstep.checkpoint.marker import kept_of
 from everstep.checkpoint.retention import plan_retention
@@ -307,12 +307,12 @@ def test_mark_gives_way_to_a_deletion_that_has_begun(runs: Any) -> None:
     assert pins.held(store) == frozenset()
 
 
-@pytest.mark.parametrize("name", [kept_name, lambda i: tag_name(i, "good")])
-def test_deletion_gives_way_to_a_mark_and_to_a_tag(runs: Any, name: Any) -> None:
+@pytest.mark.parametrize("what", [KEPT, tag_of("good")])
+def test_deletion_gives_way_to_a_mark_and_to_a_tag(runs: Any, what: str) -> None:
     store = MemoryStore()
     runs(store).save(1, 2)
     record = Catalog(store).find(1)
-    store.put(name(record.save_id), b"{}")
+    store.put(hold_name(record.save_id, what, WRITER), b"{}")
     assert not pins.delete_save(store, record.save_id, [s.path for s in record.shards])
     assert Catalog(store).verify(1) == ()
 
@@ -321,7 +321,8 @@ def test_mark_that_is_damaged_holds_its_commit_all_the_same(runs: Any) -> None:
     store = MemoryStore()
     rules = {"keep": Keep(1, every_steps=10)}
     runs(store).save(10, **rules)
-    store.put(kept_name(Catalog(store).find(10).save_id), b"not a mark")
+    (name,) = pins.holds(store).names(Catalog(store).find(10).save_id, KEPT)
+    store.put(name, b"not a mark")
     runs(store).save(11, 12, **rules)
     assert steps_of(store)[0] == 12
     assert Catalog(store).verify(n=1) == ()
@@ -364,7 +365,7 @@ def test_tag_that_was_not_moved_whole_is_told(runs: Any) -> None:
     runs(store).save(1, 2)
     Catalog(store).tag("good", 1)
     two = Catalog(store).find(2)
-    pins._hold(store, two, lambda i: tag_name(i, "good"), pins._body(two, "now"), "tagged", lambda _: None)
+    pins._hold(store, two, tag_of("good"), pins._body(two, "now"), [], lambda _: None)
     with pytest.raises(CheckpointError, match="tag 'good' is on steps 2 and 1"):
         Catalog(store).tagged("good")
     Catalog(store).tag("good", 2)

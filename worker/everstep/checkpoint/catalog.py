@@ -145,7 +145,7 @@ class Catalog:
         """The commit of this tag. Raises `NoCommit` if there is none, `CheckpointError` if it was not moved whole."""
         held = pins.holds(self._store)
         saves = held.tags.get(tag, ())
-        found = {r.n: r for r in self._held(Holds(tags={tag: saves})) if r.save_id in saves}
+        found = {r.n: r for r in self._held(held.of_tag(tag)) if r.save_id in saves}
         if len(found) > 1:
             steps = " and ".join(str(r.step) for r in found.values())
             raise CheckpointError(

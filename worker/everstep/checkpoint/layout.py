@@ -13,11 +13,17 @@ PINS = "pins/"
 LOADS = "loads/"
 ALIVE = "alive/"
 
+PIN = "pin"
+KEPT = "kept"
+_TAG_IS = "tag-"
+
 _RECORD = re.compile(r"log/(\d{12})\.json")
 _SHARD = re.compile(r"data/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
 _DELETION = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]{0,127}/deleting(?:-[0-9a-f]{16})?\.json")
 _PIN = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})\.json")
-_HOLD = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(?:kept|tag-([A-Za-z0-9][A-Za-z0-9._-]{0,63}))\.json")
+_HOLD = re.compile(
+    r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(?:[0-9a-f]{16}-)?(pin|kept|tag-[A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json"
+)
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOAD = re.compile(r"loads/(\d{12})/(\d{12})\.json")
 _ALIVE = re.compile(r"alive/(\d{12})\.json")
@@ -90,37 +96,39 @@ def is_deletion(name: str) -> bool:
 
 
 def pin_name(identifier: str) -> str:
-    """The object that keeps this save from being deleted."""
+    """The object by which earlier releases kept this save from being deleted, one for all who did."""
     return f"{PINS}{identifier}.json"
 
 
-def pinned_save(name: str) -> str | None:
-    """The save id that the object of this name pins, or None for anything else."""
-    match = _PIN.fullmatch(name)
-    return match[1] if match else None
-
-
 def holds_folder(identifier: str) -> str:
-    """The folder of what else keeps this save from being deleted: its tags, and the mark of retention."""
+    """The folder of what keeps this save from being deleted: pins, tags, and the mark of retention."""
     return f"{PINS}{identifier}/"
 
 
-def kept_name(identifier: str) -> str:
-    """The object that says that retention keeps this save."""
-    return f"{holds_folder(identifier)}kept.json"
+def hold_name(identifier: str, what: str, holder: str) -> str:
+    """An object that keeps this save from being deleted; `what` is `PIN`, `KEPT` or `tag_of` a name. `holder`, 16 hex
+    digits, is no other's: who is refused takes away their own, and may not take another's with it."""
+    return f"{holds_folder(identifier)}{holder}-{what}.json"
 
 
-def tag_name(identifier: str, tag: str) -> str:
-    """The object that gives this save a name. Raises `ValueError` for a tag that no object may be called."""
-    if not _TAG.fullmatch(tag):
+def tag_of(name: str) -> str:
+    """What holds a save that has this name. Raises `ValueError` for a tag that no object may be called."""
+    if not _TAG.fullmatch(name):
         raise ValueError(
-            f"tag {tag!r}: 1 to 64 letters, digits, '.', '_' and '-' are expected, a letter or digit first"
+            f"tag {name!r}: 1 to 64 letters, digits, '.', '_' and '-' are expected, a letter or digit first"
         )
-    return f"{holds_folder(identifier)}tag-{tag}.json"
+    return f"{_TAG_IS}{name}"
 
 
-def held_save(name: str) -> tuple[str, str | None] | None:
-    """The save id and the tag (None: the mark of retention) in a name that the two above built, or None."""
+def tag_in(what: str) -> str | None:
+    """The name in what `tag_of` built, or None."""
+    return what.removeprefix(_TAG_IS) if what.startswith(_TAG_IS) else None
+
+
+def held_save(name: str) -> tuple[str, str] | None:
+    """The save id that the object of this name keeps, and by what; or None. Earlier releases wrote no holder."""
+    if match := _PIN.fullmatch(name):
+        return match[1], PIN
     match = _HOLD.fullmatch(name)
     return (match[1], match[2]) if match else None
 

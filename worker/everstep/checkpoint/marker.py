@@ -12,7 +12,7 @@ from datetime import datetime
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.keep import Keep, Kept, metrics_of, plan_marks
-from everstep.checkpoint.layout import folder_of, owner_of
+from everstep.checkpoint.layout import KEPT, folder_of, owner_of
 from everstep.checkpoint.manifest import CommitRecord
 from everstep.checkpoint.pins import holds, mark_kept, read_kept
 from everstep.storage import ObjectStore
@@ -41,7 +41,7 @@ class Marker:
         found = holds(self._store)
         marks = []
         for identifier in sorted(found.kept):
-            mark = self._known.get(identifier) or read_kept(self._store, identifier)
+            mark = self._known.get(identifier) or read_kept(self._store, identifier, found.names(identifier, KEPT))
             if mark is not None:
                 self._known[identifier] = mark
                 marks.append(mark)
@@ -57,7 +57,7 @@ class Marker:
                 if not mark.why:
                     lost.append(mark.n)
             else:
-                log.warning("step %d is not kept: somebody else deletes it, or has done so", mark.step)
+                log.warning("step %d is not marked to be kept: somebody else deletes it, or has done so", mark.step)
         self._walked = True
         return lost
 

@@ -3,15 +3,16 @@
 There are three kinds: a person's pin, a tag (a name for a commit), and the mark of a commit that retention keeps beyond
 the newest ones (`keep`). All hold alike, and each goes by itself.
 
-A pin and a deletion may meet. Each first writes its own object, then looks for the other's: the pin
-`pins/<save id>.json`, or one in the folder `pins/<save id>/`; the deletion `data/<save id>/deleting-<random>.json`.
-Whatever the interleaving, at least one sees the other and gives way: a deletion that sees a pin withdraws, a pin that
-sees a deletion is refused. So a pin that was granted holds until it is taken back, and no clock is in it; it rests on a
-store that reads and lists its own writes.
+A pin and a deletion may meet. Each first writes its own object, then looks for the other's: the pin one in the folder
+`pins/<save id>/`, the deletion `data/<save id>/deleting-<random>.json`. Whatever the interleaving, at least one sees
+the other and gives way: a deletion that sees a pin withdraws, a pin that sees a deletion is refused. So a pin that was
+granted holds until it is taken back, and no clock is in it; it rests on a store that lists its own writes.
 
-Several may delete a save at once. Each has an object of its own, which stands from before it looks until it has deleted
-everything: who withdraws takes no other's away. One that a deleter left when it died refuses pins until the save is
-deleted, which the next clean-up that does not keep it does.
+Several may do either at once, so each has an object of its own, with a random part in its name, and who gives way takes
+no other's away. A deletion's stands until everything is deleted; one that a deleter left when it died refuses pins
+until the save is deleted, which the next clean-up that does not keep it does. A hold that was granted replaces those of
+the same kind that were listed before its own was first written: of two at once not both can have come before the other,
+so one that was granted always stays.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from everstep.checkpoint.chunks import check_size
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
 from everstep.checkpoint.keep import Kept, metrics_of
 from everstep.checkpoint.layout import (
+    KEPT,
+    PIN,
     PINS,
     deletion_name,
     folder_of,
     held_save,
+    hold_name,
     holds_folder,
     is_deletion,
-    kept_name,
     pin_name,
-    pinned_save,
     save_folder,
-    tag_name,
+    tag_in,
+    tag_of,
 )
 from everstep.checkpoint.manifest import VERSION, CommitRecord, Shard
 from everstep.checkpoint.wire import Fields
@@ -54,6 +57,7 @@ class Holds:
     pinned: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     tags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # more than one only while a tag is moved
+    objects: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)  # by save and by what it is held
 
     @property
     def saves(self) -> frozenset[str]:
@@ -64,20 +68,36 @@ class Holds:
         """The tags of a save, sorted."""
         return tuple(sorted(tag for tag, saves in self.tags.items() if save_id in saves))
 
+    def names(self, save_id: str, what: str) -> tuple[str, ...]:
+        """The objects that hold a save by this."""
+        return self.objects.get((save_id, what), ())
+
+    def all_names(self) -> list[str]:
+        """All objects that hold, sorted."""
+        return sorted(name for names in self.objects.values() for name in names)
+
+    def of_tag(self, tag: str) -> Holds:
+        """Of all that is held, what this tag does."""
+        objects = {by: names for by, names in self.objects.items() if tag_in(by[1]) == tag}
+        return Holds(tags={tag: self.tags.get(tag, ())}, objects=objects)
+
 
 def holds(store: ObjectStore) -> Holds:
     """All that is held, by one listing."""
-    pinned, kept, tags = set[str](), set[str](), dict[str, list[str]]()
+    objects = dict[tuple[str, str], list[str]]()
     for info in store.list(PINS):
-        if (identifier := pinned_save(info.name)) is not None:
-            pinned.add(identifier)
-        elif (found := held_save(info.name)) is not None:
-            identifier, tag = found
-            if tag is None:
-                kept.add(identifier)
-            else:
-                tags.setdefault(tag, []).append(identifier)
-    return Holds(frozenset(pinned), frozenset(kept), {tag: tuple(tags[tag]) for tag in sorted(tags)})
+        if (found := held_save(info.name)) is not None:
+            objects.setdefault(found, []).append(info.name)
+    tags = dict[str, list[str]]()
+    for identifier, what in objects:
+        if (tag := tag_in(what)) is not None:
+            tags.setdefault(tag, []).append(identifier)
+    return Holds(
+        frozenset(identifier for identifier, what in objects if what == PIN),
+        frozenset(identifier for identifier, what in objects if what == KEPT),
+        {tag: tuple(sorted(tags[tag])) for tag in sorted(tags)},
+        {by: tuple(names) for by, names in objects.items()},
+    )
 
 
 def held(store: ObjectStore) -> frozenset[str]:
@@ -88,9 +108,7 @@ def held(store: ObjectStore) -> frozenset[str]:
 def held_commits(store: ObjectStore, found: Holds) -> list[int]:
     """The numbers of the commits that are held, newest first. A hold that cannot be read is left out."""
     numbers = set()
-    names = [pin_name(i) for i in found.pinned] + [kept_name(i) for i in found.kept]
-    names += [tag_name(i, tag) for tag, saves in found.tags.items() for i in saves]
-    for name in sorted(names):
+    for name in found.all_names():
         try:
             numbers.add(Fields(wire.decode(store.get(name), name), name).integer("n"))
         except (NotFound, FormatError):
@@ -100,14 +118,16 @@ def held_commits(store: ObjectStore, found: Holds) -> list[int]:
 
 def pin(store: ObjectStore, record: CommitRecord, at: str, sleep: Callable[[float], None] = time.sleep) -> None:
     """Keep the shards of a commit until `unpin`. Raises `CheckpointError` if they are gone, or about to be."""
-    _hold(store, record, pin_name, _body(record, at), "pinned", sleep)
+    found = holds(store)
+    older = [name for identifier in _saves(record) for name in found.names(identifier, PIN)]
+    _hold(store, record, PIN, _body(record, at), older, sleep)
 
 
 def unpin(store: ObjectStore, record: CommitRecord) -> None:
     """Let a commit be deleted again when it is old enough: neither a pin nor retention's mark holds it then."""
+    found = holds(store)
     for identifier in _saves(record):
-        store.delete(pin_name(identifier))
-        store.delete(kept_name(identifier))
+        _delete(store, (*found.names(identifier, PIN), *found.names(identifier, KEPT)))
 
 
 def tag(
@@ -118,51 +138,55 @@ def tag(
     Raises `CheckpointError` for a name that cannot be one, and as `pin` does.
     """
     try:
-        tag_name(record.save_id, name)
+        what = tag_of(name)
     except ValueError as e:
         raise CheckpointError(str(e)) from e
-    _hold(store, record, lambda i: tag_name(i, name), {**_body(record, at), "tag": name}, "tagged", sleep)
-    for identifier in set(holds(store).tags.get(name, ())) - set(_saves(record)):
-        store.delete(tag_name(identifier, name))
+    older = holds(store).of_tag(name).all_names()
+    _hold(store, record, what, {**_body(record, at), "tag": name}, older, sleep)
 
 
 def untag(store: ObjectStore, name: str) -> bool:
     """Take a name away; whether there was one."""
-    saves = holds(store).tags.get(name, ())
-    for identifier in saves:
-        store.delete(tag_name(identifier, name))
-    return bool(saves)
+    found = holds(store).of_tag(name).all_names()
+    _delete(store, found)
+    return bool(found)
 
 
 def mark_kept(store: ObjectStore, mark: Kept, shards: Iterable[Shard] = ()) -> bool:
     """Write retention's mark of a commit, or take it away if it says no reason; whether that was done. It is not if
     somebody else has begun to delete the commit, or has done so: `shards` are those of one that has no mark yet."""
-    name = kept_name(mark.save_id)
+    folder = holds_folder(mark.save_id)
+    older = [info.name for info in store.list(folder) if held_save(info.name) == (mark.save_id, KEPT)]
     if not mark.why:
-        store.delete(name)
+        _delete(store, older)
         return True
     body: dict[str, wire.Json] = {
         "version": VERSION, "n": mark.n, "step": mark.step, "at": mark.at, "metrics": dict(mark.metrics),
         "why": list(mark.why),
     }  # fmt: skip
-    store.put(name, wire.encode(body))
+    own = hold_name(mark.save_id, KEPT, _random())
+    store.put(own, wire.encode(body))
     if not _is_being_deleted(store, mark.save_id) and all(store.size(s.path) == s.bytes for s in shards):
+        _delete(store, older)
         return True
-    store.delete(name)
+    store.delete(own)
     return False
 
 
-def read_kept(store: ObjectStore, identifier: str) -> Kept | None:
-    """Retention's mark of a save; None if it is gone, or damaged: it holds the save then, and says nothing."""
-    name = kept_name(identifier)
-    try:
-        fields = Fields(wire.decode(store.get(name), name), name)
-        at, n, step = fields.any("at"), fields.integer("n"), fields.integer("step")
-        why = tuple(str(text) for text in fields.items("why"))
-        return Kept(identifier, n, step, float(at) if isinstance(at, int | float) else 0.0, metrics_of(
-            {"metrics": fields.any("metrics")}), why)  # fmt: skip
-    except (NotFound, FormatError):
-        return None
+def read_kept(store: ObjectStore, identifier: str, names: Iterable[str]) -> Kept | None:
+    """Retention's mark of a save, of which `names` are the objects: more than one if replacing it was cut off, and then
+    what any says counts. None if it is gone, or damaged: it holds the save then, and says nothing."""
+    mark: Kept | None = None
+    for name in names:
+        try:
+            fields = Fields(wire.decode(store.get(name), name), name)
+            at, n, step = fields.any("at"), fields.integer("n"), fields.integer("step")
+            why = {str(text) for text in fields.items("why")} | set(mark.why if mark else ())
+            mark = Kept(identifier, n, step, float(at) if isinstance(at, int | float) else 0.0, metrics_of(
+                {"metrics": fields.any("metrics")}), tuple(sorted(why)))  # fmt: skip
+        except (NotFound, FormatError):
+            continue
+    return mark
 
 
 def _body(record: CommitRecord, at: str) -> dict[str, wire.Json]:
@@ -170,21 +194,18 @@ def _body(record: CommitRecord, at: str) -> dict[str, wire.Json]:
 
 
 def _hold(
-    store: ObjectStore, record: CommitRecord, name: Callable[[str], str], body: dict[str, wire.Json], what: str,
+    store: ObjectStore, record: CommitRecord, what: str, body: dict[str, wire.Json], older: Iterable[str],
     sleep: Callable[[float], None],
 ) -> None:  # fmt: skip
-    """Write an object that holds each save of a commit, unless the deletion of one has begun or its shards are gone."""
-
-    def withdraw() -> None:
-        for identifier in _saves(record):
-            store.delete(name(identifier))
-
+    """Write an object that holds each save of a commit, unless the deletion of one has begun or its shards are gone.
+    It replaces those in `older`, which were listed before."""
+    own = [hold_name(identifier, what, _random()) for identifier in _saves(record)]
     for attempt in range(_TRIES):
-        for identifier in _saves(record):
-            store.put(name(identifier), wire.encode(body))
+        for name in own:
+            store.put(name, wire.encode(body))
         if not any(_is_being_deleted(store, identifier) for identifier in _saves(record)):
             break
-        withdraw()
+        _delete(store, own)
         if attempt < _TRIES - 1:
             sleep(_PAUSE)
     else:
@@ -195,13 +216,15 @@ def _hold(
         for shard in record.shards:
             check_size(store, shard)
     except Damaged as e:
-        withdraw()
-        raise CheckpointError(f"{store.url}: step {record.step} (record {record.n}) cannot be {what}: {e}") from e
+        _delete(store, own)
+        done = "pinned" if what == PIN else "tagged"
+        raise CheckpointError(f"{store.url}: step {record.step} (record {record.n}) cannot be {done}: {e}") from e
+    _delete(store, older)
 
 
 def delete_save(store: ObjectStore, identifier: str, names: Iterable[str]) -> bool:
     """Delete a save's objects, `names`, unless something holds it; whether that was done. Repeating it is harmless."""
-    mark = deletion_name(identifier, secrets.token_hex(8))
+    mark = deletion_name(identifier, _random())
     store.put(mark, wire.encode({"version": VERSION, "save_id": identifier}))
     if store.size(pin_name(identifier)) is not None or store.list(holds_folder(identifier)):
         store.delete(mark)
@@ -214,6 +237,15 @@ def delete_save(store: ObjectStore, identifier: str, names: Iterable[str]) -> bo
 
 def _is_being_deleted(store: ObjectStore, identifier: str) -> bool:
     return any(is_deletion(info.name) for info in store.list(save_folder(identifier)))
+
+
+def _delete(store: ObjectStore, names: Iterable[str]) -> None:
+    for name in names:
+        store.delete(name)
+
+
+def _random() -> str:
+    return secrets.token_hex(8)
 
 
 def _saves(record: CommitRecord) -> list[str]:
