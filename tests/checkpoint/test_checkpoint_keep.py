@@ -91,6 +91,25 @@ def test_commit_an_hour_after_the_one_that_was_kept_stays_for_good() -> None:
     assert kept(Keep(1, every_hours=1), commits) == [1, 5, 9, 11]
 
 
+def test_commit_whose_clock_ran_ahead_does_not_end_the_keeping_by_hours() -> None:
+    times = [0, 24, 9000, 25, 100, 500]
+    commits = [Kept(str(i), i, i * 10 + 1, hours * HOUR) for i, hours in enumerate(times)]
+    assert [m.at / HOUR for m in plan_marks(Keep(every_hours=6), [], commits)] == [0, 24, 9000, 100, 500]
+
+
+@given(st.lists(st.integers(-40, 40), min_size=1, max_size=30), st.integers(1, 12))
+def test_commits_are_kept_by_hours_whatever_the_clock_does(jumps: list[int], every: int) -> None:
+    marks: dict[str, Kept] = {}
+    at = 1000
+    for i, jump in enumerate(jumps):
+        at += jump
+        commit = Kept(str(i), i, i + 1, at * HOUR)
+        before = [m.at / HOUR for m in marks.values()]
+        marks |= {m.save_id: m for m in plan_marks(Keep(every_hours=every), marks.values(), [commit])}
+        close = any(0 <= at - earlier < every for earlier in before)
+        assert (commit.save_id in marks) != close, "kept unless one from less than so many hours before it is"
+
+
 @pytest.mark.parametrize(("mode", "best"), [("min", [3, 5]), ("max", [2, 6])])
 def test_best_commits_by_a_metric_stay_until_better_ones_come(mode: Any, best: list[int]) -> None:
     losses = [5.0, 9.0, 1.0, math.nan, 2.0, 8.0, 4.0]

@@ -27,7 +27,8 @@ class Keep:
     - `last`: so many of the newest usable commits.
     - `every_steps`: for good, the first commit of each interval of so many steps, from the second interval on: where
       saves come at multiples of it, those.
-    - `every_hours`: for good, the first commit, and each one that is so many hours after the one kept before it.
+    - `every_hours`: for good, the first commit, and each one that is so many hours after the one kept before it. One of
+      a later time than the commit, whose clock ran ahead, is no reason not to keep it.
     - `best`: the so many best by `metric` of what `save(…, metrics={…})` was given; `mode` says whether "min" or "max"
       is better. Of equal ones the newer is. A commit without the metric, or with NaN or infinity, is not among them.
 
@@ -152,7 +153,7 @@ def _begins_interval(step: int, interval: int, older: Sequence[Kept]) -> bool:
 
 
 def _is_due(at: float, seconds: float, older: Sequence[Kept]) -> bool:
-    return not any(HOURS in m.why and at - m.at < seconds for m in older)
+    return not any(HOURS in m.why and 0 <= at - m.at < seconds for m in older)  # a later one: a clock that ran ahead
 
 
 def _best(keep: Keep, known: Sequence[Kept]) -> list[Kept]:
