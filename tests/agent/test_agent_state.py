@@ -153,6 +153,34 @@ def test_kills_from_outside_are_not_charged_until_there_are_too_many_in_a_row() 
     assert "Charge" in kinds(play.exits(0, -9))
 
 
+def test_processes_that_fail_before_another_round_is_formed_are_charged_once_for_each_time_they_were_forked() -> None:
+    """Nothing else tells their failures apart: the round is the same."""
+    play = keeping(2, max_restarts=2)
+    told = [*play.exits(0, 1, Fault.PROGRAM), *play.exits(1, 1, Fault.PROGRAM)]
+    assert [i for i in told if isinstance(i, e.Charge)] == [e.Charge(1, "x")]
+    told = [*play.exits(1, 1, Fault.PROGRAM), *play.exits(0, 1, Fault.PROGRAM)]
+    assert [i for i in told if isinstance(i, e.Charge)] == [e.Charge(1, "x", earlier=1)]
+    # Ends from outside are no failures, and what was forked after them follows from nothing.
+    play.exits(0, -9)
+    assert e.Charge(1, "x", earlier=2) in play.exits(0, 1, Fault.PROGRAM)
+    play.form(2, "a", "b", "c", keeps=True)
+    assert e.Charge(2, "x") in play.exits(0, 1, Fault.PROGRAM)
+
+
+def test_an_agent_that_was_in_no_round_yet_charges_each_time_too() -> None:
+    play = Play(max_restarts=1)
+    play.take(e.Began(True))
+    assert e.Charge(0, "x") in play.exits(0, 1, Fault.PROGRAM)
+    assert e.Charge(0, "x", earlier=1) in play.exits(0, 1, Fault.PROGRAM)
+
+
+def test_a_process_that_says_that_it_lost_a_peer_again_and_again_before_it_has_any_is_charged() -> None:
+    """As one that does not reach its data: no round is ever formed in which it could show whose fault it was."""
+    play = keeping(1)
+    told = [kind for _ in range(MOST_OUTSIDE + 1) for kind in kinds(play.exits(0, 1, Fault.PEER, "refused"))]
+    assert told.count("Charge") == 1
+
+
 @pytest.mark.parametrize(("further", "charged"), [(0, True), (1, False)])
 def test_worlds_that_form_and_fail_at_the_same_step_again_and_again_are_charged(further: int, charged: bool) -> None:
     """As when all ranks make the same mistake in a collective, which looks like a lost peer to each of them."""

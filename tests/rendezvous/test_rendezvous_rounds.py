@@ -383,6 +383,24 @@ def test_a_failure_of_the_program_is_charged_once_a_round_even_when_the_next_is_
     assert {(s.agent, s.charged) for s in document.history} == {("b", True), ("c", False)}
 
 
+def test_failures_of_processes_that_were_started_after_a_failure_of_the_round_are_charged_each() -> None:
+    """Agents whose programs fail side by side are charged once for each time, whoever is first."""
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Charge("a", 1, "x"), Charge("b", 1, "x", earlier=1))
+    assert document.restarts == 2
+    assert "charged already" in refused(document, Charge("c", 1, "x")).reason
+    assert "charged already" in refused(document, Charge("c", 1, "x", earlier=1)).reason
+    assert after(document, Charge("a", 1, "x", earlier=1)) == document
+    assert after(document, Charge("c", 1, "x", earlier=2)).restarts == 3
+
+
+def test_agents_that_were_in_no_round_are_charged_each_for_itself() -> None:
+    """So the agent in a pod that replaces one whose program failed is not taken for it."""
+    document = after(formed(TWO_OR_THREE, "a", "b"), Charge("x", 0, "e"), Charge("y", 0, "e"))
+    assert document.restarts == 2
+    assert after(document, Charge("y", 0, "e")) == document
+    assert after(document, Charge("y", 0, "e", earlier=1)).restarts == 3
+
+
 def test_members_that_do_not_work_together_any_more_meet_again() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Break("a", 1, "a connection broke"))
     assert standing(document, 1, "b") == Broken("a connection broke")

@@ -230,11 +230,13 @@ class Break:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Charge a failure to the job; `Charged` answers. `unless_others`: not if another set the same round back."""
+    """Charge a failure to the job; `Charged` answers. `unless_others`: not if another set the same round back.
+    `earlier`: failures that this agent had said were in that round when the process was forked."""
 
     round: int
     why: str
     unless_others: bool = False
+    earlier: int = 0
 
 
 @dataclass(frozen=True, slots=True)

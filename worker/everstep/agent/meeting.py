@@ -16,6 +16,8 @@ def formed(state: State, event: Formed) -> Step:
     keeps = state.keeps or event.keeps
     state, charge = _settle(state, event.round)
     state = replace(state, round=event.round, over=False, joining=False, done=False, finishing=False, keeps=keeps)
+    # What fails from here on is this round's, of whichever process.
+    state = replace(state, failures=0, slots=tuple(replace(slot, earlier=0) for slot in state.slots))
     # Who had finished in the last round must repeat what the others lost.
     state = with_slots(state, which(state, Life.SUCCEEDED), Slot())
     everyone = tuple(range(len(state.slots)))
@@ -36,7 +38,8 @@ def _settle(state: State, new: Round) -> Step:
     state = replace(state, suspect=None)
     if failure is None or (old is not None and not {m.agent for m in old.members} <= {m.agent for m in new.members}):
         return state, ()
-    return replace(state, charges=state.charges + 1), (Charge(failure.round, failure.why, unless_others=True),)
+    charge = Charge(failure.round, failure.why, unless_others=True, earlier=failure.earlier)
+    return replace(state, charges=state.charges + 1), (charge,)
 
 
 def _is_whole(state: State, new: Formed) -> bool:

@@ -150,7 +150,8 @@ class Membership:
             elif done is None:
                 self._post(Charged(None))
 
-    def _apply(self, change: Change) -> Document | Refused:
+    def _apply(self, change: Change) -> Document | Refused | None:
+        """None: the store cannot count this failure."""
         driver = self._driver
         match change:
             case SayStopping():
@@ -167,14 +168,17 @@ class Membership:
                 return driver.keep_processes(number)
             case CloseJob(why):
                 return driver.close_job(why)
-            case Charge(number, why, unless_others):
+            case Charge(number, why, unless_others, earlier):
                 document = driver.document() if unless_others else None
                 others = () if document is None else document.history
                 if any(s.round == number and s.agent != driver.agent for s in others):
                     return Refused("another set the round back")
                 if document is not None and _asked_to_stop(document, driver.agent):
                     return Refused("another is asked to stop")
-                return driver.charge(number, why)
+                charged = driver.charge(number, why, earlier)
+                if isinstance(charged, Refused) and charged is not CROWDED and _forgotten(driver.seen(), number):
+                    return None
+                return charged
             case _:
                 assert_never(change)
 
@@ -209,6 +213,11 @@ class Membership:
 def _asked_to_stop(document: Document, but: str) -> bool:
     """Whether a member, gone or not, is asked to stop, another than `but`."""
     return any(member.agent in document.stopping for member in document.members if member.agent != but)
+
+
+def _forgotten(document: Document | None, number: int) -> bool:
+    """Whether the store lost what it had, and nothing newer than round `number` was formed since."""
+    return document is None or document.round < number
 
 
 def _check(arguments: Arguments) -> None:

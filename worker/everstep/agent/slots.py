@@ -37,6 +37,7 @@ class Slot:
     """The place of one local rank.
 
     `killed`: we ended it, so its end means nothing. `born`: the round that it was forked in; 0: it is to get ready.
+    `earlier`: failures in the present round that were charged before it was forked; it follows from none of them.
     """
 
     life: Life = Life.EMPTY
@@ -47,6 +48,7 @@ class Slot:
     born: int = 0
     comes: int = 0  # the newest round that it waits in, or is in
     trains: int = 0  # the round that it is in
+    earlier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Failure:
     round: int
     code: int
     why: str
+    earlier: int = 0  # as of the process that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ class State:
     done: bool = False
     finishing: bool = False  # a member of the round is done
     charges: int = 0  # made by this agent, if the store does not say
+    failures: int = 0  # charges made by this agent for the present round, and for what was forked to leave it behind
     outside: int = 0  # ends from outside, since all processes trained from a later step than ever before
     reached: int = -1  # the latest step from which they did
     stalls: tuple[int, int] = (0, 0)  # the step in which a process hung last, and how often in a row

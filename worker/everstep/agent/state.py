@@ -157,7 +157,7 @@ def _exited(state: State, event: Exited) -> Step:
     if event.code in FINAL and event.fault is not Fault.LEAVER:
         return end(state, Ending(event.code, event.why), signal.SIGTERM)
     number = state.round.number if state.round is not None else 0
-    return _failed(state, Failure(number, event.code, event.why), event.fault)
+    return _failed(state, Failure(number, event.code, event.why, slot.earlier), event.fault)
 
 
 def _failed(state: State, failure: Failure, fault: Fault) -> Step:
@@ -167,14 +167,18 @@ def _failed(state: State, failure: Failure, fault: Fault) -> Step:
         leave = StepOut if state.keeps else Break
         told.append(leave(state.round.number, failure.why))
     state = replace(state, over=True)
-    if fault is Fault.OUTSIDE:
+    # Two agents that each say that they lost the other are charged neither, and a process that has no peers yet may say
+    # it of something else: so where it is known how far the job has come, all that is not charged is counted.
+    if fault is Fault.OUTSIDE or (state.keeps and fault is not Fault.PROGRAM):
         state = replace(state, outside=state.outside + 1)
         if state.outside > MOST_OUTSIDE * len(state.slots):
             fault = Fault.PROGRAM
     match fault:
         case Fault.PROGRAM:
-            told.append(Charge(failure.round, failure.why))
-            state = replace(state, failure=failure, charges=state.charges + 1)
+            state = replace(state, failure=failure)
+            if failure.earlier == state.failures:  # else one that was forked with it has failed before it
+                told.append(Charge(failure.round, failure.why, earlier=failure.earlier))
+                state = replace(state, failures=state.failures + 1, charges=state.charges + 1)
         case Fault.PEER:
             state = replace(state, failure=failure, suspect=failure)
         case Fault.OUTSIDE | Fault.LEAVER:
@@ -235,7 +239,7 @@ def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) ->
             number = state.round.number if state.round is not None else 0
             state = _stalled(state, step)
             fault = Fault.PROGRAM if state.stalls[1] >= MOST_STALLS else Fault.OUTSIDE
-            state, then = _failed(state, Failure(number, -signal.SIGKILL, why), fault)
+            state, then = _failed(state, Failure(number, -signal.SIGKILL, why, slot.earlier), fault)
             return state, (*told, *then)
         case _:
             assert_never(event)
@@ -254,7 +258,7 @@ def _waiting(state: State, event: Stuck | Mismatched) -> Step:
             return replace(state, over=True), (Break(number, why),)
         why = f"{why}; {MOST_STALLS} times in a row"
     state = replace(state, failure=Failure(number, 1, why), charges=state.charges + 1)
-    charge = Charge(number, why)
+    charge = Charge(number, why, earlier=state.failures)
     close = (CloseJob(why),) if state.config.alone else ()
     state, told = end(state, Ending(1, why), signal.SIGKILL)
     return state, (charge, *close, *told)
@@ -379,4 +383,4 @@ def _between(state: State, live: tuple[int, ...]) -> Step:
 def _fork(state: State, slots: tuple[int, ...], current: Round | None) -> Step:
     """Who carries it out says with `started` which processes they are."""
     born = current.number if current is not None else 0
-    return with_slots(state, slots, Slot(Life.LIVE, born=born)), (Fork(slots, current),)
+    return with_slots(state, slots, Slot(Life.LIVE, born=born, earlier=state.failures)), (Fork(slots, current),)

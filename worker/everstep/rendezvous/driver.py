@@ -176,9 +176,10 @@ class Driver:
         """Leave round `number`, whose other members go on; this agent stays present, and joins when it can."""
         return self._change(lambda _: StepOut(self._member.agent, number, why))
 
-    def charge(self, number: int, why: str) -> Document | Refused:
-        """What ended round `number` here was the program's own fault; the document has the job's count of those."""
-        return self._change(lambda _: Charge(self._member.agent, number, why))
+    def charge(self, number: int, why: str, earlier: int = 0) -> Document | Refused:
+        """What ended round `number` here was the program's own fault; the document has the job's count of those.
+        `earlier`: failures in it that were known when the process was started."""
+        return self._change(lambda _: Charge(self._member.agent, number, why, earlier))
 
     def break_round(self, number: int, why: str) -> Document | Refused:
         """End round `number`, whose members do not work together any more; all of them may be in the next."""

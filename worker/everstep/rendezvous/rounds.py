@@ -64,11 +64,14 @@ class StepOut:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What ended round `round`, at the agent, was the fault of the program."""
+    """What ended round `round`, at the agent, was the fault of the program; or what ended a process that was started to
+    come into the next one. `earlier`: failures in that round that the agent knew of when the process was started, so
+    that this one follows from none of them. Round 0: the agent was in none yet."""
 
     agent: str
     round: int
     why: str
+    earlier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,17 +280,22 @@ def _remember(document: Document, setback: Setback) -> tuple[Setback, ...]:
 
 
 def _charge(document: Document, event: Charge) -> Document | Refused:
-    """Once a round: what follows from the first failure is not charged again. Who charged it and says so again has not
-    heard the answer."""
-    if any(s.charged and (s.round, s.agent) == (event.round, event.agent) for s in document.history):
-        return document
-    if any(s.charged and s.round == event.round for s in document.history):
+    """Once a round: what follows from the first failure is not charged again. But a process that was started after a
+    failure, and fails before there is another round, has failed by itself: without that a script that fails before its
+    loop would be started again for ever. Agents that fail like this side by side are charged once for each time, except
+    those that were in no round: these have nothing in common. Who charged it and says so again has not heard the
+    answer."""
+    charged = [s for s in document.history if s.charged and s.round == event.round]
+    own = [s for s in charged if s.agent == event.agent]
+    if len(charged if event.round else own) > event.earlier:
+        if own:
+            return document
         return Refused(f"a failure in round {event.round} was charged already", final=True)
     if event.round > document.round:
         return Refused(f"there is no round {event.round} yet", final=True)
-    charged = Setback(event.round, event.agent, redact.sentence(event.why, MAX_REASON), True)
-    same = [s for s in document.history if (s.round, s.agent) != (event.round, event.agent)]
-    return replace(document, restarts=document.restarts + 1, history=(*same, charged)[-MAX_HISTORY:])
+    setback = Setback(event.round, event.agent, redact.sentence(event.why, MAX_REASON), True)
+    kept = [s for s in document.history if s.charged or (s.round, s.agent) != (event.round, event.agent)]
+    return replace(document, restarts=document.restarts + 1, history=(*kept, setback)[-MAX_HISTORY:])
 
 
 def _failed_for_good(document: Document, agent: str) -> bool:
