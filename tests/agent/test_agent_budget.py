@@ -16,7 +16,7 @@ import pytest
 from agent_job import Job
 
 pytestmark = pytest.mark.timeout(240)
-LIMIT = 100
+LIMIT = 200
 MOST = 6  # processes that a rank may need: its first, those after charged failures, and one that was under way
 
 SCRIPT = """
