@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from everstep.data import ElasticLoader
@@ -89,7 +89,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module, stopping = Module(), EarlyStopping("val_loss", patience=50)
-    callback = EverstepCallback(str(FOLDER / "commits"), every_steps=2, in_process=KIND != "restarted")
+    callback = EverstepCallback(
+        str(FOLDER / "commits"), every_steps=5 if KIND == "saving_far" else 2, in_process=KIND != "restarted"
+    )
+    saves = [ModelCheckpoint(FOLDER / "saved", monitor="val_loss", save_top_k=2, save_last=True)]
+    saves = saves if KIND.startswith("saving") else []
     trainer = Trainer(
         accelerator="cpu",
         devices=3,
@@ -98,8 +102,8 @@ def main() -> None:
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         val_check_interval=0.5,
-        callbacks=[stopping, Last()] if KIND == "without" else [callback, stopping, Last()],
-        enable_checkpointing=False,
+        callbacks=[stopping, Last()] if KIND == "without" else [callback, stopping, *saves, Last()],
+        enable_checkpointing=bool(saves),
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,

@@ -57,6 +57,26 @@ def test_lightning_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the_same_
     assert len(played.survivors) == SIZE - 1 + (kill == "0:forward0"), "the others kept theirs"
 
 
+@pytest.mark.parametrize(
+    ("kind", "kill"),
+    [
+        ("saving", "7:forward0"),  # the last save of the run is made by all, or waits for those that do not make it
+        ("saving_far", "8:validating"),  # all go back to the commit of step 5, and the save of step 6 is behind that
+    ],
+)
+def test_lightning_that_saves_checkpoints_of_its_own_goes_on_in_its_process(
+    kind: str, kill: str, undisturbed: Played, tmp_path: Path
+) -> None:
+    """What `ModelCheckpoint` keeps of its newest save is in no `state_dict`: a new process saved alone, and hung."""
+    played = play(tmp_path / "killed", kill, kind=kind)
+    assert played.code == 0, played.output[-4000:]
+    assert (tmp_path / "killed" / "killed").exists()
+    for found, reference in zip(played.found, undisturbed.found, strict=True):
+        assert differing(found, reference) == []
+    assert len(played.survivors) == SIZE - 1
+    assert (tmp_path / "killed" / "saved" / "last.ckpt").exists()
+
+
 def test_lightning_that_is_not_to_go_on_in_process_ends_as_the_undisturbed_run_by_a_restart(tmp_path: Path) -> None:
     """But for last bits: without a session a new DDP lays out its buckets anew."""
     first = play(tmp_path / "undisturbed", kind="restarted")

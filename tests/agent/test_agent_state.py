@@ -145,6 +145,16 @@ def test_what_looks_like_a_lost_peer_is_not_charged_if_one_is_gone_however_late_
     assert kinds(play.form(2, "a", "c")) == ["Fork"]
 
 
+@pytest.mark.parametrize("killed_first", [True, False])
+def test_peer_that_is_lost_in_the_same_agent_is_not_charged(killed_first: bool) -> None:
+    """Its members are all there when they meet again, because the agent lives: that is no sign that nobody was lost."""
+    play = keeping(3, max_restarts=0)
+    ends = [(1, -9, Fault.OUTSIDE), (0, 1, Fault.PEER), (2, 1, Fault.PEER)]
+    for slot, code, fault in ends if killed_first else ends[1:] + ends[:1]:
+        assert "Charge" not in kinds(play.exits(slot, code, fault))
+    assert "Charge" not in kinds(play.form(2, "a", "b", "c"))
+
+
 def test_kills_from_outside_are_not_charged_until_there_are_too_many_in_a_row() -> None:
     play = plain(1)
     for number in range(1, MOST_OUTSIDE + 1):

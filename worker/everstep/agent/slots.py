@@ -105,6 +105,7 @@ class State:
     reached: int = -1  # the latest step from which they did
     stalls: tuple[int, int] = (0, 0)  # the step in which a process hung last, and how often in a row
     failure: Failure | None = None  # the last one that was charged
+    struck: int = -1  # the newest round in which a process of this agent was ended from outside
     suspect: Failure | None = None  # perhaps somebody else's, which shows when the next round is formed
     notice: Notice | None = None
     interrupt: Interrupt = Interrupt.NONE

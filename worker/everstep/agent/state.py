@@ -167,6 +167,10 @@ def _failed(state: State, failure: Failure, fault: Fault) -> Step:
         leave = StepOut if state.keeps else Break
         told.append(leave(state.round.number, failure.why))
     state = replace(state, over=True)
+    if fault is Fault.OUTSIDE:
+        state = replace(state, struck=failure.round)
+        if state.suspect is not None and state.suspect.round == failure.round:
+            state = replace(state, suspect=None)
     # Two agents that each say that they lost the other are charged neither, and a process that has no peers yet may say
     # it of something else: so where it is known how far the job has come, all that is not charged is counted.
     if fault is Fault.OUTSIDE or (state.keeps and fault is not Fault.PROGRAM):
@@ -180,7 +184,8 @@ def _failed(state: State, failure: Failure, fault: Fault) -> Step:
                 told.append(Charge(failure.round, failure.why, earlier=failure.earlier))
                 state = replace(state, failures=state.failures + 1, charges=state.charges + 1)
         case Fault.PEER:
-            state = replace(state, failure=failure, suspect=failure)
+            # The peer that is lost may be of this agent, whose members are all there when they meet again.
+            state = replace(state, failure=failure, suspect=failure if state.struck != failure.round else None)
         case Fault.OUTSIDE | Fault.LEAVER:
             pass
         case _:

@@ -236,6 +236,12 @@ class _Progress:
         self._loop.load_state_dict(state)
 
 
+# What `ModelCheckpoint` keeps of its newest save, and leaves out of its `state_dict`. By it each rank decides whether
+# it saves now, which is collective.
+_NEWEST_SAVE = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+_ATTRIBUTES = "everstep attributes"
+
+
 class _Others:
     """The states of the other callbacks, by Lightning's keys."""
 
@@ -246,12 +252,19 @@ class _Others:
 
     def state_dict(self) -> dict[str, Any]:
         states = {c.state_key: c.state_dict() for c in self._callbacks}
-        return {key: state for key, state in states.items() if state}
+        found = {key: state for key, state in states.items() if state}
+        newest = {c.state_key: {n: getattr(c, n) for n in _NEWEST_SAVE if hasattr(c, n)} for c in self._callbacks}
+        if newest := {key: values for key, values in newest.items() if values}:
+            found[_ATTRIBUTES] = newest
+        return found
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         for callback in self._callbacks:
             if callback.state_key in states:
                 callback.load_state_dict(states[callback.state_key])
+            for name, value in states.get(_ATTRIBUTES, {}).get(callback.state_key, {}).items():
+                if name in _NEWEST_SAVE:
+                    setattr(callback, name, value)
 
 
 class _Worlds:
