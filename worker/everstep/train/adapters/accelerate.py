@@ -32,6 +32,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from torch.nn import SyncBatchNorm
+
 from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
 from everstep.data import ElasticLoader
 from everstep.train.adapters import missing
@@ -48,6 +50,7 @@ from accelerate.data_loader import SeedableRandomSampler
 
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.order import known_order
+from everstep.train.adapters.own_loop import held, trained_loader
 from everstep.train.adapters.prepared import Prepared
 
 accelerated.follow(loops=True)
@@ -198,7 +201,7 @@ def start(
     accelerator: Any,
     checkpoint: str | Checkpointer | None = None,
     *,
-    loader: Any,
+    loader: Any = None,
     every_steps: int | None = None,
     every_seconds: float | None = None,
     options: Mapping[str, Any] | None = None,
@@ -209,12 +212,45 @@ def start(
     `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; `options` go to one that
     is made. `loader`: a DataLoader that was prepared, or an `ElasticLoader`, which is not to be. `objects`: the model,
     optimizer, scheduler and whatever else is the training's state, by a name of your choice. Collective.
+
+    Without `objects` all that the accelerator has prepared is the state, and the script keeps its own loop over the
+    prepared loader, in `for epoch in run.epochs(n):`.
     """
     _check(accelerator)
+    recovery, own_loop = accelerated.recovery(), not objects
+    if own_loop and recovery is None:
+        raise CheckpointError(
+            "start(accelerator, …) without objects, for a script's own loop over the prepared loader, works under "
+            "everstep-run alone: here pass model=, optimizer=, loader=, and take `for batch in run.batches():`"
+        )
+    if not own_loop and loader is None:
+        raise CheckpointError("start(accelerator, …, model=…): say which loader is trained on, loader=train_dataloader")
+    if own_loop:
+        _check_own(accelerator)
+        loader, objects = trained_loader(accelerator) if loader is None else loader, held(accelerator)
     boundary = Boundary.find(checkpoint, every_steps, every_seconds, options or {})
-    if (recovery := accelerated.recovery()) is not None:
-        return Prepared(accelerator, boundary, recovery, loader, objects)
+    if recovery is not None:
+        return Prepared(accelerator, boundary, recovery, loader, objects, own_loop=own_loop)
     return Run(accelerator, boundary, track(accelerator, loader=loader, **objects))
+
+
+def _check_own(accelerator: Any) -> None:
+    if accelerator.distributed_type is DistributedType.FSDP:
+        raise CheckpointError(
+            "Accelerate shards the model by FSDP, which start() cannot recover: leave that plugin out for "
+            "DistributedDataParallel, or shard by fully_shard over everstep.start(…).mesh(shard=N)"
+        )
+    if not accelerator._optimizers or not accelerator._models:
+        raise CheckpointError(
+            "start(accelerator, …): the accelerator has prepared no model and optimizer yet: call it after "
+            "accelerator.prepare(model, optimizer, loader)"
+        )
+    if any(isinstance(part, SyncBatchNorm) for model in accelerator._models for part in model.modules()):
+        raise CheckpointError(
+            "SyncBatchNorm runs collectives in the forward pass, where a script's own loop cannot catch the loss of a "
+            "peer: pass model=, optimizer=, loader= to start, make the loop's body a function, `def learn(batch): …`, "
+            "and write `run.train(learn)`"
+        )
 
 
 def track(accelerator: Any, *, loader: Any, **objects: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from everstep.data import Batch, DataError, ElasticLoader
 from everstep.data.assignment import World
 from everstep.data.takeover import TakenOver
 from everstep.train.adapters import accelerated
+from everstep.train.adapters.own_loop import OwnLoop
 from everstep.train.boundary import Boundary
 from everstep.train.evaluation import figures
 from everstep.train.recovery.recovery import Recovery
@@ -72,7 +73,14 @@ class Prepared:
     """What `everstep.train.adapters.accelerate.start` gives where a lost peer does not end the others."""
 
     def __init__(
-        self, accelerator: Any, boundary: Boundary, recovery: Recovery, loader: Any, objects: Mapping[str, Any]
+        self,
+        accelerator: Any,
+        boundary: Boundary,
+        recovery: Recovery,
+        loader: Any,
+        objects: Mapping[str, Any],
+        *,
+        own_loop: bool = False,
     ) -> None:
         self._accelerator = accelerator
         self._places = Places(accelerator)
@@ -88,7 +96,11 @@ class Prepared:
         self._session.track(**_inner(accelerator, objects))
         self._batch: Batch[Any] | None = None  # in hand
         self._backward, self._weighted = accelerator.backward, 0
-        accelerator.backward = self._weighting
+        self._own: OwnLoop | None = None
+        if own_loop:
+            self._own = OwnLoop(accelerator, self._session, loader, self._micros, recovery.program.scope)
+        if self._own is None:
+            accelerator.backward = self._weighting
         for value in objects.values():
             if isinstance(value, AcceleratedScheduler):
                 _full_size(value, self._session.place.most)
@@ -104,11 +116,24 @@ class Prepared:
 
     def epochs(self, until: int) -> Iterator[int]:
         """The epochs that are left until `until` are done."""
-        return self._session.epochs(self._loader, until)
+        try:
+            for epoch in self._session.epochs(self._loader, until):
+                yield epoch
+                if self._own is not None:
+                    self._own.check_epoch()
+        finally:
+            if self._own is not None:
+                self._own.end()
 
     def train(self, fn: Callable[[Any], Any]) -> None:
         """Call `fn` with each batch that is left of the present epoch, on the accelerator's device; again with those of
         a step in which a peer was lost. A mapping that it returns is logged."""
+
+        if self._own is not None:
+            raise LoopError(
+                "run.train(fn) after start(accelerator, …) without objects, which has given the prepared loader to the "
+                "script's own loop: write `for batch in loader:`, or pass model=, optimizer=, loader= to start"
+            )
 
         def work(given: Any) -> Any:
             found: Any = None
@@ -142,7 +167,10 @@ class Prepared:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._accelerator.backward = self._backward
+        if self._own is None:
+            self._accelerator.backward = self._backward
+        else:
+            self._own.end()
         self._session.__exit__(kind, error, trace)
 
     def _attempt(self, fn: Callable[[Any], Any], batch: Batch[Any]) -> Any:

@@ -33,6 +33,7 @@ _OWN = (
 class At(Enum):
     BUILDING = auto()  # alone, before the first round
     STEP = auto()  # in a step or an evaluation: what a lost peer breaks comes again
+    BODY = auto()  # in a step, in the body of a loop of the script's, whose errors nobody can catch
     BETWEEN = auto()
     OVER = auto()  # after the last step
 
@@ -89,7 +90,7 @@ class Scope:
     def _check(self, name: str) -> None:
         if not self.others or self.where is At.OVER:
             return
-        if self.where is At.STEP and isinstance(threading.current_thread(), threading._DummyThread):
+        if self.where in (At.STEP, At.BODY) and isinstance(threading.current_thread(), threading._DummyThread):
             return  # one of autograd's
         asked = script_asks(sys._getframe(2))
         if asked is None:
@@ -107,6 +108,11 @@ class Scope:
                     f"{name}{asked.at}: before steps() this process is alone, and no other rank would be in it. To do "
                     "something in one process of the job, write run.once(fn); to prepare files on each machine, "
                     "run.once(fn, each='machine'); what all ranks must agree on belongs inside `with step:`"
+                )
+            case At.BODY if asked.own:
+                raise LoopError(
+                    f"{name}{asked.at} is in the body of the loop over the prepared loader, where nobody can catch the "
+                    "loss of a peer: write `with accelerator.accumulate(model):` around the body of the loop"
                 )
             case At.BETWEEN:
                 raise LoopError(

@@ -1,0 +1,51 @@
+"""A script in the form of Accelerate's `nlp_example.py`: its own loops, its evaluation inside of them."""
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def get_dataloaders(batch_size: int):
+    x = torch.randn(89, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    train, held = torch.utils.data.Subset(data, range(69)), torch.utils.data.Subset(data, range(69, 89))
+    return DataLoader(train, shuffle=True, batch_size=batch_size), DataLoader(held, batch_size=3)
+
+
+def training_function(config):
+    accelerator = Accelerator(cpu=True)
+    set_seed(config["seed"])
+    train_dataloader, eval_dataloader = get_dataloaders(config["batch_size"])
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 2)
+    )
+    optimizer = torch.optim.AdamW(params=model.parameters(), lr=config["lr"])
+    lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
+        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
+    )
+
+    for epoch in range(config["num_epochs"]):
+        model.train()
+        for inputs, labels in train_dataloader:
+            outputs = model(inputs)
+            loss = torch.nn.functional.cross_entropy(outputs, labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+
+        model.eval()
+        right = total = 0
+        for inputs, labels in eval_dataloader:
+            with torch.no_grad():
+                outputs = model(inputs)
+            predictions, references = accelerator.gather_for_metrics((outputs.argmax(dim=-1), labels))
+            right, total = right + (predictions == references).sum().item(), total + len(references)
+        accelerator.print(f"epoch {epoch}: accuracy {right / total:.4f} of {total}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    training_function({"lr": 2e-3, "num_epochs": 2, "seed": 42, "batch_size": 4})

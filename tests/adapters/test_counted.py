@@ -1,0 +1,52 @@
+"""What a loop's body counts, by its text."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from everstep.train.adapters.counted import by_hand, counters
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("total += loss.item()", ["total += loss.item()"]),
+        ("total = total + loss.item()", ["total = total + loss.item()"]),
+        ("counts['seen'] += 1", ["counts['seen'] += 1"]),
+        ("self.total += loss", ["self.total += loss"]),
+        ("losses.append(loss.item())", ["losses.append(…)"]),
+        ("if loss > 1:\n    total += 1\nelse:\n    other += 1", ["total += 1", "other += 1"]),
+        ("try:\n    total += 1\nexcept ValueError:\n    wrong += 1", ["total += 1", "wrong += 1"]),
+        ("if accelerator.sync_gradients:\n    total += 1", []),
+        ("if accelerator.sync_gradients and step:\n    total += 1\nelse:\n    other += 1", ["other += 1"]),
+        ("if accelerator.sync_gradients or step:\n    total += 1", ["total += 1"]),
+        ("loss = f(batch)\nloss += g(batch)\nloss = loss / 2", []),
+        ("batch += 1", []),
+        ("parts = []\nparts.append(1)", []),
+        ("def later():\n    nonlocal total\n    total += 1", []),
+        ("progress.update(1)", []),
+    ],
+)
+def test_sums_that_a_batch_would_enter_twice_are_found_unless_they_ask_first(body: str, found: list[str]) -> None:
+    lines = "\n".join("    " + line for line in body.splitlines())
+    (loop,) = ast.parse(f"for batch in loader:\n{lines}").body
+    assert isinstance(loop, ast.For)
+    assert [what for what, _ in counters(loop)] == found
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("if i % 4 == 0:\n    optimizer.step()", 2),
+        ("loss.backward()\nif (i + 1) % 4:\n    continue\noptimizer.step()", 3),
+        ("if i % 4 == 0:\n    print(i)\noptimizer.step()", 0),
+        ("if accelerator.sync_gradients:\n    optimizer.step()", 0),
+    ],
+)
+def test_line_that_decides_by_a_remainder_whether_an_optimizer_steps_is_found(body: str, line: int) -> None:
+    lines = "\n".join("    " + one for one in body.splitlines())
+    (loop,) = ast.parse(f"for i, batch in enumerate(loader):\n{lines}").body
+    assert isinstance(loop, ast.For)
+    assert by_hand(loop) == line

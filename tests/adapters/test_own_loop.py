@@ -1,0 +1,217 @@
+"""Scripts in the form of Accelerate's examples recover in process, and keep their own loops.
+
+`loop/before.py`, in the form of `nlp_example.py`, trains under torchrun; `loop/after.py` is the same file under
+`everstep-run`. `loop/accumulated.py` is in the form of `run_glue_no_trainer.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+import pytest
+from adapter_run import HERE
+from unbroken_run import AGENT, SIZE, TORCHRUN, Played, differing
+from unbroken_run import play as play_script
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.turns(2)]
+
+STEPS = {"after.py": 12, "accumulated.py": 12}
+PRELOAD = "accelerate,accelerate.data_loader,everstep.train.adapters.accelerate"
+LONG = pytest.mark.long
+GUIDE = Path(__file__).parents[2] / "docs" / "reference" / "adapters.md"
+
+
+def play(
+    folder: Path, script: str | Path = "after.py", kill: str = "-", agent: str = AGENT, restarts: int = 1
+) -> Played:
+    arguments = (folder, HERE / "loop" / script, kill)
+    return play_script(folder, HERE / "loop_driver.py", *arguments, preload=PRELOAD, agent=agent, restarts=restarts)
+
+
+_undisturbed: dict[str, Played] = {}
+
+
+def undisturbed(script: str, tmp_path: Path) -> Played:
+    if script not in _undisturbed:
+        played = play(tmp_path / "undisturbed", script)
+        assert played.code == 0, played.output[-4000:]
+        assert [found["step"] for found in played.found] == [STEPS[script]] * SIZE
+        assert all(found["as_before"] for found in played.found), "the classes and objects that were changed"
+        _undisturbed[script] = played
+    return _undisturbed[script]
+
+
+@pytest.mark.parametrize(
+    ("script", "kill"),
+    [
+        ("after.py", "4:backward"),
+        ("after.py", "6:gather"),  # in an evaluation
+        pytest.param("after.py", "0:backward", marks=LONG),
+        pytest.param("after.py", "0:forward", marks=LONG),
+        pytest.param("after.py", "3:forward", marks=LONG),  # before DDP sends its buffers
+        pytest.param("after.py", "7:end", marks=LONG),  # optimizer moved, schedule not
+        pytest.param("after.py", "11:backward", marks=LONG),  # of the last step, which has fewer samples
+        pytest.param("after.py", "12:gather", marks=LONG),  # behind the last step
+        ("accumulated.py", "4:backward1"),  # half of the step's gradient is there
+        pytest.param("accumulated.py", "0:backward0", marks=LONG),
+        pytest.param("accumulated.py", "3:forward1", marks=LONG),
+        pytest.param("accumulated.py", "7:end1", marks=LONG),
+        pytest.param("accumulated.py", "11:forward0", marks=LONG),
+    ],
+)
+def test_script_with_its_own_loops_whose_rank_is_killed_ends_as_the_undisturbed_one(
+    script: str, kill: str, tmp_path: Path
+) -> None:
+    reference = undisturbed(script, tmp_path)
+    played = play(tmp_path / "killed", script, kill)
+    assert played.code == 0, played.output[-4000:]
+    assert (tmp_path / "killed" / "killed").exists()
+    for rank, (found, wanted) in enumerate(zip(played.found, reference.found, strict=True)):
+        # DDP sends rank 0's buffers before each forward pass; behind the last one each rank has its own.
+        own = "running_" if kill.startswith("12:") and rank else "none"
+        assert [name for name in differing(found, wanted) if own not in name] == []
+    assert len(played.survivors) == SIZE - 1 + kill.startswith("0:"), "the others kept theirs"
+    assert "the last commit" not in played.output
+    if script == "accumulated.py":
+        completed = sorted(map(int, re.findall(r"completed (\d+)", played.output)))
+        assert completed[1:] == [STEPS[script]] * (SIZE - 1), "no step is counted twice"
+
+
+@pytest.mark.parametrize("kill", ["4:all", pytest.param("0:all", marks=LONG), pytest.param("11:all", marks=LONG)])
+def test_script_with_its_own_loops_whose_ranks_are_all_killed_goes_on_from_the_commit(
+    kill: str, tmp_path: Path
+) -> None:
+    reference = undisturbed("after.py", tmp_path)
+    played = play(tmp_path / "killed", kill=kill)
+    assert played.code == 0, played.output[-4000:]
+    assert len(list((tmp_path / "killed").glob("killed*"))) == SIZE
+    for found, wanted in zip(played.found, reference.found, strict=True):
+        assert differing(found, wanted) == []
+
+
+def test_own_loops_cost_a_script_five_lines_which_the_reference_shows() -> None:
+    """But for what is indented: the evaluation becomes a function."""
+    texts = ((HERE / "loop" / f"{name}.py").read_text().splitlines() for name in ("before", "after"))
+    before, after = ([line.strip() for line in text if line.strip()] for text in texts)
+    found = [line for line in difflib.unified_diff(before, after, n=0, lineterm="") if line[:3] not in ("---", "+++")]
+    shown = [line for line in found if not line.startswith("@@")]
+    assert len([line for line in shown if line.startswith("+")]) == 5
+    assert "\n".join(shown) in GUIDE.read_text(), f"docs/reference/adapters.md is to show\n{shown}"
+
+
+def test_script_with_its_own_loops_as_it_was_trains_under_torchrun(tmp_path: Path) -> None:
+    played = play(tmp_path / "before", "before.py", agent=TORCHRUN, restarts=0)
+    assert played.code == 0, played.output[-4000:]
+    assert "of 20" in played.output
+
+
+# What is put in the place of what of `loop/after.py`; what the refusal says.
+BODY = """        for inputs, labels in train_dataloader:
+            outputs = model(inputs)
+            loss = torch.nn.functional.cross_entropy(outputs, labels)
+            accelerator.backward(loss)
+"""
+BACKWARD = "            accelerator.backward(loss)\n"
+REFUSED = {
+    "counter": (
+        BACKWARD,
+        BACKWARD + '            config["seed"] += 1\n',
+        "config['seed'] += 1 (changed.py:38) in the loop over the prepared loader: a batch in which a peer is lost "
+        "comes again, and would be counted twice. Write `if accelerator.sync_gradients:`",
+    ),
+    "gather": (
+        BACKWARD,
+        BACKWARD + "            accelerator.gather(loss)\n",
+        "accelerator.gather(…) (changed.py:38) in the loop over the prepared loader, where nobody can catch the loss "
+        "of a peer: write `with accelerator.accumulate(model):`",
+    ),
+    "collective": (
+        BACKWARD,
+        BACKWARD + "            torch.distributed.all_reduce(loss.detach())\n",
+        "all_reduce (changed.py:38) is in the body of the loop over the prepared loader, where nobody can catch the "
+        "loss of a peer: write `with accelerator.accumulate(model):`",
+    ),
+    "loss.backward": (
+        BACKWARD,
+        "            loss.backward()\n",
+        "without accelerator.backward(loss), which weights it: write it in the place of loss.backward()",
+    ),
+    "accumulation by hand": (
+        BODY,
+        BODY.replace(
+            "for inputs, labels in train_dataloader", "for i, (inputs, labels) in enumerate(train_dataloader)"
+        ).replace("loss)\n", "loss / 2)\n            if i % 2 == 0:\n                continue\n"),
+        "Accelerator(gradient_accumulation_steps=k)",
+    ),
+    "a step left out": (
+        "            optimizer.step()\n",
+        "            if len(inputs) > 4:\n                optimizer.step()\n",
+        "no prepared optimizer's step() was called",
+    ),
+    "accumulation without its block": (
+        "Accelerator(cpu=True)",
+        "Accelerator(cpu=True, gradient_accumulation_steps=2)",
+        "write `with accelerator.accumulate(model):` around its work",
+    ),
+    "break": (
+        BACKWARD,
+        BACKWARD + "            break\n",
+        "the loop over the prepared loader was left before its end, by break",
+    ),
+    "train": (
+        "        model.train()\n",
+        "        run.train(model)\n",
+        "write `for batch in loader:`, or pass model=, optimizer=, loader= to start",
+    ),
+    "two loaders": (
+        "DataLoader(held, ",
+        "DataLoader(held, shuffle=True, ",
+        "say start(accelerator, …, loader=train_dataloader)",
+    ),
+    "SyncBatchNorm": (  # DDP takes it on an accelerator alone
+        "    run = start(",
+        "    accelerator._models.append(torch.nn.SyncBatchNorm(2))\n    run = start(",
+        "SyncBatchNorm runs collectives in the forward pass",
+    ),
+    "nothing prepared": (
+        "    run = start(",
+        "    accelerator._models.clear()\n    run = start(",
+        "call it after accelerator.prepare(model, optimizer, loader)",
+    ),
+}
+ORDINARY = ("counter", "collective", "accumulation by hand")  # the others in `make soak`
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ORDINARY else LONG) for n in REFUSED])
+def test_own_loop_that_could_not_come_again_is_refused_with_the_line_to_write(name: str, tmp_path: Path) -> None:
+    old, new, said = REFUSED[name]
+    text = (HERE / "loop" / "after.py").read_text()
+    assert text.count(old) == 1
+    script = tmp_path / "changed.py"
+    script.write_text(text.replace(old, new))
+    played = play(tmp_path / "refused", script, restarts=0)
+    assert played.code != 0
+    assert said in played.output, played.output[-4000:]
+    assert not played.found
+
+
+@pytest.mark.long
+def test_own_loop_that_changes_parameters_by_hand_goes_on_from_the_commit_and_says_what_to_write(
+    tmp_path: Path,
+) -> None:
+    old = "            optimizer.zero_grad()\n"
+    script = tmp_path / "changed.py"
+    text = (HERE / "loop" / "after.py").read_text()
+    script.write_text(text.replace(old, old + "            next(model.parameters()).data.mul_(0.5)\n"))
+    played = play(tmp_path / "killed", script, "4:backward")
+    assert played.code == 0, played.output[-4000:]
+    assert "write `if accelerator.sync_gradients:` before what changes parameters" in played.output
+
+
+def test_own_loop_under_torchrun_is_refused_with_the_call_to_write(tmp_path: Path) -> None:
+    played = play(tmp_path / "refused", agent=TORCHRUN, restarts=0)
+    assert played.code != 0
+    assert "works under everstep-run alone: here pass model=, optimizer=, loader=" in played.output
+    assert not played.steps

@@ -1,0 +1,114 @@
+"""Sums over batches in a loop whose body goes on to its end in a batch that comes again, found by the script's text.
+
+Invariant: none of the script's code is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Iterator
+
+from everstep.train.holdings import is_script
+from everstep.train.sources import tree_of
+from everstep.train.step import LoopError
+
+_ADDS = frozenset({"append", "extend"})
+_GUARD = "sync_gradients"
+BY_HAND = (
+    "gradients that the loop adds up by itself (`if step % k == 0:`) go with a lost process. Say Accelerator("
+    "gradient_accumulation_steps=k), and for each batch, without dividing the loss, `with accelerator.accumulate(model"
+    "):` around accelerator.backward(loss), optimizer.step(), optimizer.zero_grad()"
+)
+
+
+def check_counters(frame: types.FrameType | None) -> None:
+    """Raises `LoopError` for the first one in the loop that takes its next batch in `frame`, or above it; and for
+    accumulation by hand."""
+    while frame is not None and not is_script(frame.f_code.co_filename):
+        frame = frame.f_back
+    tree = tree_of(frame.f_code.co_filename) if frame is not None else None
+    if frame is None or tree is None:
+        return
+    line = frame.f_lineno
+    loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and _spans(n.iter, line)]
+    loop = max(loops, key=lambda n: n.lineno, default=None)
+    if loop is not None and (at := by_hand(loop)):
+        raise LoopError(f"line {at} of {frame.f_code.co_filename.rpartition('/')[2]}: {BY_HAND}")
+    if loop is not None and (found := counters(loop)):
+        what, at = found[0]
+        raise LoopError(
+            f"{what} ({frame.f_code.co_filename.rpartition('/')[2]}:{at}) in the loop over the prepared loader: a "
+            "batch in which a peer is lost comes again, and would be counted twice. Write `if accelerator."
+            "sync_gradients:` before it, which is False in such a batch"
+        )
+
+
+def by_hand(loop: ast.For) -> int:
+    """The line that decides by a remainder whether an optimizer steps; 0 if none does."""
+    for n in ast.walk(loop):
+        if isinstance(n, ast.If) and any(isinstance(part, ast.Mod) for part in ast.walk(n.test)):
+            parts = [part for one in n.body for part in ast.walk(one)]
+            if any(isinstance(p, ast.Continue) or (isinstance(p, ast.Attribute) and p.attr == "step") for p in parts):
+                return n.lineno
+    return 0
+
+
+def counters(loop: ast.For) -> list[tuple[str, int]]:
+    """What adds to something that the loop's body has not made itself, with its line."""
+    added = {id(target) for n in ast.walk(loop) if (target := _added_to(n)) is not None}
+    stored = [n for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    made = {n.id for n in stored if id(n) not in added}
+    found = []
+    for n in _runs(loop.body):
+        if (grown := _added_to(n)) is not None and _root(grown) not in made:
+            found.append((ast.unparse(n), n.lineno))
+        match n:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr=name))) if (
+                name in _ADDS and _root(target) not in made
+            ):
+                found.append((f"{ast.unparse(target)}.{name}(…)", n.lineno))
+    return sorted(found, key=lambda one: one[1])
+
+
+def _runs(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of `body` and of its blocks, but for those that only a step that counts runs."""
+    for n in body:
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        yield n
+        guarded = isinstance(n, ast.If) and _asks(n.test)
+        for part in ("body", "orelse", "finalbody"):
+            if not (guarded and part == "body"):
+                yield from _runs(getattr(n, part, []))
+        for handler in getattr(n, "handlers", []):
+            yield from _runs(handler.body)
+
+
+def _asks(test: ast.expr) -> bool:
+    """Whether it is true only where `sync_gradients` is."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(map(_asks, test.values))
+    return isinstance(test, ast.Attribute) and test.attr == _GUARD
+
+
+def _root(target: ast.expr) -> str:
+    while isinstance(target, ast.Attribute | ast.Subscript):
+        target = target.value
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def _added_to(n: ast.AST) -> ast.expr | None:
+    """The target of `total += x` and of `total = total + x`."""
+    match n:
+        case ast.AugAssign(target=target):
+            return target
+        case ast.Assign(targets=[target], value=ast.BinOp() as value):
+            text = ast.unparse(target)
+            parts = (part for part in ast.walk(value) if isinstance(part, ast.Name | ast.Attribute | ast.Subscript))
+            return target if any(ast.unparse(part) == text for part in parts) else None
+    return None
+
+
+def _spans(e: ast.expr, line: int) -> bool:
+    return e.lineno <= line <= (e.end_lineno or e.lineno)

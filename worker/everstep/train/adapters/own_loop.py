@@ -1,0 +1,279 @@
+"""A script's own `for batch in loader:` over a loader that `accelerator.prepare` made, in a world that changes.
+
+A `for` cannot be gone back in, so nothing is raised in its body. Where the step's collectives run (`accelerator.
+backward`, DDP's forward pass, the body of `with accelerator.accumulate(model)`) the loss of a peer is kept, and the
+body goes on to its end with `sync_gradients` False: prepared optimizers and schedules then stand still, as in a batch
+that only accumulates. When the loop asks for its next batch, the step is lost here, and its first batch is given again.
+What the body moves in a lost step without asking `sync_gradients` is put back (registered objects) or refused
+(parameters; sums over batches, by the script's text).
+
+Invariants: no optimizer of a lost step moves; a collective that could not be kept so is refused before it begins; at
+the run's end classes and objects of torch and Accelerate are as they were before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep.data import Batch
+from everstep.train.adapters.counted import BY_HAND, check_counters
+from everstep.train.recovery.flight import is_of_lost_peer
+from everstep.train.recovery.scope import At, Scope
+from everstep.train.session import Run
+from everstep.train.step import LoopError
+
+# Collectives of Accelerate's own that a body may call.
+_COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")
+
+
+class OwnLoop:
+    """The batches of `loader`, which becomes what a script iterates. `micros`: batches of a step on each rank."""
+
+    def __init__(self, accelerator: Any, session: Run, loader: Any, micros: int, scope: Scope) -> None:
+        self._accelerator = accelerator
+        self._session = session
+        self._micros = micros
+        self._scope = scope
+        self._batch: Batch[Any] | None = None  # in hand
+        self._error: BaseException | None = None  # by which the step in hand was lost
+        self._as_lost: tuple[list[Any], list[Any]] = [], []  # what the body may move then: see `_note_state`
+        self._spoilt: LoopError | None = None  # the lost step has changed parameters
+        self._accumulates = False  # `with accelerator.accumulate(…)` is entered
+        self._entered = self._weighted = self._stepped = 0
+        self._left = False  # the script has broken off its loop
+        self._read = False  # its text
+        self._undo: list[Callable[[], object]] = []
+        self._backward = accelerator.backward
+        self._accumulate = accelerator.accumulate
+        self._put(accelerator, "backward", self._weighting)
+        self._put(accelerator, "accumulate", self._accumulating)
+        for name in _COLLECTIVES:
+            self._put(accelerator, name, self._only_in_scope(name, getattr(accelerator, name)))
+        for optimizer in accelerator._optimizers:
+            self._put(optimizer, "step", self._counting(optimizer.step))
+        self._watch_forward()
+        self._undo.append(_take_over(loader, self))
+
+    def end(self) -> None:
+        """The run is over. Once more does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _put(self, target: Any, name: str, value: Any) -> None:
+        held = vars(target)
+        before = held.get(name)
+        held[name] = value
+        self._undo.append(lambda: held.pop(name) if before is None else held.update({name: before}))
+
+    def check_epoch(self) -> None:
+        """The script has come to the end of its outer loop's body. Raises `LoopError` if it left the inner one."""
+        if self._left:
+            raise LoopError(
+                "the loop over the prepared loader was left before its end, by break: the rest of the epoch would be "
+                "trained by nobody. Take all of its batches; to train fewer, prepare a loader of fewer samples"
+            )
+
+    def batches(self) -> Iterator[Any]:
+        """What the script's loop is given: the rest of the epoch, steps in which a peer was lost again."""
+        if not self._read:
+            self._read = True
+            check_counters(sys._getframe(1))
+        self._left = True
+        for step in self._session.steps():
+            with step as given:
+                for batch in (given,) if isinstance(given, Batch) else given:
+                    self._begin(batch)
+                    try:
+                        yield send_to_device(batch.data, self._accelerator.device)
+                    finally:
+                        self._batch = None
+                        if self._scope.where is At.BODY:
+                            self._scope.where = At.STEP
+                    self._over(last=batch.last)
+            if self._spoilt is not None:  # the step would take it for a consequence of the loss
+                raise self._spoilt
+        self._left = False
+
+    def _begin(self, batch: Batch[Any]) -> None:
+        accelerator = self._accelerator
+        accelerator.step = self._micros - 1 if batch.last else 0  # `accumulate` counts from there
+        accelerator.gradient_state._set_sync_gradients(True)
+        self._batch, self._error = batch, None
+        self._weighted = self._entered = self._stepped = 0
+        self._scope.where = At.BODY
+
+    def _over(self, *, last: bool) -> None:
+        """The script has asked for the next batch. Raises what the body was kept from."""
+        error, self._error = self._error, None
+        if error is not None:
+            self._accelerator.gradient_state._set_sync_gradients(True)
+            self._spoilt = self._check_state()
+            raise error
+        if not self._weighted:
+            raise LoopError(
+                "a batch of the prepared loader was taken without accelerator.backward(loss), which weights it: write "
+                "it in the place of loss.backward()"
+            )
+        if self._micros > 1 and not self._entered:
+            raise LoopError(
+                f"gradient_accumulation_steps={self._micros}, and the loop has not entered accelerator.accumulate("
+                "model): write `with accelerator.accumulate(model):` around its work"
+            )
+        if last and not self._stepped:
+            raise LoopError(f"a step's batches were taken and no prepared optimizer's step() was called: {BY_HAND}")
+
+    def _note_state(self) -> None:
+        """What the rest of the body may move, though the step is lost: registered objects, and parameters by hand."""
+        registered = [(one, copy.deepcopy(one.state_dict())) for one in self._accelerator._custom_objects]
+        self._as_lost = registered, self._marks()
+
+    def _check_state(self) -> LoopError | None:
+        """The body of a lost step is over. What is to be raised if it has changed parameters."""
+        (registered, marks), self._as_lost = self._as_lost, ([], [])
+        for one, held in registered:
+            one.load_state_dict(held)
+        changed = [name for (name, *mark), now in zip(marks, self._marks(), strict=True) if mark != [*now[1:]]]
+        if not changed:
+            return None
+        return LoopError(
+            f"{changed[0]} was changed by hand in a batch in which a peer was lost, behind accelerator.backward("
+            "loss): write `if accelerator.sync_gradients:` before what changes parameters, which is False then"
+        )
+
+    def _marks(self) -> list[tuple[str, int, str]]:
+        """Of each parameter a mark that is another one when it has changed, also through `.data`."""
+        named = [pair for model in self._accelerator._models for pair in model.named_parameters()]
+        with torch.no_grad():
+            norms = [float(p.detach().norm()) for _, p in named]
+        return [(name, p._version, repr(norm)) for (name, p), norm in zip(named, norms, strict=True)]
+
+    def _counting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(*arguments: Any, **named: Any) -> Any:
+            self._stepped += 1
+            return step(*arguments, **named)
+
+        return stepped
+
+    def _keeps(self, error: BaseException) -> bool:
+        """Whether a peer was lost in the batch in hand; the step is over then."""
+        if self._batch is None or not is_of_lost_peer(error):
+            return False
+        if self._error is None:
+            self._error = error
+            self._note_state()
+        self._accelerator.gradient_state._set_sync_gradients(False)
+        return True
+
+    def _weighting(self, loss: Any, **named: Any) -> None:
+        if self._batch is None:
+            raise LoopError(
+                "accelerator.backward(loss) outside of `for batch in loader:` over the prepared loader that is trained "
+                "on: no step would repeat it when a peer is lost. Move it into that loop"
+            )
+        self._weighted += 1
+        if self._error is not None:
+            return
+        where, self._scope.where = self._scope.where, At.STEP
+        try:
+            self._backward(self._batch.scale(loss) * self._micros, **named)  # by which Accelerate divides
+        except Exception as e:
+            if not self._keeps(e):
+                raise
+        finally:
+            self._scope.where = where
+
+    @contextmanager
+    def _accumulating(self, *models: Any) -> Iterator[None]:
+        self._entered += 1
+        if self._error is not None:
+            yield
+            return
+        self._accumulates = True
+        where, self._scope.where = self._scope.where, At.STEP if self._batch is not None else self._scope.where
+        try:
+            with self._accumulate(*models):
+                yield
+        except Exception as e:
+            if not self._keeps(e):
+                raise
+        finally:
+            self._accumulates = False
+            self._scope.where = where
+            if self._error is not None:
+                self._accelerator.gradient_state._set_sync_gradients(False)
+
+    def _only_in_scope(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, **named: Any) -> Any:
+            if self._batch is not None and not self._accumulates:
+                frame = sys._getframe(1)
+                line = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+                raise LoopError(
+                    f"accelerator.{name}(…) ({line}) in the loop over the prepared loader, where nobody can catch the "
+                    "loss of a peer: write `with accelerator.accumulate(model):` around the body of the loop"
+                )
+            return call(*arguments, **named)
+
+        return called
+
+    def _watch_forward(self) -> None:
+        """DDP's forward pass has collectives, of buffers say. In a lost step it goes on without."""
+        before = DistributedDataParallel._pre_forward
+
+        def guarded(model: Any, *inputs: Any, **named: Any) -> Any:
+            if self._error is not None:
+                return inputs, named
+            try:
+                return before(model, *inputs, **named)  # type: ignore[no-untyped-call]
+            except Exception as e:
+                if not self._keeps(e):
+                    raise
+                return inputs, named
+
+        def put_back() -> None:
+            DistributedDataParallel._pre_forward = before  # type: ignore[method-assign]
+
+        DistributedDataParallel._pre_forward = guarded  # type: ignore[method-assign,assignment]
+        self._undo.append(put_back)
+
+
+def _take_over(loader: Any, loop: OwnLoop) -> Callable[[], None]:
+    """`loader` stays the object that the script has; its batches are those of `loop`, until what is returned is
+    called."""
+    kind = type(loader)
+    members = {"__iter__": lambda _: loop.batches(), "__module__": kind.__module__}
+    # Accelerate's loaders say of themselves that they are of torch's class, by a property in the place of `__class__`.
+    become = object.__dict__["__class__"].__set__
+    become(loader, type(kind.__name__, (kind,), members))
+    return lambda: become(loader, kind)
+
+
+def trained_loader(accelerator: Any) -> Any:
+    """The prepared loader that a script trains on: the only one, or the only one that shuffles. Raises `LoopError`."""
+    found = list(accelerator._dataloaders)
+    if len(found) > 1:
+        found = [one for one in found if "Random" in type(one.get_sampler()).__name__]
+    if len(found) != 1:
+        raise LoopError(
+            f"start(accelerator, …): {len(accelerator._dataloaders)} loaders are prepared, and {len(found)} of them "
+            "shuffle, so which one is trained on is not known: say start(accelerator, …, loader=train_dataloader)"
+        )
+    return found[0]
+
+
+def held(accelerator: Any) -> dict[str, Any]:
+    """What the accelerator has prepared, by names for a commit."""
+    kinds = {
+        "model": accelerator._models,
+        "optimizer": accelerator._optimizers,
+        "scheduler": accelerator._schedulers,
+        "registered": accelerator._custom_objects,
+    }
+    return {f"{name}{number or ''}": value for name, values in kinds.items() for number, value in enumerate(values)}
