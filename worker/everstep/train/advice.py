@@ -16,6 +16,7 @@ from everstep.train.known import MISSING, PARTS, held
 from everstep.train.taints import FORWARD, ITERATORS
 
 NAMED = 8  # variables in one text
+RESERVED = ("step", "data", "rng")  # what the session tracks by these names is its own
 _LONGEST = 60  # of a value that is written out
 
 
@@ -29,7 +30,7 @@ def text_of(file: str, found: list[Carried], values: Mapping[str, Any], taken: I
     ending = f"or, if nothing is lost with {them}, run.untracked({names})"
     return (
         f"{said}: a process that replaces a lost one starts without {them}. "
-        f"{'. '.join(_lines(found, values, set(taken)))}{reduce if own is not None else ''}; {ending}"
+        f"{'. '.join(_lines(found, values, {*taken, *RESERVED}))}{reduce if own is not None else ''}; {ending}"
     )
 
 
@@ -80,7 +81,7 @@ def _dictionary(owner: str, inside: list[Carried], values: Mapping[str, Any], ta
     """Tracked, and made where the variables are."""
     kept, uses = list[str](), list[str]()
     name = f"{owner}.carried" if owner else "carried"
-    for f in inside:
+    for f in {f.name: f for f in inside}.values():  # one may be carried in two functions
         key, value = word(f.name), held(values, f.name)
         kind = type(value).__name__
         place = f"{name}[{key!r}]"

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Union
 from everstep.data import ElasticLoader
-from everstep.train import ending, evaluation, mistakes, once
+from everstep.train import advice, ending, evaluation, mistakes, once
 from everstep.train.averaging import average
 from everstep.train.boundary import Boundary
 from everstep.train.loops import Loops
@@ -50,7 +50,7 @@ log = logging.getLogger("everstep.train")
 
 _started: list[Run] = []  # the last
 
-RESERVED = ("step", "data", "rng", BUCKETS, STATE, SWITCHES, once.KEY)
+RESERVED = (*advice.RESERVED, BUCKETS, STATE, SWITCHES, once.KEY)
 
 
 def start(

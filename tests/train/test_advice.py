@@ -1,0 +1,44 @@
+"""What is said about a carried variable works as it is written: its names are free, and each key is there once.
+
+Whole scripts that follow it are rows of `tests/ordinary` (`…_advised`).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from everstep.train.advice import RESERVED, text_of
+from everstep.train.carried import Carried
+
+
+def carried(name: str, line: int = 3, *, bound: bool = True) -> Carried:
+    return Carried(name, line, "the loss", line + 1, bound=bound)
+
+
+def keys_of(text: str) -> list[str]:
+    """Of the dictionary that is to be written."""
+    written = re.search(r"Write \S+ = (\{.*?\})", text)
+    assert written is not None, text
+    parsed = ast.parse(written[1], mode="eval").body
+    assert isinstance(parsed, ast.Dict)
+    return [key.value for key in parsed.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_name_of_the_sessions_own_is_not_advised(name: str) -> None:
+    text = text_of("train.py", [carried(name, bound=False)], {name: [1]})
+    assert f"run.track({name}_2={name})" in text
+
+
+def test_a_name_that_is_tracked_already_is_not_advised() -> None:
+    text = text_of("train.py", [carried("seen", bound=False)], {"seen": [1]}, {"seen", "seen_2"})
+    assert "run.track(seen_2_2=seen)" in text
+
+
+def test_a_variable_that_is_carried_in_two_places_is_written_once() -> None:
+    """The hidden state of a language model is: in the epoch's function, and in the evaluation."""
+    text = text_of("train.py", [carried("hidden"), carried("hidden", 9)], {"hidden": 0.0})
+    assert keys_of(text) == ["hidden"]
