@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, Dataset
 
@@ -49,7 +49,8 @@ def reach(step: int, point: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     set_seed(7)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    order = DataLoaderConfiguration(use_seedable_sampler=KIND == "seedable")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=order)
     net = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)

@@ -58,6 +58,16 @@ def test_accelerate_loop_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the
     assert "the last commit" not in played.output
 
 
+def test_accelerate_loop_whose_order_has_a_seed_of_its_own_trains_too(tmp_path: Path) -> None:
+    """As the reference shows it: under torchrun a loader that shuffles has to have one. Preparing it anew for each
+    world gave it another sampler, and that was refused as a change of the script's."""
+    played = play(tmp_path / "seedable", "4:forward1", kind="seedable")
+    assert played.code == 0, played.output[-4000:]
+    assert (tmp_path / "seedable" / "killed").exists()
+    assert [found["step"] for found in played.found] == [STEPS] * SIZE
+    assert len(played.survivors) == SIZE - 1
+
+
 def test_accelerate_loop_under_torchrun_takes_the_same_steps(undisturbed: Played, tmp_path: Path) -> None:
     played = play(tmp_path / "torchrun", agent=TORCHRUN, restarts=0)
     assert played.code == 0, played.output[-4000:]

@@ -242,11 +242,11 @@ def _full_size(schedule: Any, most: int) -> None:
 
 def _cut_anew(accelerator: Any, made: Any, original: Any, arguments: Mapping[str, Any]) -> None:
     """As if it had been prepared in the present world."""
+    sampler = made.get_sampler()  # before: it is prepared in place, in the script's own loader
     fresh = accelerator.prepare_data_loader(original, **arguments)
     accelerator._dataloaders.remove(fresh)
-    old, new = made.get_sampler(), fresh.get_sampler()
-    if isinstance(old, SeedableRandomSampler) and isinstance(new, SeedableRandomSampler):
-        new.initial_seed = old.initial_seed
+    if isinstance(sampler, SeedableRandomSampler):
+        fresh.set_sampler(sampler)  # its seed; and the session, which has taken the loader over, finds it unchanged
     for name in ("base_dataloader", "rng_types", "synchronized_generator"):
         if hasattr(fresh, name):
             setattr(made, name, getattr(fresh, name))
