@@ -179,6 +179,11 @@ CARRIED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         loop("value = f(batch)\nif value < best:\n    best = value\n    torch.save(model, 'best.pt')"), {"best": 9.0},
         {"best": SAVED},
     ),
+    "best model by a copy of the file": (
+        loop("value = f(batch)\nkeep(model, value > best)\nbest = max(value, best)", "def keep(model, is_best):\n"
+             "    torch.save(model, 'last.pt')\n    if is_best:\n        shutil.copyfile('last.pt', 'best.pt')\n"),
+        {"best": 0.0}, {"best": SAVED},
+    ),
 }  # fmt: skip
 CARRIED["loss that is an object"][1]["weighted"] = type("Weighted", (), {})()
 CARRIED["loss that is an object"][1]["weighted"].__dict__.update(mean=1.0)

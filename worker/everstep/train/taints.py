@@ -40,6 +40,8 @@ _MUTATE = frozenset({
 })  # fmt: skip
 _LEAVE = frozenset({"sys.exit", "exit", "quit", "os._exit"})
 SAVED = "what is saved"
+_SAVES = ("save", "save_pretrained", "save_checkpoint", "save_model", "save_state", "save_weights")
+_COPIES = ("copy", "copy2", "copyfile", "move", "rename", "replace", "link", "symlink")  # of files
 ENDS = "whether the loop ends"
 FORWARD = "the forward pass"
 DATA = "what the dataset gives, where it is read in this process (num_workers=0)"
@@ -272,7 +274,7 @@ class Values:
             self._use(given | self._control, "a hyperparameter", line)
         elif name == "load_state_dict":
             self._use(given | self._control, f"{path}.load_state_dict", line)
-        elif name in ("save", "save_pretrained", "save_checkpoint", "save_model", "save_state", "save_weights"):
+        elif name in _SAVES or (path in ("shutil", "os") and name in _COPIES):
             self._use(self._control, SAVED, line)
         elif path in ("dist", "torch.distributed") and not name.startswith(_ASKS):
             self._use(self._control, f"whether {path}.{name} is called", line)
