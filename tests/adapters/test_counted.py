@@ -1,4 +1,4 @@
-"""What a loop's body counts, by its text."""
+"""Sums over batches are found by the text of a loop's body."""
 
 from __future__ import annotations
 

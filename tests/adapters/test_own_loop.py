@@ -107,7 +107,7 @@ def test_script_with_its_own_loops_as_it_was_trains_under_torchrun(tmp_path: Pat
     assert "of 20" in played.output
 
 
-# What is put in the place of what of `loop/after.py`; what the refusal says.
+# By name: a text of `loop/after.py`, the text that takes its place, and a part of the refusal.
 BODY = """        for inputs, labels in train_dataloader:
             outputs = model(inputs)
             loss = torch.nn.functional.cross_entropy(outputs, labels)

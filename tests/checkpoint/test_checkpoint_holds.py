@@ -222,7 +222,7 @@ class Actor:
 
 
 def act(store: MemoryStore, schedule: list[int], bodies: list[Callable[[Any], bool]]) -> list[bool]:
-    """What each body answers when their calls come in this order."""
+    """The answers of all bodies when their calls come in this order."""
     turns = Turns(store, schedule)
     result: dict[int, bool] = {}
 

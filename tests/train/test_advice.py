@@ -1,4 +1,4 @@
-"""What is said about a carried variable works as it is written: its names are free, and each key is there once.
+"""Advice about a carried variable works as it is written: its names are free, and each key is there once.
 
 Whole scripts that follow it are rows of `tests/ordinary` (`…_advised`).
 """

@@ -144,8 +144,8 @@ class Catalog:
     def tagged(self, tag: str) -> CommitRecord:
         """The commit of this tag. Raises `NoCommit` if there is none, `CheckpointError` if it was not moved whole."""
         held = pins.holds(self._store)
-        saves = held.tags.get(tag, ())
-        found = {r.n: r for r in self._held(held.of_tag(tag)) if r.save_id in saves}
+        tagged = held.of_tag(tag)
+        found = {r.n: r for r in self._held(tagged) if r.save_id in tagged.saves}
         if len(found) > 1:
             steps = " and ".join(str(r.step) for r in found.values())
             raise CheckpointError(

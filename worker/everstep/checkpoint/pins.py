@@ -21,6 +21,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Final
 
 from everstep.checkpoint import wire
@@ -50,19 +53,32 @@ _TRIES: Final = 3
 _PAUSE: Final = 0.2  # seconds; a deletion that gives way does so within a few requests
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Holds:
-    """What holds saves: the ids that somebody pinned, those that retention marked, and the tags with their saves."""
+    """What holds saves: `objects` are the names of the objects, by the save's id and by what it is held."""
 
-    pinned: frozenset[str] = frozenset()
-    kept: frozenset[str] = frozenset()
-    tags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # more than one only while a tag is moved
-    objects: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)  # by save and by what it is held
+    objects: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def pinned(self) -> frozenset[str]:
+        """The ids that somebody pinned."""
+        return frozenset(identifier for identifier, what in self.objects if what == PIN)
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The ids that retention marked."""
+        return frozenset(identifier for identifier, what in self.objects if what == KEPT)
+
+    @cached_property
+    def tags(self) -> Mapping[str, tuple[str, ...]]:
+        """The tags with their saves, sorted: more than one only while a tag is moved."""
+        tagged = sorted((tag, identifier) for identifier, what in self.objects if (tag := tag_in(what)) is not None)
+        return {tag: tuple(save for _, save in pairs) for tag, pairs in groupby(tagged, itemgetter(0))}
 
     @property
     def saves(self) -> frozenset[str]:
         """All ids that are held."""
-        return self.pinned | self.kept | {save for saves in self.tags.values() for save in saves}
+        return frozenset(identifier for identifier, _ in self.objects)
 
     def tags_of(self, save_id: str) -> tuple[str, ...]:
         """The tags of a save, sorted."""
@@ -78,8 +94,7 @@ class Holds:
 
     def of_tag(self, tag: str) -> Holds:
         """Of all that is held, what this tag does."""
-        objects = {by: names for by, names in self.objects.items() if tag_in(by[1]) == tag}
-        return Holds(tags={tag: self.tags.get(tag, ())}, objects=objects)
+        return Holds({by: names for by, names in self.objects.items() if tag_in(by[1]) == tag})
 
 
 def holds(store: ObjectStore) -> Holds:
@@ -88,16 +103,7 @@ def holds(store: ObjectStore) -> Holds:
     for info in store.list(PINS):
         if (found := held_save(info.name)) is not None:
             objects.setdefault(found, []).append(info.name)
-    tags = dict[str, list[str]]()
-    for identifier, what in objects:
-        if (tag := tag_in(what)) is not None:
-            tags.setdefault(tag, []).append(identifier)
-    return Holds(
-        frozenset(identifier for identifier, what in objects if what == PIN),
-        frozenset(identifier for identifier, what in objects if what == KEPT),
-        {tag: tuple(sorted(tags[tag])) for tag in sorted(tags)},
-        {by: tuple(names) for by, names in objects.items()},
-    )
+    return Holds({by: tuple(names) for by, names in objects.items()})
 
 
 def held(store: ObjectStore) -> frozenset[str]:

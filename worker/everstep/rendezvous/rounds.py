@@ -64,9 +64,8 @@ class StepOut:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What ended round `round`, at the agent, was the fault of the program; or what ended a process that was started to
-    come into the next one. `earlier`: failures in that round that the agent knew of when the process was started, so
-    that this one follows from none of them. Round 0: the agent was in none yet."""
+    """The program's own fault ended round `round` at the agent, or a process that was to come into the next one.
+    `earlier`: failures in that round that were known when the process was started. Round 0: it was in none yet."""
 
     agent: str
     round: int
@@ -280,11 +279,9 @@ def _remember(document: Document, setback: Setback) -> tuple[Setback, ...]:
 
 
 def _charge(document: Document, event: Charge) -> Document | Refused:
-    """Once a round: what follows from the first failure is not charged again. But a process that was started after a
-    failure, and fails before there is another round, has failed by itself: without that a script that fails before its
-    loop would be started again for ever. Agents that fail like this side by side are charged once for each time, except
-    those that were in no round: these have nothing in common. Who charged it and says so again has not heard the
-    answer."""
+    """Once a round, because others follow from the first failure; and once more for a process that was started after
+    it and fails before the next round, or a script that fails before its loop would be started for ever. Agents that
+    were in no round are counted apart. An agent that repeats a charge has not heard the answer."""
     charged = [s for s in document.history if s.charged and s.round == event.round]
     own = [s for s in charged if s.agent == event.agent]
     if len(charged if event.round else own) > event.earlier:

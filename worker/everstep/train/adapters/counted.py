@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 from everstep.train.holdings import is_script
 from everstep.train.sources import tree_of
@@ -30,15 +31,15 @@ def check_counters(frame: types.FrameType | None) -> None:
     tree = tree_of(frame.f_code.co_filename) if frame is not None else None
     if frame is None or tree is None:
         return
-    line = frame.f_lineno
+    line, name = frame.f_lineno, Path(frame.f_code.co_filename).name
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and _spans(n.iter, line)]
     loop = max(loops, key=lambda n: n.lineno, default=None)
     if loop is not None and (at := by_hand(loop)):
-        raise LoopError(f"line {at} of {frame.f_code.co_filename.rpartition('/')[2]}: {BY_HAND}")
+        raise LoopError(f"line {at} of {name}: {BY_HAND}")
     if loop is not None and (found := counters(loop)):
         what, at = found[0]
         raise LoopError(
-            f"{what} ({frame.f_code.co_filename.rpartition('/')[2]}:{at}) in the loop over the prepared loader: a "
+            f"{what} ({name}:{at}) in the loop over the prepared loader: a "
             "batch in which a peer is lost comes again, and would be counted twice. Write `if accelerator."
             "sync_gradients:` before it, which is False in such a batch"
         )

@@ -44,6 +44,7 @@ class LocalGradients:
                 for i, parameter in enumerate(of_groups):
                     found.setdefault(id(parameter), (f"parameter {i} of {key}", parameter))
         self.names = [name for name, _ in found.values()]
+        self.name_of = {key: name for key, (name, _) in found.items()}  # by a parameter's identity
         self._parameters = [parameter for _, parameter in found.values()]
         self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._counts = [0] * len(self._parameters)
@@ -108,8 +109,7 @@ class LocalGradients:
         of_all = float(np.sqrt(np.nansum(np.where(np.isfinite(b[:, 1]), b[:, 1], 0.0) ** 2)))
         for i, name in enumerate(self.names):
             parameter = self._parameters[i]
-            exact = alike and parameter.device.type == "cpu"
-            close = CLOSE.get(parameter.dtype, CLOSE_ON_DEVICE) if exact else CLOSE_ON_DEVICE
+            close = closeness(parameter, alike=alike)
             size = max(abs(a[i, 1]), abs(b[i, 1]), SMALL * of_all)
             if a[i, 0] != b[i, 0]:
                 if size > SMALL * of_all or not of_all:
@@ -120,6 +120,20 @@ class LocalGradients:
             elif np.any(np.abs(a[i, 1:] - b[i, 1:]) > close * size):
                 return name
         return None
+
+
+def closeness(parameter: torch.Tensor, *, alike: bool) -> float:
+    """How far sums of its gradients may be apart, as a part of their norm. `alike`: see `first_difference`."""
+    exact = alike and parameter.device.type == "cpu"
+    return CLOSE.get(parameter.dtype, CLOSE_ON_DEVICE) if exact else CLOSE_ON_DEVICE
+
+
+def flat(gradient: torch.Tensor) -> torch.Tensor:
+    """The real numbers that it has, in one dimension."""
+    if gradient.layout is not torch.strided:
+        gradient = gradient.coalesce().values()
+    gradient = gradient.resolve_conj().resolve_neg()
+    return (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1)
 
 
 def pack(sums: torch.Tensor | None, head: Mapping[str, Any]) -> bytes:
@@ -151,11 +165,8 @@ def is_own(name: str) -> bool:
 
 def _sums(gradient: torch.Tensor) -> torch.Tensor:
     """Its norm, its sums by columns, and the sum of what is left over."""
-    if gradient.layout is not torch.strided:
-        gradient = gradient.coalesce().values()
-    gradient = gradient.resolve_conj().resolve_neg()
-    flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1)
-    whole = flat.numel() // COLUMNS * COLUMNS
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float64).reshape(1)
-    columns = flat[:whole].view(-1, COLUMNS).sum(0, dtype=torch.float64)
-    return torch.cat([norm, columns, flat[whole:].sum(dtype=torch.float64).reshape(1)])
+    values = flat(gradient)
+    whole = values.numel() // COLUMNS * COLUMNS
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64).reshape(1)
+    columns = values[:whole].view(-1, COLUMNS).sum(0, dtype=torch.float64)
+    return torch.cat([norm, columns, values[whole:].sum(dtype=torch.float64).reshape(1)])

@@ -79,7 +79,8 @@ class Rehearsal:
         self._gradients: LocalGradients | None = None
         self._found: torch.Tensor | None = None
         self._values: Values = {}
-        self._empty: list[functools._lru_cache_wrapper[Any]] = []  # caches, before the part
+        self._caches: list[functools._lru_cache_wrapper[Any]] = []  # the script's, when a part is due
+        self._empty: list[functools._lru_cache_wrapper[Any]] = []  # those of them, before the part
         self._missed: dict[int, int] = {}  # calls that each cache had to make before the first part, by identity
 
     def meet(self, *, joins: bool) -> None:
@@ -117,15 +118,12 @@ class Rehearsal:
             self.cannot("DDP's buckets could not be made anew behind it (static_graph, or a process group of its own)")
         if self._due:
             self._may_be_left = may_be_left(sys._getframe(1))
-            if not self.first and self._caches_grow(sys._getframe(1)):
+            self._caches = caches(sys._getframe(1))
+            if not self.first and any(c.cache_info().misses > self._missed.get(id(c), 0) for c in self._caches):
                 self.cannot("its steps fill a cache of functools, from which a part's values could not be taken out")
             if self._foreign and not self._may_be_left:
                 self.cannot("its steps have collectives of the script's own, and code behind their blocks")
         return self._due
-
-    def _caches_grow(self, frame: FrameType | None) -> bool:
-        """Whether this process's own steps keep something in caches."""
-        return any(cache.cache_info().misses > self._missed.get(id(cache), 0) for cache in caches(frame))
 
     def _buffers_fit(self) -> bool:
         own = self._buffers()
@@ -153,10 +151,9 @@ class Rehearsal:
         if not self._due:
             return None
         self.playing, self._due, self._stood_in = True, False, 0
-        found = caches(sys._getframe(1))
-        self._empty = [cache for cache in found if not cache.cache_info().currsize]
+        self._empty = [cache for cache in self._caches if not cache.cache_info().currsize]
         if self.first:
-            self._missed = {id(cache): cache.cache_info().misses for cache in found if cache not in self._empty}
+            self._missed = {id(c): c.cache_info().misses for c in self._caches if c.cache_info().currsize}
         if self._brought:
             unpack_tensors(self._brought, self._buffers())
         self._stand_in(self._stands_in, self._in_group)

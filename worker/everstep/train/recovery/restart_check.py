@@ -50,7 +50,7 @@ class RestartCheck:
         self._program: str | None = None  # None: not asked yet, or nobody can tell
         self._gradients: LocalGradients | None = None
         self._sums: torch.Tensor | None = None
-        self._updates = Updates({})
+        self._updates: Updates | None = None
         self._values: Values = {}
         self._size = self._step = 0
         self._restored: int | None = None  # the step of the commit that this process began from
@@ -69,7 +69,8 @@ class RestartCheck:
             self._program = program()
         self._size, self._step = world_size, step
         self._values = plain_values(sys._getframe(1))
-        self._gradients, self._updates = LocalGradients(self._state), Updates(self._state)
+        self._gradients = LocalGradients(self._state)
+        self._updates = Updates(self._state, self._gradients)
         self._gradients.begin()
 
     def collective(self, name: str) -> None:
@@ -79,10 +80,9 @@ class RestartCheck:
 
     def update(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Before an optimizer's step, which has yet to compute gradients by its `closure`."""
-        if closure or self._gradients is None:
-            return
-        self.over()
-        self._updates.begins(optimizer)
+        if not closure and self._updates is not None:
+            self.over()
+            self._updates.begins(optimizer)
 
     def over(self) -> None:
         """The block of the step has ended, or the first of its optimizers steps."""
@@ -116,13 +116,12 @@ class RestartCheck:
             "kernels": kernels(),
             "names": self._gradients.names if self._gradients is not None else [],
             "values": self._values,
-            "updates": self._updates.told(),
+            "updates": self._updates.told() if self._updates is not None else None,
         }
 
     def _compare(self, sums: torch.Tensor) -> None:
-        keeper, gradients = self._boundary.keeper, self._gradients
+        keeper = self._boundary.keeper
         assert keeper is not None
-        assert gradients is not None
         told = {name: note for name, data in keeper.attached((NEXT, AGAIN)).items() if (note := _unpacked(data))}
         if NEXT not in told:
             return
@@ -132,10 +131,7 @@ class RestartCheck:
             return
         differing = differences(head["values"], self._values)
         alike = head.get("kernels") == kernels()
-        name = gradients.first_difference(sums, theirs, alike=alike)
-        found = f"computes other gradients than before: {name} has others" if name is not None else ""
-        if name is None and (update := self._updates.difference(head.get("updates"), alike=alike)) is not None:
-            found = f"moves the parameters otherwise than before: {update}"
+        found = self._difference(sums, theirs, head, alike)
         if not found:
             if differing:
                 log.info(
@@ -147,7 +143,7 @@ class RestartCheck:
         if self._program is None or head.get("program") != self._program:
             log.warning("%s. It goes on, because the script or its arguments are not those of then", text)
             return
-        if AGAIN in told and self._differs_from(*told[AGAIN], sums, alike):
+        if AGAIN in told and self._difference(sums, *told[AGAIN], alike):
             log.warning(
                 "step %d is another one in each process that takes it, from the same samples, random numbers and "
                 "tracked state: it %s. So nothing can be told from that, and the run goes on; it will not be that of "
@@ -159,17 +155,19 @@ class RestartCheck:
             keeper.attach_to_restored(AGAIN, pack(sums, self._head()))
         raise LoopError(text)
 
-    def _differs_from(self, theirs: torch.Tensor, head: Mapping[str, Any], sums: torch.Tensor, alike: bool) -> bool:
+    def _difference(self, sums: torch.Tensor, theirs: torch.Tensor, head: Mapping[str, Any], alike: bool) -> str:
+        """What the step does otherwise than the one that was noted; nothing if it is the same."""
         assert self._gradients is not None
-        return (
-            self._gradients.first_difference(sums, theirs, alike=alike) is not None
-            or self._updates.difference(head.get("updates"), alike=alike) is not None
-        )
+        assert self._updates is not None
+        if (name := self._gradients.first_difference(sums, theirs, alike=alike)) is not None:
+            return f"computes other gradients than before: {name} has others"
+        update = self._updates.difference(head.get("updates"), alike=alike)
+        return f"moves the parameters otherwise than before: {update}" if update is not None else ""
 
     def _forget(self) -> None:
         if self._gradients is not None:
             self._gradients.end()
-        self._gradients, self._sums, self._values = None, None, {}
+        self._gradients, self._updates, self._sums, self._values = None, None, None, {}
 
 
 @functools.cache

@@ -16,26 +16,21 @@ from typing import Any
 
 import torch
 
-from everstep.train.recovery.local_gradients import CLOSE, CLOSE_ON_DEVICE, SMALL
+from everstep.train.recovery.local_gradients import CLOSE_ON_DEVICE, SMALL, LocalGradients, closeness, flat
 
 MOST_GROUPS = 1000  # of an optimizer, whose settings are told
 CLOSE_SETTING = 1e-6  # as a part of its size: a rate may be computed from a loss
 
 
 class Updates:
-    """Of one step, and of the tracked optimizers among `state`."""
+    """Of one step, and of the tracked optimizers among `state`, whose parameters `computed` names."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], computed: LocalGradients) -> None:
         self._keys = {id(o): key for key, o in state.items() if isinstance(o, torch.optim.Optimizer)}
-        self._names = {
-            id(p): f"{key}.{name}"
-            for key, module in state.items()
-            if isinstance(module, torch.nn.Module)
-            for name, p in module.named_parameters()
-        }
+        self._names = computed.name_of
         self._settings: dict[str, list[dict[str, Any]]] = {}
         self._gradients: dict[str, tuple[float, float]] | None = None
-        self._close: dict[str, float] = {}  # how far a parameter's numbers may be apart on the same kind of machine
+        self._parameters: dict[str, torch.Tensor] = {}
 
     def begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step of it. Only its first one counts."""
@@ -45,13 +40,9 @@ class Updates:
         groups = optimizer.param_groups
         self._settings[key] = [_settings(group) for group in groups[:MOST_GROUPS]]
         if self._gradients is None:
-            given = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
-            named = [self._names.get(id(p), f"parameter {i} of {key}") for i, (p, _) in enumerate(given)]
-            self._gradients = dict(zip(named, _sums([g for _, g in given]), strict=True))
-            self._close = {
-                name: CLOSE.get(p.dtype, CLOSE_ON_DEVICE) if p.device.type == "cpu" else CLOSE_ON_DEVICE
-                for name, (p, _) in zip(named, given, strict=True)
-            }
+            every = (p for group in groups for p in group["params"])
+            self._parameters = {self._names[id(p)]: p for p in every if p.grad is not None and id(p) in self._names}
+            self._gradients = {name: _sums(p.grad) for name, p in self._parameters.items()}
 
     def told(self) -> dict[str, Any]:
         """What `difference` of another process is given; JSON holds it."""
@@ -83,7 +74,7 @@ class Updates:
         of_all = math.sqrt(sum(norm**2 for norm, _ in told.values() if math.isfinite(norm)))
         for name, mine in self._gradients.items():
             norm, total = told.get(name, (0.0, 0.0))
-            close = self._close[name] if alike else CLOSE_ON_DEVICE
+            close = closeness(self._parameters[name], alike=alike)
             size = max(mine[0], norm, SMALL * of_all)
             for now, then in ((mine[0], norm), (mine[1], total)):
                 if not (abs(now - then) <= close * size or (not math.isfinite(now) and not math.isfinite(then))):
@@ -115,11 +106,9 @@ def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _sums(gradients: list[torch.Tensor]) -> list[tuple[float, float]]:
-    """Of each its norm and its sum."""
-    flat = [(g.coalesce().values() if g.layout is torch.sparse_coo else g).detach() for g in gradients]
-    flat = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in flat]
-    sums = [
-        torch.stack((torch.linalg.vector_norm(g, dtype=torch.float64), g.sum(dtype=torch.float64))).cpu() for g in flat
-    ]
-    return [(float(norm), float(total)) for norm, total in sums]
+def _sums(gradient: Any) -> tuple[float, float]:
+    """Its norm and its sum."""
+    values = flat(gradient.detach())
+    norm, total = torch.linalg.vector_norm(values, dtype=torch.float64), values.sum(dtype=torch.float64)
+    found = torch.stack((norm, total)).tolist()
+    return found[0], found[1]
