@@ -125,7 +125,7 @@ def test_pin_that_meets_a_compaction_is_refused_and_leaves_nothing(monkeypatch: 
         return record
 
     monkeypatch.setattr(catalog, "find", found_just_before)
-    with pytest.raises(NoCommit, match=r"step 1 .record 1. was deleted"):
+    with pytest.raises(CheckpointError, match=r"step 1 .record 1. cannot be pinned: it was deleted"):
         catalog.pin(1)
     assert not [name for name in store.objects if name.startswith("pins/")]
     with pytest.raises(NoCommit):

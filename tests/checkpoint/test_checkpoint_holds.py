@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint import CheckpointError, pins, wire
+from everstep.checkpoint import Checkpointer, CheckpointError, pins, wire
 from everstep.checkpoint.catalog import Catalog
+from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.compaction import is_compacted
+from everstep.checkpoint.compactor import Compactor
 from everstep.checkpoint.keep import Kept
 from everstep.checkpoint.layout import is_deletion, save_folder
 from everstep.checkpoint.manifest import CommitRecord
@@ -289,4 +292,42 @@ def test_holds_and_two_deletions_that_meet_never_both_succeed(runs: Any, kind: s
         granted, deleted = any(told[:holders]), any(told[holders:])
         seen.add((granted, deleted))
         check(store, record, before or granted, deleted, seed)
+    assert {(True, False), (False, True)} <= seen
+
+
+def without_shards(store: MemoryStore) -> CommitRecord:
+    """A commit whose state is all in its record, below a newer one."""
+    with Checkpointer(store=store) as checkpointer:
+        checkpointer.restore({"epoch": 0})
+        for step in (1, 2):
+            checkpointer.save(step, {"epoch": step}).wait(30)
+    record = Catalog(store).find(1)
+    assert record.shards == ()
+    return record
+
+
+def compact(store: Any, record: CommitRecord) -> bool:
+    compactor = Compactor(store)
+    compactor.retire([record])
+    return bool(compactor.run(()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hold_and_compaction_of_a_commit_without_shards_never_both_succeed_in_any_order(kind: str) -> None:
+    original = MemoryStore()
+    record = without_shards(original)
+    seen = set[tuple[bool, bool]]()
+    for ones in itertools.chain.from_iterable(itertools.combinations(range(10), k) for k in range(11)):
+        store = MemoryStore()
+        store.objects = dict(original.objects)
+        granted, deleted = act(
+            store, [int(i in ones) for i in range(10)], [lambda s: hold(s, record, kind), lambda s: compact(s, record)]
+        )
+        seen.add((granted, deleted))
+        read = CommitLog(store).read(record.n)
+        assert isinstance(read, CommitRecord), ones
+        assert (granted, is_compacted(read)) in {(True, False), (False, True), (False, False)}, ones
+        assert deleted == is_compacted(read), ones
+        assert (record.save_id in pins.held(store)) == granted, ones
+        assert not deletions(store, record), ones
     assert {(True, False), (False, True)} <= seen

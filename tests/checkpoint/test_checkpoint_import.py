@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import everstep
 from everstep.checkpoint import CheckpointError, StateMismatch, import_checkpoint, incoming
 from everstep.checkpoint.catalog import Catalog
 from everstep.checkpoint.chunks import CHUNKS
+from everstep.checkpoint.copying import copy
+from everstep.checkpoint.layout import record_name
 from everstep.checkpoint.source_files import open_source
 from everstep.storage import MemoryStore, RetryableError, open_store
 from everstep.storage.faults import Fail, FaultStore
@@ -210,25 +213,76 @@ def test_import_into_a_log_is_refused(runs: Any, tmp_path: Path) -> None:
     assert store.objects == before
 
 
-def test_import_that_was_interrupted_leaves_no_log_and_can_be_repeated(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    inner = MemoryStore()
-    calls = 0
-    for at in range(20):  # dies at each call in turn
-        with_fault = FaultStore(inner, {at: Fail(RetryableError("away"))})
+def bring(how: str, target: Any, folder: Path) -> None:
+    """Bring a state into a store, as `everstep ckpt import` or `cp` does."""
+    if how == "import":
+        import_checkpoint(write("torch", {"w": torch.ones(2)}, folder / "a"), store=target)
+        return
+    source = MemoryStore("source")
+    with everstep.Checkpointer(store=source) as run:
+        run.restore({"w": torch.zeros(2)})
+        run.save(0, {"w": torch.ones(2)}).wait(30)
+    copy(source, Catalog(source).find(), target, uuid.uuid4().hex, "now")
+
+
+@pytest.mark.parametrize("how", ["import", "copy"])
+def test_what_was_interrupted_at_any_request_can_be_repeated(how: str, tmp_path: Path) -> None:
+    store, at, cut_off = MemoryStore(), 0, 0
+    while at < 30:
+        at += 1
+        store.objects = {name: data for name, data in store.objects.items() if not name.startswith("log/")}
         try:
-            import_checkpoint(tmp_path / "a.pt", store=with_fault)
+            bring(how, FaultStore(store, {at: Fail(RetryableError("away"))}), tmp_path)
+            break
         except RetryableError:
-            calls += 1
-            if Catalog(inner).begun():
-                break  # the open record was written: from there on the folder is taken, and holds no commit
-            assert Catalog(inner).latest() is None
-            continue
-        break
-    assert calls >= 2
-    fresh = MemoryStore()
-    import_checkpoint(tmp_path / "a.pt", store=fresh)
-    assert everstep.load(store=fresh).state["model"]["w"].tolist() == [1.0, 1.0]
+            cut_off += Catalog(store).begun()
+            assert Catalog(store).latest() is None
+        bring(how, store, tmp_path)
+        found = everstep.load(store=store, state={"w": (w := torch.zeros(2))} if how == "copy" else None)
+        assert (w if how == "copy" else found.state["model"]["w"]).tolist() == [1.0, 1.0]
+    assert at > 3
+    assert cut_off  # between its two records
+
+
+@pytest.mark.parametrize("how", ["import", "copy"])
+def test_run_that_begins_while_bytes_come_keeps_its_log(runs: Any, how: str, tmp_path: Path) -> None:
+    class Beside(MemoryStore):
+        """A run begins here when the first bytes are to be written."""
+
+        begun: Any = None
+
+        def open_write(self, name: str, size: int) -> Any:
+            if self.begun is None:
+                self.begun = False
+                self.begun, _ = runs(self).begin()
+            return super().open_write(name, size)
+
+    store = Beside()
+    with pytest.raises(CheckpointError, match="holds a log of 1 records already; give an empty folder"):
+        bring(how, store, tmp_path)
+    store.begun.save(1, runs.state(1)).wait(30)
+    store.begun.close()
+    assert Catalog(store).find().step == 1
+
+
+@pytest.mark.parametrize("how", ["import", "copy"])
+@pytest.mark.parametrize("record", [0, 1])
+def test_of_two_that_begin_at_once_one_is_refused(how: str, record: int, tmp_path: Path) -> None:
+    class Raced(MemoryStore):
+        """Another import is done right before the record is created."""
+
+        raced = False
+
+        def create(self, name: str, data: Any) -> None:
+            if name == record_name(record) and not self.raced:
+                self.raced = True
+                bring(how, self, tmp_path)
+            super().create(name, data)
+
+    store = Raced()
+    with pytest.raises(CheckpointError, match="somebody else has begun there meanwhile; give an empty folder"):
+        bring(how, store, tmp_path)
+    assert Catalog(store).find().step == 0
 
 
 def test_stateful_keys_are_the_callers_to_name(tmp_path: Path) -> None:

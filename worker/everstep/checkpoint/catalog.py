@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
@@ -118,7 +118,6 @@ class Catalog:
         """Keep a commit until `unpin`, whatever `keep` says and whoever cleans up. Raises `CheckpointError`."""
         record = self.find(step, n)
         pins.pin(self._store, record, _now())
-        self._refuse_deleted(record, pins.unpin)
         return record
 
     def unpin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
@@ -133,7 +132,6 @@ class Catalog:
         Raises `CheckpointError`, also for a tag that is no name: 1 to 64 letters, digits, '.', '_' and '-'."""
         record = self.find(step, n)
         pins.tag(self._store, record, tag, _now())
-        self._refuse_deleted(record, lambda store, _: pins.untag(store, tag))
         return record
 
     def untag(self, tag: str) -> None:
@@ -157,13 +155,6 @@ class Catalog:
 
     def _unknown(self, tag: str, held: Holds) -> str:
         return f"{self._store.url}: no commit is tagged {tag!r}; there are {', '.join(held.tags) or 'no tags'}"
-
-    def _refuse_deleted(self, record: CommitRecord, withdraw: Callable[[ObjectStore, CommitRecord], object]) -> None:
-        """Of a commit without shards all is in the record: if that was compacted, there is nothing to hold."""
-        found = self._log.read(record.n)
-        if isinstance(found, CommitRecord) and is_compacted(found):
-            withdraw(self._store, record)
-            raise NoCommit(_deleted(self._store.url, record))
 
     def gc(self, keep: int, *, really: bool = True) -> tuple[Delete, ...]:
         """Delete the saves that are older than the newest `keep` commits that are there whole (by names and sizes), not

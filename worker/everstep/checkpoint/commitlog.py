@@ -22,6 +22,7 @@ from everstep.storage import AlreadyExists, NotFound, ObjectStore, StoreUnusable
 
 MAX_CONFLICTS: Final = 1000  # as many writers may race for one number
 _DOUBLINGS: Final = 24
+IMPORT: Final = "import"  # in place of the rendezvous, in the open record of what was brought from elsewhere
 MAX_WALK: Final = 10_000  # records read in search of one
 
 
@@ -65,12 +66,36 @@ class CommitLog:
                     return Head(last, self._open_at(record.open), record.n, unreadable)
         return Head(last, unreadable=unreadable)
 
-    def check_unbegun(self) -> None:
-        """Raises `CheckpointError` if there is a record already."""
-        if (last := self.head().last) != NONE:
+    def unbegun(self) -> Head:
+        """The end of a log that no run has begun: of none, or of one in which an import was cut off before its commit.
+        Raises `CheckpointError` if there is another record."""
+        head = self.head()
+        cut_off = head.open is not None and head.open.rendezvous == IMPORT and head.commit == NONE
+        if head.last != NONE and not cut_off:
             raise CheckpointError(
-                f"{self._store.url}: holds a log of {last + 1} records already; give an empty folder or prefix"
+                f"{self._store.url}: holds a log of {head.last + 1} records already; give an empty folder or prefix"
             )
+        return head
+
+    def begin(self, writer: str, draft: CommitRecord) -> CommitRecord:
+        """Make `draft`, whose shards are written, the first commit of a log that no run has begun.
+
+        Raises `CheckpointError` if one has, without taking the log from it.
+        """
+        head = self.unbegun()
+        claim = Claim(writer, 0, "", draft.world_size, draft.at, rendezvous=IMPORT)
+        decision = log.decide_open(head, claim)
+        outcome = self._create(head, decision.record) if isinstance(decision, Append) else decision
+        try:
+            if not isinstance(outcome, Done):
+                raise Fenced(f"record {head.last + 1} is another writer's")
+            own = outcome.record
+            assert isinstance(own, OpenRecord)
+            return self.commit(Head(own.n, own, own.commit), own, draft)[1]
+        except Fenced as e:
+            raise CheckpointError(
+                f"{self._store.url}: somebody else has begun there meanwhile; give an empty folder or prefix ({e})"
+            ) from e
 
     def _listed(self) -> int:
         numbers = (record_number(info.name) for info in self._store.list(LOG))

@@ -50,17 +50,21 @@ class Compactor:
         done = 0
         for n in sorted(self._todo)[:most]:
             record = self._todo[n] or self._log.read(n)
-            if isinstance(record, CommitRecord) and not is_compacted(record) and self._is_gone(record, there):
-                self._log.compact(record)
-                done += 1
+            if isinstance(record, CommitRecord) and not is_compacted(record):
+                done += self._compact(record, there)
             del self._todo[n]  # what is pinned, or damaged, is looked at again by the next writer
         return done
 
-    def _is_gone(self, record: CommitRecord, there: Collection[str]) -> bool:
-        """Whether nobody can restore this commit. A listing may be stale, so the store is asked for a shard."""
+    def _compact(self, record: CommitRecord, there: Collection[str]) -> bool:
+        """Compact a record unless somebody could restore its commit; whether it was done. A listing may be stale, so
+        the store is asked for a shard."""
         folders = {folder_of(shard.path) for shard in record.shards} | {record.save_id}
         if any(folder in there for folder in folders):
             return False
-        if record.shards:
-            return self._store.size(record.shards[0].path) is None
-        return delete_save(self._store, record.save_id, ())  # all of it is in the record: unless it is pinned
+        if not record.shards:
+            # All of the commit is in its record: to compact that is to delete it.
+            return delete_save(self._store, record.save_id, (), lambda: self._log.compact(record))
+        if self._store.size(record.shards[0].path) is not None:
+            return False
+        self._log.compact(record)
+        return True

@@ -11,7 +11,6 @@ from everstep.checkpoint.chunks import check_size, chunk_size, in_parallel, read
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.layout import save_id
-from everstep.checkpoint.log import Claim, Head
 from everstep.checkpoint.manifest import NONE, CommitRecord, Shard
 from everstep.storage import ObjectStore
 
@@ -22,11 +21,10 @@ def copy(source: ObjectStore, record: CommitRecord, target: ObjectStore, writer:
     Raises `CheckpointError` if the target has a log already, `Damaged` if the commit is, and `StorageError`.
     """
     log = CommitLog(target)
-    log.check_unbegun()
+    log.unbegun()
     for shard in record.shards:
         check_size(source, shard)
-    own = log.open(Claim(writer, 0, "", record.world_size, at))
-    identifier = save_id(own.n, writer, 1)
+    identifier = save_id(0, writer, 1)
 
     def bring(shard: Shard) -> Shard:
         moved = replace(shard, path=f"data/{identifier}/{shard.path.rsplit('/', 1)[1]}")
@@ -55,4 +53,4 @@ def copy(source: ObjectStore, record: CommitRecord, target: ObjectStore, writer:
         commit=NONE,
         shards=shards,
     )
-    return log.commit(Head(own.n, own, own.commit), own, draft)[1]
+    return log.begin(writer, draft)

@@ -21,7 +21,6 @@ from everstep.checkpoint.chunks import chunk_bytes_for
 from everstep.checkpoint.commitlog import CommitLog, now
 from everstep.checkpoint.errors import CheckpointError, FormatError
 from everstep.checkpoint.layout import save_id, shard_name
-from everstep.checkpoint.log import Claim, Head
 from everstep.checkpoint.manifest import MAX_STEP, NONE, CommitRecord, Entry, Piece, Shard, decode_record, encode_record
 from everstep.checkpoint.opening import text_of
 from everstep.checkpoint.shard import Plan, plan_shard
@@ -67,10 +66,10 @@ def bring(source: Source, target: ObjectStore, step: int, writer: str, at: str) 
     time as RFC 3339.
 
     Raises `CheckpointError` if the target has a log already or the state is too large to describe, `FormatError` if a
-    tensor turns out to be another than was said, and `StorageError`. What it leaves then is no log: it can be repeated.
+    tensor turns out to be another than was said, and `StorageError`. What it leaves then does not hinder another one.
     """
     log = CommitLog(target)
-    log.check_unbegun()
+    log.unbegun()
     forms = {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in source.tensors.items()}
     plan = plan_shard(forms)
     identifier = save_id(0, writer, 1)
@@ -84,10 +83,7 @@ def bring(source: Source, target: ObjectStore, step: int, writer: str, at: str) 
     shards = (_write(source, target, drafted.path, plan),) if forms else ()
     record = replace(draft, shards=shards)
     decode_record(encode_record(record), 1, f"{target.url}: the record to be written")
-    own = log.open(Claim(writer, 0, "", 1, at))
-    if own.n != 0:
-        raise CheckpointError(f"{target.url}: a run has begun there meanwhile; give an empty folder or prefix")
-    return log.commit(Head(own.n, own, own.commit), own, record)[1]
+    return log.begin(writer, record)
 
 
 def _entry(name: str, form: torch.Tensor, plan: Plan) -> Entry:

@@ -28,6 +28,8 @@ from typing import Final
 
 from everstep.checkpoint import wire
 from everstep.checkpoint.chunks import check_size
+from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
 from everstep.checkpoint.keep import Kept, metrics_of
 from everstep.checkpoint.layout import (
@@ -172,7 +174,10 @@ def mark_kept(store: ObjectStore, mark: Kept, shards: Iterable[Shard] = ()) -> b
     }  # fmt: skip
     own = hold_name(mark.save_id, KEPT, _random())
     store.put(own, wire.encode(body))
-    if not _is_being_deleted(store, mark.save_id) and all(store.size(s.path) == s.bytes for s in shards):
+    # In this order: a deletion that has ended before the first look has left no shards, or a compacted record.
+    parts = tuple(shards)
+    whole = not _is_being_deleted(store, mark.save_id) and all(store.size(p.path) == p.bytes for p in parts)
+    if whole and (parts or older or not _is_compacted(store, mark.n)):
         _delete(store, older)
         return True
     store.delete(own)
@@ -221,6 +226,8 @@ def _hold(
     try:
         for shard in record.shards:
             check_size(store, shard)
+        if not record.shards and _is_compacted(store, record.n):
+            raise Damaged("it was deleted, and its record is compacted")
     except Damaged as e:
         _delete(store, own)
         done = "pinned" if what == PIN else "tagged"
@@ -228,8 +235,11 @@ def _hold(
     _delete(store, older)
 
 
-def delete_save(store: ObjectStore, identifier: str, names: Iterable[str]) -> bool:
-    """Delete a save's objects, `names`, unless something holds it; whether that was done. Repeating it is harmless."""
+def delete_save(
+    store: ObjectStore, identifier: str, names: Iterable[str], last: Callable[[], object] = lambda: None
+) -> bool:
+    """Delete a save's objects, `names`, unless something holds it, and then do `last`; whether that was done. What
+    would hold the save meanwhile is refused. Repeating it is harmless."""
     mark = deletion_name(identifier, _random())
     store.put(mark, wire.encode({"version": VERSION, "save_id": identifier}))
     if store.size(pin_name(identifier)) is not None or store.list(holds_folder(identifier)):
@@ -237,8 +247,15 @@ def delete_save(store: ObjectStore, identifier: str, names: Iterable[str]) -> bo
         return False
     for name in sorted(names, key=is_deletion):  # those of others, of which most have died, after what they stand for
         store.delete(name)
+    last()
     store.delete(mark)
     return True
+
+
+def _is_compacted(store: ObjectStore, n: int) -> bool:
+    """Of a commit without shards, which is deleted by compacting its record."""
+    record = CommitLog(store).read(n)
+    return isinstance(record, CommitRecord) and is_compacted(record)
 
 
 def _is_being_deleted(store: ObjectStore, identifier: str) -> bool:
