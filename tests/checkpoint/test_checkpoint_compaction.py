@@ -11,7 +11,8 @@ from everstep.checkpoint import CheckpointError, NoCommit
 from everstep.checkpoint.catalog import Catalog
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.compaction import SMALL_BYTES, compacted, is_compacted
-from everstep.checkpoint.layout import LOG, record_name
+from everstep.checkpoint.compactor import Compactor
+from everstep.checkpoint.layout import LOG, pin_name, record_name
 from everstep.checkpoint.manifest import CommitRecord, OpenRecord, encode_record
 from everstep.storage import MemoryStore, RetryableError
 from everstep.storage.base import Data
@@ -108,6 +109,31 @@ def test_state_without_tensors_is_all_in_its_record_and_goes_with_it_unless_it_i
     with pytest.raises(NoCommit, match=r"step 2 .record 2. was deleted, and its record is compacted"):
         everstep.load(store=store, n=2)
     assert everstep.load(store=store).state["note"] == "3" * 2000
+
+
+@pytest.mark.parametrize("how", ["pin", "tag", "an earlier release's pin"])
+def test_record_of_a_held_commit_stays_while_its_shards_are_away(how: str) -> None:
+    """A folder that was moved to other storage, or is still being restored from a backup."""
+    store = MemoryStore()
+    train(store, *range(1, 4), keep=10)
+    catalog = Catalog(store)
+    record = catalog.find(1)
+    if how == "tag":
+        catalog.tag("good", 1)
+    else:
+        catalog.pin(1)
+    if "earlier" in how:
+        store.objects = {n: d for n, d in store.objects.items() if not n.startswith("pins/")}
+        store.put(pin_name(record.save_id), b"{}")
+    away = {s.path: store.objects.pop(s.path) for s in record.shards}
+    train(store, 4, 5, keep=1)
+    catalog.gc(1)
+    compactor = Compactor(store)
+    compactor.retire([record])
+    assert compactor.run(()) == 0
+    store.objects |= away
+    assert catalog.verify(1) == ()
+    assert catalog.find(1) == record
 
 
 def test_pin_that_meets_a_compaction_is_refused_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,41 @@ def test_differences_are_all_named() -> None:
     assert found["type"].text == "float32 → float16, equal values"
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        ({"v": [1, 2]}, {"v": (1, 2)}, ["v"]),
+        ({"v": {"0": 1}}, {"v": [1]}, ["v"]),
+        ({"v": {0: 1}}, {"v": {"0": 1}}, ["v"]),
+        ({"v": {0: 1, "0": 2}}, {"v": {"0": 2, 0: 9}}, ["v/0~"]),
+        ({"v": {0: 1, "0": 2}}, {"v": {0: 1, "0": 9}}, ["v/0"]),
+        ({"a/b": torch.tensor(1), "a": {"b": 2}}, {"a/b": torch.tensor(7), "a": {"b": 2}}, ["a/b~"]),
+        ({"a/b": 1}, {"a": {"b": 1}}, ["(the state)"]),
+        ({"v": torch.tensor([2**63], dtype=torch.uint64)}, {"v": torch.tensor([-(2**63)])}, ["v"]),
+        ({"v": torch.tensor([2**53 + 1])}, {"v": torch.tensor([2.0**53], dtype=torch.float64)}, ["v"]),
+    ],
+)
+def test_states_that_differ_only_in_their_containers_or_last_digit_are_told_apart(
+    one: dict[str, Any], other: dict[str, Any], names: list[str]
+) -> None:
+    stores = [committed(one), committed(other)]
+    sources = [of_commit(s, Catalog(s).find()) for s in stores]
+    found = list(differences(*sources))
+    assert [d.name for d in found] == names
+    assert "equal values" not in found[0].text
+    assert list(differences(sources[0], sources[0])) == []
+
+
+def test_what_each_rank_has_of_its_own_is_compared_too() -> None:
+    stores = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        stores.append(committed({"v": 1, "rng": everstep.RngState()}))
+    found = list(differences(*[of_commit(s, Catalog(s).find()) for s in stores]))
+    assert found
+    assert all(d.name.startswith("@0/rng/") for d in found)
+
+
 def test_safetensors_export_is_unchanged(tmp_path: Path) -> None:
     store = committed(made(1))
     names = everstep.Checkpointer(store=store).export(tmp_path / "out")

@@ -1,6 +1,8 @@
 """A commit as files for other tools, and as a log of its own elsewhere."""
 
 import json
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +156,65 @@ def test_copy_of_a_damaged_commit_makes_no_commit(runs: Any, gone: bool) -> None
     with pytest.raises(Damaged, match=shard):
         copied(source, target)
     assert Catalog(target).latest() is None
+
+
+def test_each_key_has_a_file_of_its_own_whatever_its_name(tmp_path: Path) -> None:
+    keys = ["a/b", "a_b", "a_b-1", "A_b", "a b", "a_b-2"]
+    store = MemoryStore()
+    committed(store, **{key: torch.full((2,), float(i)) for i, key in enumerate(keys)})
+    everstep.Checkpointer(store=store).export(tmp_path)
+    told = json.loads((tmp_path / "state.json").read_text())["state"]
+    files = {key: told[key]["files"] for key in keys}
+    assert len({name.casefold() for (name,) in files.values()}) == len(keys)
+    for i, key in enumerate(keys):
+        assert next(iter(load_file(tmp_path / files[key][0]).values())).tolist() == [i, i]
+
+
+def test_export_over_an_older_one_that_is_cut_off_does_not_look_whole(tmp_path: Path) -> None:
+    store = MemoryStore()
+    committed(store)
+    run = everstep.Checkpointer(store=store)
+    run.export(tmp_path)
+    (shard,) = Catalog(store).find().shards
+    store.objects[shard.path] = b"damaged"
+    with pytest.raises(Damaged):
+        run.export(tmp_path)
+    assert not (tmp_path / "state.json").exists()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "huggingface", "torch", "dcp"])
+def test_disk_that_is_full_is_named_with_the_file(form: str, in_child: Any, tmp_path: Path) -> None:
+    store = MemoryStore()
+    committed(store, large=torch.zeros(50_000))
+    run = everstep.Checkpointer(store=store)
+
+    def body() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        keys = ["large"] if form == "huggingface" else None
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/out.*cannot be written: .*the disk is full"):
+            run.export(tmp_path / "out", format=form, keys=keys)
+
+    assert in_child(body) == 0
+    left = [p.name for p in tmp_path.rglob("*") if p.is_file()]
+    assert not [name for name in left if "large" in name or "partial" in name or "state" in name], left
+
+
+def test_names_that_dcp_takes_for_one_are_refused_by_it_in_our_words(tmp_path: Path) -> None:
+    store = MemoryStore()
+    committed(store, t={1: torch.zeros(1), "1": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"out: DCP cannot hold it: .*t\.1; take another format"):
+        everstep.Checkpointer(store=store).export(tmp_path / "out", format="dcp")
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_folder_that_one_is_in_can_be_the_target(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    committed(store)
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    if form == "torch":
+        with pytest.raises(CheckpointError, match="out: cannot be written"):
+            everstep.Checkpointer(store=store).export(".", format=form)
+    else:
+        assert ".metadata" in everstep.Checkpointer(store=store).export(".", format=form)

@@ -2,10 +2,12 @@
 
 import json
 import pickle
+import re
 import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -303,3 +305,24 @@ def test_stateful_keys_are_the_callers_to_name(tmp_path: Path) -> None:
     import_checkpoint(tmp_path / "a.pt", store=store, stateful=["counter"])
     everstep.load(store=store, state={"counter": counter})
     assert counter.n == 4
+
+
+def test_step_may_be_an_integer_of_any_kind_and_nothing_else(tmp_path: Path) -> None:
+    source = write("torch", {"w": torch.ones(2)}, tmp_path / "a")
+    for step in (np.int64(3), torch.tensor(3)):
+        assert import_checkpoint(source, store=MemoryStore(), step=step).step == 3  # type: ignore[arg-type]
+    for step in ("3", None, -1, 2.5, True):
+        store = MemoryStore()
+        with pytest.raises(CheckpointError, match="an integer from 0 to"):
+            import_checkpoint(source, store=store, step=step)  # type: ignore[arg-type]
+        assert store.objects == {}
+
+
+@pytest.mark.parametrize("key", ["@0", "$x", ""])
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_key_that_no_state_can_have_is_refused(form: str, key: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{form}"
+    state = {"w": torch.ones(2)}
+    save_file(state, path) if form == "safetensors" else torch.save(state, path)
+    with pytest.raises(StateMismatch, match=re.escape(f"key {key!r}: a text that does not start with")):
+        import_checkpoint(path, store=MemoryStore(), key=key)

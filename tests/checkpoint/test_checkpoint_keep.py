@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import everstep
 from everstep.checkpoint import CheckpointError, Keep, NoCommit, pins
 from everstep.checkpoint.catalog import Catalog
-from everstep.checkpoint.keep import Kept, plan_marks
+from everstep.checkpoint.keep import Kept, numbers, plan_marks
 from everstep.checkpoint.layout import KEPT, hold_name, owner_of, save_id, shard_name, tag_of
 from everstep.checkpoint.manifest import CommitRecord, Shard
 from everstep.checkpoint.marker import kept_of
@@ -414,3 +414,14 @@ def test_settings_of_the_operator_are_used(monkeypatch: pytest.MonkeyPatch, runs
     monkeypatch.setenv("EVERSTEP_CHECKPOINT_KEEP_EVERY_STEPS", "1.5")
     with pytest.raises(CheckpointError, match=r"EVERSTEP_CHECKPOINT_KEEP_EVERY_STEPS=1\.5"):
         everstep.Checkpointer(store=store)
+
+
+def test_metrics_that_are_no_numbers_are_named_and_those_that_no_record_holds_left_out() -> None:
+    for metrics, words in (
+        ([1], r"metrics=\[1\]: a dict"),
+        ({1: 2.0}, "the name 1"),
+        ({"a": "x"}, r"metrics\['a'\]='x'"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            numbers(metrics)  # type: ignore[arg-type]
+    assert numbers({"large": 10**400, "nan": float("nan"), "loss": 2}) == {"loss": 2.0}

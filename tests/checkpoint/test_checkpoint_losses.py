@@ -527,6 +527,57 @@ def test_script_that_ends_in_order_keeps_its_last_save(name: str, tmp_path: Path
     assert set(into["w"].tolist()) == {100.0}
 
 
+def test_handler_that_ends_the_script_in_close_leaves_the_last_save_to_its_end(tmp_path: Path) -> None:
+    end = f"""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    {LAST}
+    closing.set()
+    run.close()
+    print("went on")"""
+    store = "closing.wait(30) and told.append(1); len(told) == 1 and os.kill(os.getpid(), signal.SIGTERM)"
+    done = play(tmp_path, end, store, start="closing, told = threading.Event(), []; main()")
+    assert (done.returncode, done.stdout.split("\n")[0]) == (0, "handlers ran"), done.stderr
+    assert kept(open_store(str(tmp_path)), {"w": torch.zeros(10)}) == 100
+
+
+def test_close_that_was_interrupted_and_is_called_again_goes_on(tmp_path: Path) -> None:
+    end = f"""
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGTERM, interrupt)
+    {LAST}
+    try:
+        closing.set()
+        run.close()
+    except KeyboardInterrupt:
+        run.close()
+        os._exit(5)"""
+    store = "closing.wait(30) and told.append(1); len(told) == 1 and os.kill(os.getpid(), signal.SIGTERM)"
+    done = play(tmp_path, end, store, start="closing, told = threading.Event(), []; main()")
+    assert done.returncode == 5, done.stderr
+    assert kept(open_store(str(tmp_path)), {"w": torch.zeros(10)}) == 100
+
+
+def test_save_in_a_function_of_atexit_is_refused_with_an_exit_code(tmp_path: Path) -> None:
+    done = play(tmp_path, "atexit.register(lambda: run.save(100, state))")
+    assert done.returncode == 1, done.stderr
+    assert "the script has ended, and its last save is finished before the functions of atexit run" in done.stderr
+    assert kept(open_store(str(tmp_path)), {"w": torch.zeros(10)}) == 99
+
+
+@pytest.mark.parametrize("call", ["run.save(100, state)", "run.should_save(100)", "run.restore(state)"])
+def test_forked_child_cannot_use_its_parents_checkpointer(call: str, tmp_path: Path) -> None:
+    end = f"""
+    if os.fork() == 0:
+        run.wait()
+        {call}
+        os._exit(9)
+    print("child", os.waitstatus_to_exitcode(os.wait()[1]))"""
+    done = play(tmp_path, end)
+    assert (done.returncode, "child 1" in done.stdout.split("\n")) == (0, True), done.stderr
+    assert "this process was forked from the one that the Checkpointer belongs to" in done.stderr
+
+
 def test_script_that_ends_by_an_error_waits_for_no_save(tmp_path: Path) -> None:
     done = play(tmp_path, f"{LAST}; raise ValueError('a mistake')", store="time.sleep(50)")
     assert done.returncode == 1

@@ -42,6 +42,7 @@ def test_mappings_are_merged_by_their_keys_whatever_they_are_and_taken_apart_aga
         ({"a": 1}, {"a": {"b": 1}}, 'k/a: rank 0 has 1, rank 3 has {"b": 1}'),
         ({"a/b": True}, {"a/b": 1}, "k/a~1b: rank 0 has true, rank 3 has 1"),
         ({1: "x"}, {1: "y"}, 'k/1: rank 0 has "x", rank 3 has "y"'),
+        ({1: "x"}, {"1": "x"}, 'k/1: the ranks hold the names "1" and 1, which are one in a commit'),
     ],
 )
 def test_value_that_two_ranks_hold_differently_is_named(one: Any, other: Any, words: str) -> None:

@@ -61,3 +61,13 @@ def test_folder_that_cannot_be_written_is_unusable_and_named() -> None:
     # /proc refuses new folders even to root, for whom permission bits mean nothing.
     with pytest.raises((StoreUnusable, TerminalError), match="/proc/everstep"):
         probe(open_store("/proc/everstep"))
+
+
+def test_temporary_file_of_a_process_of_the_same_number_takes_no_name(tmp_path: Path) -> None:
+    # Two containers that share a folder both begin to count their processes at 1; one of them died in a write.
+    store = open_store(str(tmp_path))
+    (tmp_path / "log").mkdir()
+    for n in range(3000):
+        (tmp_path / "log" / f".tmp-{os.getpid()}-{n}-7.json").touch()
+    store.create("log/7.json", b"seven")
+    assert store.get("log/7.json") == b"seven"

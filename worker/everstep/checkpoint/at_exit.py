@@ -36,6 +36,7 @@ class _Script:
         self.newest: dict[str, Closable] = {}  # of each URL: an older one is fenced by it, and by nobody else
         self.error: object = None  # that the interpreter had told of when the newest save was made
         self.code = 0
+        self.closed: list[Closable] = []  # at the script's end
 
 
 _script = _Script()
@@ -47,6 +48,7 @@ def close(checkpointer: Closable, url: str) -> None:
         if _script.process == 0:
             threading._register_atexit(_close_all)  # type: ignore[attr-defined]
         _script.process, _script.open, _script.newest = os.getpid(), {}, {}
+        _script.closed = []
     _script.open[checkpointer], _script.newest[url] = url, checkpointer
 
 
@@ -59,6 +61,18 @@ def forget_all() -> None:
     """As if their processes had died."""
     _script.open.clear()
     _script.newest.clear()
+
+
+def late(checkpointer: Closable) -> str:
+    """What is to be said of a save that comes after the script's end: of one in a function of `atexit`. Such an error
+    ends nothing, so the exit code tells of it."""
+    if _script.process != os.getpid() or checkpointer not in _script.closed:
+        return ""
+    _script.code = _script.code or 1
+    return (
+        ": the script has ended, and its last save is finished before the functions of atexit run. Save at the end of "
+        "the script, or call close() in that function's place"
+    )
 
 
 def saves() -> None:
@@ -75,6 +89,7 @@ def _close_all() -> None:
             thread.join()
     for checkpointer, url in list(_script.open.items()):
         try:
+            _script.closed.append(checkpointer)
             checkpointer.close()
         except Exception as e:
             if isinstance(e, Fenced) and _script.newest.get(url) is not checkpointer:

@@ -169,7 +169,8 @@ class Checkpointer:
         self._round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
         self._by_session = False
         self._saving = threading.RLock()  # threads of the script; a handler of signals may save within a save
-        self._closed = threading.Event()
+        self._closed = threading.Event()  # no save is taken any more
+        self._is_over = False  # and the last one has ended
         self._sign: Sign | None = None  # of rank 0
         self._begins = True  # until this process has been in a world that had the log
         self._process = 0  # in which the thread is
@@ -195,6 +196,7 @@ class Checkpointer:
         started = time.monotonic()
         chosen = Selection.of(strict, include, exclude, rename, cast)
         step, n = named_commit(step, n)
+        self._check_process()
         own, ranks = self._open(restores=True)
         unions = self._holders.meet(state, ranks)
         captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
@@ -354,7 +356,7 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is in flight; False after `timeout` seconds. Raises nothing: see `SaveHandle.wait`."""
-        return self._writer is None or self._writer.idle(timeout)
+        return self._writer is None or self._process != os.getpid() or self._writer.idle(timeout)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Finish the save in flight and the one that waits for it, and stop the thread. A script that ends in order
@@ -363,24 +365,30 @@ class Checkpointer:
         Raises `SaveFailed` if the newest save came to nothing, or is not over after `timeout` seconds, unless its
         handle's `wait` has raised that; `Fenced` if a newer writer owns the log.
         """
-        at_exit.forget(self)
         try:
             self._close(timeout)
-        finally:
-            self._end_sign(timeout=5.0)
+        except Exception:
+            self._leave()
+            raise
+        self._leave()  # but not where a signal's handler ends the wait: the script's end, or the next call, goes on
 
     def _close(self, timeout: float) -> None:
-        if self._closed.is_set() or self._writer is None or self._process != os.getpid():
+        if self._is_over or self._writer is None or self._process != os.getpid():
             return  # in a forked child the saves are its parent's
-        self._closed.set()
-        if self._proved is not None and self._loads is not None:
+        if not self._closed.is_set() and self._proved is not None and self._loads is not None:
             self._writer.later(self._loads.end)
+        self._closed.set()
         newest = self._writer.newest
         self._writer.close(timeout)
+        self._is_over = True
         if self._writer.fenced:
             raise self._writer.fenced
         if newest is not None and (problem := newest.unheard()) is not None:
             raise problem
+
+    def _leave(self) -> None:
+        at_exit.forget(self)
+        self._end_sign(timeout=5.0)
 
     def attach(self, handle: SaveHandle, name: str, data: bytes, *, now: bool = False) -> None:
         """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see `attachments`. `now`: it is
@@ -501,8 +509,9 @@ class Checkpointer:
         """The writer, for the state after `step`. A script may skip `restore` only while there is nothing to restore: a
         commit that does not descend from the newest one would fork the training state, and retention would then delete
         the good one."""
+        self._check_process()
         if self._closed.is_set():
-            raise CheckpointError("the Checkpointer is closed")
+            raise CheckpointError("the Checkpointer is closed" + at_exit.late(self))
         if self._writer is None:
             own, _ = self._open()
             if own.commit >= 0 and self._round is None:
@@ -530,6 +539,13 @@ class Checkpointer:
             logger.warning("the save of step %d failed, training goes on: %s", step, e)
             self._events("save-failed", step=step, error=str(e))
             return SaveFailed(f"step {step} was not saved: {e}")
+
+    def _check_process(self) -> None:
+        if self._writer is not None and self._process != os.getpid():
+            raise CheckpointError(
+                f"{self._store.url}: this process was forked from the one that the Checkpointer belongs to, and has no "
+                "thread that writes: make a Checkpointer in the child, with a URL of its own"
+            )
 
     def _end(self) -> int:
         """The record below which a commit may be restored: what this run has saved since it opened the log counts."""

@@ -12,9 +12,9 @@ from typing import Final
 
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.compaction import SMALL_BYTES, is_compacted
-from everstep.checkpoint.layout import LOG, folder_of, record_number
+from everstep.checkpoint.layout import LOG, record_number
 from everstep.checkpoint.manifest import CommitRecord
-from everstep.checkpoint.pins import delete_save
+from everstep.checkpoint.pins import delete_save, is_held, saves_of
 from everstep.storage import ObjectStore
 
 A_PASS: Final = 8  # records: one is retired by each save; more of them catch up with what a crash left
@@ -58,13 +58,14 @@ class Compactor:
     def _compact(self, record: CommitRecord, there: Collection[str]) -> bool:
         """Compact a record unless somebody could restore its commit; whether it was done. A listing may be stale, so
         the store is asked for a shard."""
-        folders = {folder_of(shard.path) for shard in record.shards} | {record.save_id}
-        if any(folder in there for folder in folders):
+        saves = saves_of(record)
+        if any(save in there for save in saves):
             return False
         if not record.shards:
             # All of the commit is in its record: to compact that is to delete it.
             return delete_save(self._store, record.save_id, (), lambda: self._log.compact(record))
-        if self._store.size(record.shards[0].path) is not None:
+        # Shards that are missing may come back, and somebody who holds the commit counts on that.
+        if self._store.size(record.shards[0].path) is not None or is_held(self._store, saves):
             return False
         self._log.compact(record)
         return True

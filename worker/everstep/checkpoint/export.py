@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from everstep.checkpoint.errors import CheckpointError
@@ -54,21 +55,31 @@ def export(
     state: Mapping[str, Any] = values.get("state", {})
     written: list[str] = []
     told: dict[str, Json] = {}
+    stems = set[str]()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / STATE).unlink(missing_ok=True)  # of an export before, whose files these replace one by one
         for key in sorted(state):
             body = state[key]
             tensors: dict[str, Entry] = {}
             tree = _renamed(body["tree"], (), entries, tensors)
-            stem = _stem(key, told)
+            stem = _stem(key, stems)
             files = _split(stem, tensors, max_bytes)
             written += _write_all(store, record, folder, stem, files)
             told[key] = {"kind": body["kind"], "files": [f.name for f in files], "tree": tree}
         text = {"format": "everstep-export", "version": 1, "step": record.step, "at": record.at, "state": told}
         _place(folder / STATE, json.dumps(text, indent=1).encode())
     except OSError as e:
-        raise CheckpointError(f"{folder}: cannot be written: {e.strerror or e}; give another folder") from e
+        raise unwritten(folder, e) from e
     return (*written, STATE)
+
+
+def unwritten(path: Path, error: BaseException) -> CheckpointError:
+    """For what a library or the system says of a file that is not there whole."""
+    said = (error.strerror if isinstance(error, OSError) else None) or (str(error).strip() or repr(error))
+    return CheckpointError(
+        f"{path}: cannot be written: {said.splitlines()[0][:300]}; look whether the disk is full, or give another path"
+    )
 
 
 def write_key(
@@ -137,7 +148,10 @@ def _write(store: ObjectStore, record: CommitRecord, folder: Path, file: _File) 
         used.add(entry.name)
     temporary = folder / f".{file.name}.{os.getpid()}"
     try:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        except SafetensorError as e:
+            raise unwritten(folder / file.name, e) from e
         temporary.replace(folder / file.name)
     finally:
         temporary.unlink(missing_ok=True)
@@ -160,14 +174,15 @@ def _place(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _stem(key: str, told: Mapping[str, Json]) -> str:
-    """A file name for a key; keys that give the same one are told apart by their number."""
-    stem = _file_name(key)
-    return f"{stem}-{len(told)}" if stem in map(_file_name, told) else stem
-
-
-def _file_name(key: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", key).lstrip(".") or "_"
+def _stem(key: str, taken: set[str]) -> str:
+    """A file name for a key, which no other key has, also where capitals and small letters are one."""
+    plain = stem = re.sub(r"[^A-Za-z0-9._-]", "_", key).lstrip(".") or "_"
+    number = 0
+    while stem.casefold() in taken:
+        number += 1
+        stem = f"{plain}-{number}"
+    taken.add(stem.casefold())
+    return stem
 
 
 def _size(entry: Entry) -> int:

@@ -21,11 +21,12 @@ from everstep.checkpoint.chunks import chunk_bytes_for
 from everstep.checkpoint.commitlog import CommitLog, now
 from everstep.checkpoint.errors import CheckpointError, FormatError
 from everstep.checkpoint.layout import save_id, shard_name
-from everstep.checkpoint.manifest import MAX_STEP, NONE, CommitRecord, Entry, Piece, Shard, decode_record, encode_record
+from everstep.checkpoint.manifest import NONE, CommitRecord, Entry, Piece, Shard, decode_record, encode_record
 from everstep.checkpoint.opening import text_of
 from everstep.checkpoint.shard import Plan, plan_shard
 from everstep.checkpoint.source import MODEL, Source
 from everstep.checkpoint.source_files import open_source
+from everstep.checkpoint.steps import whole_step
 from everstep.checkpoint.tree import DTYPES
 from everstep.storage import ObjectStore, RetryingStore, open_store, probe
 
@@ -51,8 +52,10 @@ def import_checkpoint(
     """
     if (url is None) == (store is None):
         raise CheckpointError("give the URL of the checkpoint to make, or store=")
-    if not 0 <= step <= MAX_STEP:
-        raise CheckpointError(f"step={step}: an integer from 0 to 2**62 is expected")
+    try:
+        step = whole_step(step)
+    except ValueError as e:
+        raise CheckpointError(str(e)) from e
     opened = open_source(Path(source), key, stateful)
     target = store
     if target is None:

@@ -93,12 +93,16 @@ def numbers(metrics: Mapping[str, object] | None) -> dict[str, float]:
 
     Raises `CheckpointError` naming what is no number: a tensor of one element is one.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise CheckpointError(f"metrics={metrics!r}: a dict of names and numbers is expected")
     found: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         if not isinstance(name, str) or not name:
             raise CheckpointError(f"metrics: the name {name!r} is no text")
         try:
             number = None if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+        except OverflowError:
+            number = math.inf
         except (TypeError, ValueError, RuntimeError):
             number = None
         if number is None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from everstep.checkpoint.errors import CheckpointError, StateMismatch
-from everstep.checkpoint.export import MAX_BYTES, export, write_key
+from everstep.checkpoint.export import MAX_BYTES, export, unwritten, write_key
 from everstep.checkpoint.manifest import CommitRecord
 from everstep.checkpoint.reading import load_whole
 from everstep.checkpoint.tree import references, unflatten
@@ -49,7 +49,7 @@ def export_as(
     What each rank has of its own (random generators) is left out. The last two hold the exported keys in memory.
     Raises `CheckpointError` for a target that is there, `Damaged` if the commit is, `StateMismatch` for an unknown key.
     """
-    target, asked = Path(path), None if keys is None else tuple(keys)
+    target, asked = Path(os.path.abspath(path)), None if keys is None else tuple(keys)
     if form not in FORMATS:
         raise CheckpointError(f"format {form!r}: one of {', '.join(FORMATS)} is expected")
     bodies = bodies_of(record, asked)
@@ -64,11 +64,14 @@ def export_as(
             state = _values(store, record, bodies)
             whole: Any = state[asked[0]] if asked is not None and len(asked) == 1 else state
             with _placed(target) as temporary:
-                torch.save(whole, temporary)
+                try:
+                    torch.save(whole, temporary)
+                except RuntimeError as e:  # of its writer, for a disk that is full
+                    raise unwritten(target, e) from e
             return (target.name,)
         return _dcp(_values(store, record, bodies), target)
     except OSError as e:
-        raise CheckpointError(f"{target}: cannot be written: {e.strerror or e}; give another path") from e
+        raise unwritten(target, e) from e
 
 
 def bodies_of(record: CommitRecord, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -149,7 +152,13 @@ def _dcp(state: dict[str, Any], folder: Path) -> tuple[str, ...]:
             try:
                 save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
             except CheckpointException as e:
-                raise cause_of(e) from e
+                match cause_of(e):
+                    case OSError() | RuntimeError() as cause:
+                        raise unwritten(folder, cause) from e
+                    case ValueError() as cause:  # the keys 1 and "1" of a dict, say
+                        raise CheckpointError(f"{folder}: DCP cannot hold it: {cause}; take another format") from e
+                    case cause:
+                        raise cause from e
 
     with _placed(folder, write=write):
         pass

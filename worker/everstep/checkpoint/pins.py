@@ -113,6 +113,11 @@ def held(store: ObjectStore) -> frozenset[str]:
     return holds(store).saves
 
 
+def is_held(store: ObjectStore, identifiers: Iterable[str]) -> bool:
+    """Whether one of these saves is."""
+    return any(store.size(pin_name(i)) is not None or store.list(holds_folder(i)) for i in identifiers)
+
+
 def held_commits(store: ObjectStore, found: Holds) -> list[int]:
     """The numbers of the commits that are held, newest first. A hold that cannot be read is left out."""
     numbers = set()
@@ -127,14 +132,14 @@ def held_commits(store: ObjectStore, found: Holds) -> list[int]:
 def pin(store: ObjectStore, record: CommitRecord, at: str, sleep: Callable[[float], None] = time.sleep) -> None:
     """Keep the shards of a commit until `unpin`. Raises `CheckpointError` if they are gone, or about to be."""
     found = holds(store)
-    older = [name for identifier in _saves(record) for name in found.names(identifier, PIN)]
+    older = [name for identifier in saves_of(record) for name in found.names(identifier, PIN)]
     _hold(store, record, PIN, _body(record, at), older, sleep)
 
 
 def unpin(store: ObjectStore, record: CommitRecord) -> None:
     """Let a commit be deleted again when it is old enough: neither a pin nor retention's mark holds it then."""
     found = holds(store)
-    for identifier in _saves(record):
+    for identifier in saves_of(record):
         _delete(store, (*found.names(identifier, PIN), *found.names(identifier, KEPT)))
 
 
@@ -210,11 +215,11 @@ def _hold(
 ) -> None:  # fmt: skip
     """Write an object that holds each save of a commit, unless the deletion of one has begun or its shards are gone.
     It replaces those in `older`, which were listed before."""
-    own = [hold_name(identifier, what, _random()) for identifier in _saves(record)]
+    own = [hold_name(identifier, what, _random()) for identifier in saves_of(record)]
     for attempt in range(_TRIES):
         for name in own:
             store.put(name, wire.encode(body))
-        if not any(_is_being_deleted(store, identifier) for identifier in _saves(record)):
+        if not any(_is_being_deleted(store, identifier) for identifier in saves_of(record)):
             break
         _delete(store, own)
         if attempt < _TRIES - 1:
@@ -242,7 +247,7 @@ def delete_save(
     would hold the save meanwhile is refused. Repeating it is harmless."""
     mark = deletion_name(identifier, _random())
     store.put(mark, wire.encode({"version": VERSION, "save_id": identifier}))
-    if store.size(pin_name(identifier)) is not None or store.list(holds_folder(identifier)):
+    if is_held(store, [identifier]):
         store.delete(mark)
         return False
     for name in sorted(names, key=is_deletion):  # those of others, of which most have died, after what they stand for
@@ -271,7 +276,7 @@ def _random() -> str:
     return secrets.token_hex(8)
 
 
-def _saves(record: CommitRecord) -> list[str]:
+def saves_of(record: CommitRecord) -> list[str]:
     """The saves whose objects a commit needs: its own, and any other that its shards lie in."""
     folders = {folder_of(shard.path) for shard in record.shards} | {record.save_id}
     return sorted(folder for folder in folders if folder is not None)

@@ -51,8 +51,7 @@ def of_state(what: str, state: Any, key: str, stateful: Iterable[str] = ()) -> S
     flattener, kinds = Flattener(), frozenset(stateful)
     bodies: dict[str, Json] = {}
     for name, value in keys.items():
-        if not isinstance(name, str) or not name or name.startswith(("@", "$")):
-            raise StateMismatch(f"{what}: key {name!r}: a text that does not start with '@' or '$' is expected")
+        check_key(what, name)
         kind, tree = _by_name(value, keys) or (_kind(name, value, kinds), value)
         try:
             bodies[name] = {"kind": kind, "tree": flattener.flatten(tree, name)}
@@ -65,6 +64,12 @@ def of_state(what: str, state: Any, key: str, stateful: Iterable[str] = ()) -> S
     tensors = flattener.tensors
     forms = {name: Form(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     return checked(Source(what, bodies, forms, lambda names: ((n, tensors[n]) for n in names)))
+
+
+def check_key(what: str, key: object) -> None:
+    """Raises `StateMismatch` for what cannot be a key of a state."""
+    if not isinstance(key, str) or not key or key.startswith(("@", "$")):
+        raise StateMismatch(f"{what}: key {key!r}: a text that does not start with '@' or '$' is expected")
 
 
 def checked(source: Source) -> Source:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from everstep.checkpoint.errors import CheckpointError, FormatError
-from everstep.checkpoint.source import MODEL, Form, Source, checked, of_state
+from everstep.checkpoint.source import MODEL, Form, Source, check_key, checked, of_state
 from everstep.checkpoint.tree import TORCH, join
 from everstep.checkpoint.wire import Json
 
@@ -102,6 +102,7 @@ def _indexed(index: Path) -> dict[str | None, Path]:
 
 
 def _open_safetensors(what: str, files: dict[str | None, Path], key: str) -> Source:
+    check_key(what, key)
     where: dict[str, tuple[Path, str]] = {}
     forms: dict[str, Form] = {}
     for file in sorted(set(files.values())):

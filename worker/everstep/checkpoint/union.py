@@ -88,6 +88,15 @@ def _merged(trees: Sequence[tuple[int, Json]], path: str, levels: int) -> Json:
             for name, key, value in items:
                 names[name] = key
                 held.setdefault(name, []).append((rank, value))
+        by_path: dict[str, str] = {}
+        for name in sorted(held):
+            at = join(path, _shown(names[name]))
+            if (before := by_path.setdefault(at, name)) != name:
+                mine, theirs = (_short(names[n]) for n in (before, name))
+                raise StateMismatch(
+                    f"{at}: the ranks hold the names {mine} and {theirs}, which are one in a commit; "
+                    "give the same kind of name on all ranks"
+                )
         return _mapping([(names[n], _merged(held[n], join(path, _shown(names[n])), levels - 1)) for n in sorted(held)])
     for rank, other in others:
         if not same(tree, other):

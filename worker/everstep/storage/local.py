@@ -9,8 +9,8 @@ itself survives a power cut.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
+import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -35,7 +35,6 @@ from everstep.storage.uncached import UncachedWriter
 
 # Names of this form are never listed; a crash between write and link leaves one behind.
 _TEMPORARY = ".tmp-"
-_counter = itertools.count()
 # Small enough that a processor's own cache holds what was read until the reader has checked it, large enough that
 # opening the file (10 us) does not count.
 _READ_SIZE = 2**20
@@ -168,7 +167,8 @@ class LocalStore(ObjectStore):
     def _temporary(self, name: str) -> tuple[int, Path, Path]:
         """A new file open for writing, its path, and the final path beside it."""
         final = self._path(name)
-        temporary = final.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_counter)}-{final.name}")
+        # By chance: processes of two containers that share this folder may have one number.
+        temporary = final.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}-{final.name}")
         while True:
             self._make_folder(final.parent)
             try:
