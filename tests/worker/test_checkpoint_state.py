@@ -152,7 +152,7 @@ def test_what_a_mapping_or_list_holds_is_filled_in_place() -> None:
     assert same(saved, into["state"])
     assert into["state"]["center"] is center
     assert into["state"]["counts"] is counts
-    assert whole.tolist() == [0, 0, 0, 0], "what shares its memory with something else is not written to"
+    assert whole.tolist() == [1, 1, 0, 0], "a view is filled where it is, and nothing beside it"
 
 
 def test_compiled_wrapper_is_seen_through_in_both_directions() -> None:

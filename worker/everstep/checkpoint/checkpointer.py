@@ -44,6 +44,7 @@ from everstep.checkpoint.keep import Keep, numbers
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
 from everstep.checkpoint.manifest import CommitRecord, OpenRecord
+from everstep.checkpoint.memory import check_ties
 from everstep.checkpoint.opening import InRound, Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
@@ -221,6 +222,7 @@ class Checkpointer:
                 record, tensors = found
                 assert isinstance(record.values, dict)
                 fitted = fit(state, captured, record, ranks.rank, chosen)
+                check_ties(fitted.live, captured.filled, tensors, ranks)
                 if chosen.cast:
                     check_cast(state, captured, fitted, tensors, ranks)
                 answers = apply(state, record.values, tensors, ranks.rank, whole=chosen.whole, bodies=fitted.bodies)

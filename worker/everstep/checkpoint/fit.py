@@ -16,6 +16,7 @@ from everstep.checkpoint import fit_optimizer
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.fit_values import misfits
 from everstep.checkpoint.manifest import CommitRecord, Entry
+from everstep.checkpoint.memory import crossed
 from everstep.checkpoint.modules import Answer, bare, migrated
 from everstep.checkpoint.selection import LoadReport, Selection
 from everstep.checkpoint.state import Captured, asked_of, kind_of
@@ -371,8 +372,15 @@ def _renamed(saved: Mapping[str, Body], state: Mapping[str, Any], selection: Sel
 
 def fillable(fitted: Fit, captured: Captured, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
     """The live tensors by the commit's names that its bytes may be read into: those of keys where each tensor of the
-    commit goes to one live tensor of its form, and each live one is filled."""
+    commit goes to one live tensor of its form, and each live one is filled. None whose memory is partly another's:
+    the commit may hold two values for it."""
     found: dict[str, torch.Tensor] = {}
+    shared = crossed(captured.tensors)
+    sources: dict[str, set[str]] = {}  # by live tensor, the commit's, which several keys may bring
+    for name, owns in fitted.live.items():
+        for live in owns:
+            sources.setdefault(live, set()).add(name)
+    shared |= {live for live, names in sources.items() if len(names) > 1}
     for key, body in fitted.bodies.items():
         own: Any = captured.values.get(key)
         if own is None or body.get("partial"):
@@ -382,7 +390,7 @@ def fillable(fitted: Fit, captured: Captured, entries: Mapping[str, Entry]) -> d
         alone = len(pairs) == len(ours) == len(theirs) == len({o for _, o in pairs}) == len({t for t, _ in pairs})
         # In a union tied tensors have a name each; two that were read into one memory at once would spoil each other.
         alone = alone and (key not in captured.unions or len({place(captured.tensors[o]) for o in ours}) == len(ours))
-        if alone and all(_equal(captured.tensors[o], entries.get(t)) for t, o in pairs):
+        if alone and not ours & shared and all(_equal(captured.tensors[o], entries.get(t)) for t, o in pairs):
             found |= {t: captured.tensors[o] for t, o in pairs}
     return found
 

@@ -171,7 +171,10 @@ def _read(store: ObjectStore, record: CommitRecord, wanted: Sequence[Target]) ->
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, dtype=np.uint8)
+    if not tensor.numel():
+        return np.empty(0, dtype=np.uint8)
+    row = tensor.as_strided((tensor.numel(),), (1,))  # an axis of one element may have any stride
+    return row.view(torch.uint8).numpy()
 
 
 def _cut_of(box: Box) -> tuple[slice, ...]:

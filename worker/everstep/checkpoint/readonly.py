@@ -23,6 +23,7 @@ from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, No
 from everstep.checkpoint.fit import fit
 from everstep.checkpoint.holders import any_union
 from everstep.checkpoint.manifest import CommitRecord
+from everstep.checkpoint.memory import check_ties
 from everstep.checkpoint.opening import text_of
 from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.checkpoint.reading import load_whole
@@ -169,6 +170,7 @@ def _load(
     record, tensors = found
     assert isinstance(record.values, dict)
     fitted = fit(state, captured, record, ranks.rank, selection)
+    check_ties(fitted.live, captured.filled, tensors, ranks)
     if selection.cast:
         check_cast(state, captured, fitted, tensors, ranks)
     fitted.judged(apply(state, record.values, tensors, ranks.rank, whole=False, bodies=fitted.bodies), selection)

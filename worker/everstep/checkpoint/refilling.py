@@ -1,39 +1,55 @@
 """Puts a commit's plain values into those that a script has, in place where they can hold them.
 
-Knows containers, tensors, arrays and enumerations. Invariant: what the script has a name for is filled itself, and what
-it does not hold alone (a view, a part of another memory) is replaced instead of written to.
+Knows containers, tensors, arrays and enumerations. Invariant: what the script has a name for is filled itself. Memory
+that two places share is filled once: the second place stays as it is if the commit has the same for it, and is replaced
+if the commit has another value.
 """
 
 from __future__ import annotations
 
 import enum
+from bisect import bisect
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from everstep.checkpoint.memory import same_bits, shows_twice, span
 
-def refilled(live: Any, tree: Any, taken: set[int], keep: bool = False, cast: bool = False) -> Any:
+
+@dataclass(slots=True)
+class Taken:
+    """What was refilled by now: objects by their `id`, and ranges of memory, sorted and apart from each other."""
+
+    objects: set[int] = field(default_factory=set)
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    def meets(self, begin: int, end: int) -> bool:
+        """Whether some of this memory was filled. If none was, it is noted as filled."""
+        at = bisect(self.begins, begin)
+        if begin < end and ((at and self.ends[at - 1] > begin) or (at < len(self.begins) and self.begins[at] < end)):
+            return True
+        if begin < end:
+            self.begins.insert(at, begin)
+            self.ends.insert(at, end)
+        return False
+
+
+def refilled(live: Any, tree: Any, taken: Taken, keep: bool = False, cast: bool = False) -> Any:
     """`live` with the values of `tree`, where it can hold them; else `tree`. `taken`: what was refilled by now, which
     may stand in two places, and the commit may hold two values for them. `keep`: what only `live` has stays. `cast`:
     tensors and arrays get the dtype of the live ones.
 
     Raises `ValueError` for the value of an enumeration that has no such member.
     """
-    if (live.data_ptr() if isinstance(live, torch.Tensor) and _owns(live) else id(live)) in taken:
+    if id(live) in taken.objects:
         return tree
-    if isinstance(live, dict) and isinstance(tree, dict):
-        taken.add(id(live))
-        # A key that is a member of an enumeration equals the plain one that the commit has.
-        own = {(type(key.value), key.value): key for key in live if isinstance(key, enum.Enum)}
-        keys = [own.get((type(key), key), key) for key in tree]
-        values = [refilled(live.get(key), value, taken, keep, cast) for key, value in tree.items()]
-        found = dict(zip(keys, values, strict=True))
-        if not keep:
-            live.clear()
-        live.update(found)
-        return live
+    if isinstance(live, Mapping) and isinstance(tree, dict):
+        return _refilled_mapping(live, tree, taken, keep, cast)
     if isinstance(live, list) and isinstance(tree, list):
-        taken.add(id(live))
+        taken.objects.add(id(live))
         live[:] = [
             refilled(live[i] if i < len(live) else None, value, taken, keep, cast) for i, value in enumerate(tree)
         ]
@@ -44,6 +60,10 @@ def refilled(live: Any, tree: Any, taken: set[int], keep: bool = False, cast: bo
         return _refilled_array(live, tree, taken, cast)
     if isinstance(live, tuple) and isinstance(tree, tuple):
         return _refilled_tuple(live, tree, taken, keep, cast)
+    if isinstance(live, bytearray) and isinstance(tree, bytes):
+        taken.objects.add(id(live))
+        live[:] = tree
+        return live
     if isinstance(live, enum.Enum) and type(tree) is type(live.value):
         return type(live)(tree)
     if type(live).__module__ == "numpy" and getattr(live, "shape", None) == () and type(tree) is type(live.item()):
@@ -51,42 +71,69 @@ def refilled(live: Any, tree: Any, taken: set[int], keep: bool = False, cast: bo
     return tree
 
 
-def _refilled_tensor(live: torch.Tensor, tree: torch.Tensor, taken: set[int], cast: bool) -> torch.Tensor:
+def _refilled_mapping(live: Any, tree: dict[Any, Any], taken: Taken, keep: bool, cast: bool) -> Any:
+    # A key that is a member of an enumeration equals the plain one that the commit has.
+    own = {(type(key.value), key.value): key for key in live if isinstance(key, enum.Enum)}
+    keys = [own.get((type(key), key), key) for key in tree]
+    mutable = isinstance(live, MutableMapping)
+    if mutable:
+        taken.objects.add(id(live))
+    values = [refilled(live.get(key), value, taken, keep, cast) for key, value in tree.items()]
+    found = dict(zip(keys, values, strict=True))
+    if not mutable:  # a view of another mapping, or a frozen one
+        return type(live)({**live, **found} if keep else found)
+    if not keep:
+        live.clear()
+    live.update(found)
+    return live
+
+
+def _refilled_tensor(live: torch.Tensor, tree: torch.Tensor, taken: Taken, cast: bool) -> torch.Tensor:
     if cast and live.shape == tree.shape:
         tree = tree.to(live.dtype)
-    if not _fits(live, tree):
+    if not (live.shape == tree.shape and live.dtype == tree.dtype and _writable(live)):
         return tree
-    taken.add(live.data_ptr())
-    with torch.no_grad():
+    if taken.meets(*span(live)):
+        return live if same_bits(live, tree) else tree
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         live.copy_(tree)
     return live
 
 
-def _refilled_array(live: Any, tree: Any, taken: set[int], cast: bool) -> Any:
+def _refilled_array(live: Any, tree: Any, taken: Taken, cast: bool) -> Any:
     if cast and live.shape == tree.shape:
         tree = tree.astype(live.dtype)
     if not (is_array(live) and is_alike(live, tree)):
         return tree
-    taken.add(id(live))
+    if taken.meets(*_span_of_array(live)):
+        return live if live.tobytes() == tree.astype(live.dtype).tobytes() else tree
     live[...] = tree
     return live
 
 
-def _refilled_tuple(live: Any, tree: tuple[Any, ...], taken: set[int], keep: bool, cast: bool) -> tuple[Any, ...]:
+def _refilled_tuple(live: Any, tree: tuple[Any, ...], taken: Taken, keep: bool, cast: bool) -> tuple[Any, ...]:
     if isinstance(live, torch.Size):
         return torch.Size(tree)
     if len(live) != len(tree):
         return tree
     items = [refilled(one, other, taken, keep, cast) for one, other in zip(live, tree, strict=True)]
-    return type(live)(*items) if hasattr(live, "_fields") else tuple(items)
+    if hasattr(type(live), "n_sequence_fields"):  # a struct sequence, as Tensor.max returns one
+        made: Any = type(live)
+        found: tuple[Any, ...] = made(items)
+        return found
+    return tuple.__new__(type(live), items)
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of numpy's and all of its memory; only states that hold some need numpy."""
-    if not _is_numpy(value):
-        return False
-    whole = value.base is None or getattr(value.base, "size", None) == value.size
-    return whole and bool(value.flags.writeable)
+    """Whether it is an array of numpy's that can be written to; only states that hold some need numpy."""
+    return _is_numpy(value) and bool(value.flags.writeable) and not shows_twice(value.shape, value.strides)
+
+
+def _span_of_array(array: Any) -> tuple[int, int]:
+    begin = end = array.__array_interface__["data"][0]
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        begin, end = begin + min(0, stride * (size - 1)), end + max(0, stride * (size - 1))
+    return begin, end + array.itemsize if array.size else begin
 
 
 def _is_numpy(value: Any) -> bool:
@@ -95,19 +142,16 @@ def _is_numpy(value: Any) -> bool:
 
 
 def is_alike(live: Any, tree: Any) -> bool:
-    return type(tree) is type(live) and bool(tree.shape == live.shape and tree.dtype == live.dtype)
+    """Whether an array of numpy's is of the form of another, whose bytes may be in another order."""
+    if not (_is_numpy(live) and _is_numpy(tree)):
+        return False
+    return bool(tree.shape == live.shape and tree.dtype == live.dtype.newbyteorder("="))
 
 
-def _fits(live: torch.Tensor, tree: torch.Tensor) -> bool:
-    return live.shape == tree.shape and live.dtype == tree.dtype and _owns(live)
-
-
-def _owns(tensor: torch.Tensor) -> bool:
-    """Whether it is all of its memory: the rest may be something else's."""
+def _writable(tensor: torch.Tensor) -> bool:
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and tensor.layout is torch.strided
-        and tensor._base is None
         and not tensor.is_inference()
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        and not shows_twice(tensor.shape, tensor.stride())
     )

@@ -22,8 +22,9 @@ import torch
 from everstep.checkpoint import named
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.fit_optimizer import names_in
+from everstep.checkpoint.memory import shows_twice
 from everstep.checkpoint.modules import Answer, bare, fill
-from everstep.checkpoint.refilling import is_alike, is_array, refilled
+from everstep.checkpoint.refilling import Taken, is_alike, is_array, refilled
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.tree import Flattener, join, references, unflatten
 from everstep.checkpoint.union import Union, inside, levels_of, pruned, pruned_to_parameters
@@ -44,6 +45,7 @@ class Captured:
     buffers: frozenset[str]  # those that are modules' too, and no parameters
     united: frozenset[str] = frozenset()  # the tensors of what is marked with `Union`
     unions: frozenset[str] = frozenset()  # the keys of it
+    filled: frozenset[str] = frozenset()  # the tensors of modules, and those that the state holds itself
 
 
 def capture(state: Mapping[str, Any], rank: int) -> Captured:
@@ -53,7 +55,7 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
     shared, own = Flattener(), Flattener()
     values: dict[str, Json] = {}
     own_values: dict[str, Json] = {}
-    parameters, buffers, united = set[str](), set[str](), set[str]()
+    parameters, buffers, united, filled = set[str](), set[str](), set[str](), set[str]()
     unions = frozenset(key for key, target in state.items() if isinstance(target, Union))
     for key, marked in state.items():
         target = inside(marked)
@@ -76,13 +78,15 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
             values[key] = _encode(shared, state, key)
             if key in unions:
                 united.update(references(values[key]))
+            if isinstance(target, torch.Tensor | torch.nn.Module):
+                filled.update(references(values[key]))
             if isinstance(target, torch.nn.Module):
                 parameters.update(_parameters(target, values[key]))
                 buffers.update(references(values[key]))
     _name_parameters(state, values)
     return Captured(
         values, shared.tensors, own_values, own.tensors, frozenset(parameters), frozenset(buffers - parameters),
-        frozenset(united), unions,
+        frozenset(united), unions, frozenset(filled),
     )  # fmt: skip
 
 
@@ -204,7 +208,7 @@ def apply(
     answers: dict[str, Answer] = {}
     if bodies is None:
         bodies = bodies_for(state, saved, rank)
-    taken = set[int]()
+    taken = Taken()
     values = saved.get("state", {})
     for key in sorted(k for k in set(values) - set(state) if not values[k].get("union")) if whole else ():
         log.warning("the commit holds %r, which the state passed in does not ask for", key)
@@ -244,7 +248,7 @@ def _parameters(target: torch.nn.Module, body: Any) -> Iterator[str]:
             yield from references(value)
 
 
-def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, Any], taken: set[int]) -> Answer | None:
+def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, Any], taken: Taken) -> Answer | None:
     target, metadata, partial = inside(state[key]), body.get("metadata"), bool(body.get("partial"))
     kind = kind_of(target)
     if kind == "module":
@@ -265,7 +269,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
         with torch.inference_mode(target.is_inference()), torch.no_grad():  # inference_mode(False) turns gradients on
             target.copy_(tree)
     elif (isinstance(target, dict) and isinstance(tree, dict)) or (isinstance(target, list) and isinstance(tree, list)):
-        taken.discard(id(target))
+        taken.objects.discard(id(target))
         refilled(target, tree, taken, keep=partial, cast=bool(body.get("cast")))
     elif is_array(target) and is_alike(target, tree):
         target[...] = tree
@@ -287,9 +291,10 @@ def _decode_optimizer(state: Mapping[str, Any], key: str, tree: Any, body: Mappi
 
 def _shows_twice(tensor: torch.Tensor) -> bool:
     """Whether several of its elements are one in memory."""
-    if is_sharded(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+    odd = tensor.layout is not torch.strided or tensor.is_nested or torch.nn.parameter.is_lazy(tensor)
+    if odd or is_sharded(tensor):
         return False
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return shows_twice(tensor.shape, tensor.stride())
 
 
 class _WithMetadata(dict[str, Any]):

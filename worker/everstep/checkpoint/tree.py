@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -28,7 +29,9 @@ TORCH: Final = {name: dtype for dtype, name in DTYPES.items()}
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 MAX_PATH: Final = 4000  # characters; what is written beside it, and the record's own bound of 4,096, leave so much
-_MAX_DEPTH = 24  # each level here is up to two in the record, whose own bound is 64
+_MAX_DEPTH = 50  # levels in the record, whose own bound is 64: a tuple is two of them, a `$dict` three
+_MAX_BITS = 14_000  # of an integer: Python itself neither writes nor reads decimals of more than 4,300 digits
+_TORN = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # two halves of a character, which JSON reads as one character
 
 
 class Flattener:
@@ -46,11 +49,20 @@ class Flattener:
     def flatten(self, value: object, path: str, depth: int = 0) -> Json:
         """The JSON of `value`; `path` names it in errors and its tensors. Raises `StateMismatch`."""
         if depth > _MAX_DEPTH:
-            raise StateMismatch(f"{path}: the state is nested deeper than {_MAX_DEPTH} levels")
+            raise StateMismatch(
+                f"{path[:80]}: the state is nested deeper than {_MAX_DEPTH} levels, of which a tuple takes two and a "
+                "mapping three if not all of its keys are texts"
+            )
         match value:
-            case None | bool() | str():
+            case None | bool():
                 return value
+            case str():
+                return _text(value, path)
             case int():
+                if value.bit_length() > _MAX_BITS:
+                    raise StateMismatch(
+                        f"{path}: an integer of {value.bit_length()} bits; at most {_MAX_BITS} are kept"
+                    )
                 return int(value)
             case float():
                 return float(value) if math.isfinite(value) else {"$float": str(float(value))}
@@ -61,19 +73,19 @@ class Flattener:
             case list():
                 return [self.flatten(v, join(path, i), depth + 1) for i, v in enumerate(value)]
             case tuple():
-                return {"$tuple": [self.flatten(v, join(path, i), depth + 1) for i, v in enumerate(value)]}
+                return {"$tuple": [self.flatten(v, join(path, i), depth + 2) for i, v in enumerate(value)]}
             case Mapping():
                 return self._mapping(value, path, depth)
         return self._numpy(value, path)
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Json:
         if all(isinstance(k, str) and not k.startswith("$") for k in value):
-            return {k: self.flatten(v, join(path, k), depth + 1) for k, v in value.items()}
+            return {_text(k, path): self.flatten(v, join(path, k), depth + 1) for k, v in value.items()}
         for key in value:
             if not isinstance(key, str | int | float | tuple) and key is not None:
                 raise StateMismatch(f"{path}: key {key!r} of type {type(key).__name__} cannot be in a checkpoint")
         pairs: list[Json] = [
-            [self.flatten(k, f"{path} (key)", depth + 1), self.flatten(v, join(path, k), depth + 1)]
+            [self.flatten(k, f"{path} (key)", depth + 3), self.flatten(v, join(path, k), depth + 3)]
             for k, v in value.items()
         ]
         return {"$dict": pairs}
@@ -89,6 +101,10 @@ class Flattener:
                 )
             if isinstance(value, np.generic):
                 return self.flatten(value.item(), path)
+            if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
+                raise StateMismatch(
+                    f"{path}: a numpy.{type(value).__name__} would come back as a plain array; give numpy.asarray of it"
+                )
             if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
                 native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
                 return {"$ndarray": self._add(torch.from_numpy(native), path)}
@@ -100,7 +116,8 @@ class Flattener:
     def _add(self, tensor: torch.Tensor, path: str) -> str:
         if hasattr(tensor, "sharding_spec"):
             raise StateMismatch(f"{path}: a ShardedTensor (FSDP1) cannot be in a checkpoint; use fully_shard (FSDP2)")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in DTYPES:
+        odd = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+        if odd or tensor.dtype not in DTYPES:
             raise StateMismatch(f"{path}: a {tensor.dtype} tensor ({tensor.layout}, {tensor.device}) is not supported")
         if torch.nn.parameter.is_lazy(tensor):
             raise StateMismatch(f"{path}: a lazy module's parameter that has no shape yet; run a forward pass before")
@@ -164,6 +181,13 @@ def _tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor], where: st
             pairs = (v for v in body if isinstance(v, list) and len(v) == 2)
             return {unflatten(k, tensors, where): unflatten(v, tensors, where) for k, v in pairs}
     raise StateMismatch(f"{where}: {tag} {str(body)[:80]!r} cannot be decoded")
+
+
+def _text(value: str, path: str) -> str:
+    """The text, if JSON gives it back as it is. Raises `StateMismatch`."""
+    if _TORN.search(value):
+        raise StateMismatch(f"{path}: {value[:80]!r} has a character in two halves (surrogates), which are read as one")
+    return value
 
 
 def place(tensor: torch.Tensor) -> tuple[object, ...]:

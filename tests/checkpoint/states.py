@@ -1,0 +1,433 @@
+"""States of all kinds that a script may hold, drawn by Hypothesis.
+
+What is drawn is a description, of which the same state is built as often as one likes, or a blank one of the same form:
+what a script has before it restores. The module says too what of each value a commit holds, by rules of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+import struct
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from everstep.checkpoint.tree import DTYPES
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+
+
+class Phase(enum.IntEnum):
+    WARM = 1
+    MAIN = 2
+
+
+class Name(enum.StrEnum):
+    A = "a"
+    B = "b/c"
+
+
+class Flags(enum.IntFlag):
+    X = 1
+    Y = 2
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Three(tuple[Any, ...]):
+    """A tuple with a name."""
+
+
+class Tagged(torch.Tensor):
+    """A subclass that only has another name."""
+
+
+class Bag:
+    """An object of a script."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"content": self.content}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.content = state["content"]
+
+
+@dataclass(slots=True)
+class Building:
+    """One state that is being built. What is shared in it is made once."""
+
+    blank: bool = False
+    bases: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+
+# --- leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A value without tensors, and what a script has in its place before it restores."""
+
+    value: Any
+    before: Any
+
+    def build(self, into: Building) -> Any:
+        return self.before if into.blank else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Ten:
+    """A tensor: its elements are random bits. Those of the same `seed`, type and shape are one in memory, if shared."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    seed: int
+    shared: bool
+    view: str = "whole"
+    wrap: str = "tensor"
+
+    def build(self, into: Building) -> Any:
+        name = (self.dtype, self.shape, self.seed)
+        base = into.bases.get(name) if self.shared else None
+        if base is None:
+            base = bits(self.dtype, self.shape, None if into.blank else self.seed)
+            if self.shared:
+                into.bases[name] = base
+        found = VIEWS[self.view](base)
+        match self.wrap:
+            case "parameter":
+                return torch.nn.Parameter(found) if found.dtype in FLOATS else found
+            case "buffer":
+                return torch.nn.Buffer(found)
+            case "tagged":
+                return found.as_subclass(Tagged)
+        return found
+
+
+def bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int | None) -> torch.Tensor:
+    count = math.prod(shape) * dtype.itemsize
+    if seed is None:
+        raw = torch.zeros(count, dtype=torch.uint8)
+    else:
+        high = 2 if dtype is torch.bool else 256
+        raw = torch.randint(0, high, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return raw.view(dtype).view(shape)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "whole": lambda t: t,
+    "turned": lambda t: t.mT if t.dim() > 1 else t,
+    "rows": lambda t: t[1:] if t.dim() else t,
+    "step": lambda t: t[..., ::2] if t.dim() else t,
+    "flat": lambda t: t.reshape(-1),
+    "wide": lambda t: t.expand(3, *t.shape),
+    "window": lambda t: t.unfold(0, 2, 1) if t.dim() and t.shape[0] > 1 else t,
+    "conj": lambda t: t.conj(),
+    "imag": lambda t: t.conj().imag if t.is_complex() else t,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arr:
+    """An array of numpy's, perhaps a view or of another byte order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    seed: int
+    form: str = "whole"
+
+    def build(self, into: Building) -> Any:
+        kind = np.dtype(self.dtype)
+        count = math.prod(self.shape) * kind.itemsize
+        raw = np.random.default_rng(self.seed).integers(0, 2 if kind.kind == "b" else 256, count, dtype=np.uint8)
+        found = (np.zeros(count, np.uint8) if into.blank else raw).view(kind).reshape(self.shape)
+        match self.form:
+            case "copy":
+                return found.copy()
+            case "turned":
+                return found.T
+            case "columns":
+                return np.asfortranarray(found)
+            case "fixed":
+                found = found.copy()
+                found.flags.writeable = False
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A bytearray, which is filled in place."""
+
+    value: bytes
+
+    def build(self, into: Building) -> Any:
+        return bytearray(b"before" if into.blank else self.value)
+
+
+# --- containers
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A container of others. `keys`: of a mapping."""
+
+    kind: str
+    items: tuple[Any, ...]
+    keys: tuple[Any, ...] = ()
+
+    def build(self, into: Building) -> Any:
+        items = [item.build(into) for item in self.items]
+        pairs = list(zip(self.keys, items, strict=False))
+        match self.kind:
+            case "list":
+                return items
+            case "tuple":
+                return tuple(items)
+            case "three":
+                return Three(items)
+            case "pair":
+                return Pair(*items)
+            case "dict":
+                return dict(pairs)
+            case "ordered":
+                return collections.OrderedDict(pairs)
+            case "default":
+                return collections.defaultdict(list, pairs)
+            case "user":
+                return collections.UserDict(dict(pairs))
+        return types.MappingProxyType(dict(pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """What goes under a key of a state: a value itself, an object, or a module of tensors."""
+
+    kind: str
+    item: Any
+
+    def build(self, into: Building) -> Any:
+        value = self.item.build(into)
+        match self.kind:
+            case "object":
+                return Bag(value)
+            case "module":
+                return module_of(value)
+        return value
+
+
+def module_of(value: Any) -> torch.nn.Module:
+    """A module with the tensors of `value` as parameters and buffers, the first of them twice; the rest of it is its
+    extra state."""
+    module = _Holding(value)
+    for number, tensor in enumerate(tensors_in(value)):
+        if tensor.dtype in FLOATS and not tensor.is_neg() and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            module.register_parameter(f"p{number}", torch.nn.Parameter(tensor.detach()))
+        else:
+            module.register_buffer(f"b{number}", tensor.detach())
+    for name, parameter in list(module.named_parameters())[:1]:
+        module.register_parameter(f"{name}_tied", parameter)
+    return module
+
+
+class _Holding(torch.nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value. A module has no use for those of which an element shows twice: it is filled in place."""
+    if isinstance(value, torch.Tensor):
+        return [] if shows_twice(value) else [value]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def shows_twice(tensor: torch.Tensor) -> bool:
+    places = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = (places[:, None] + torch.arange(size) * stride).reshape(-1)
+    return len(places) != len(places.unique())
+
+
+# --- what is drawn
+
+sizes = st.lists(st.sampled_from([2, 3, 1, 4, 0]), max_size=3).map(tuple)
+seeds = st.integers(0, 3)
+letters = st.characters(exclude_categories=()) | st.sampled_from("/~.$@ \x00\udc80")
+# A lone half of a character, as the name of a file may have one, is kept; two that JSON would join are refused.
+texts = st.text(letters, max_size=4).filter(lambda t: not any("\ud800" <= c < "\udc00" for c in t))
+numbers = st.integers() | st.integers(-(10**4000), 10**4000) | st.sampled_from([2**63, -(2**64), 2**200])
+floats = st.floats() | st.sampled_from([-0.0, 5e-324, math.nan, math.inf, -math.inf])
+scalars = st.one_of(
+    st.sampled_from([np.bool_, np.int8, np.uint64, np.float16, np.float32, np.float64]).flatmap(
+        lambda kind: st.integers(0, 1).map(lambda n: (kind(n), kind(0)))
+    ),
+    st.floats(width=16).map(lambda x: (np.float16(x), np.float16(0))),
+    st.floats(width=32).map(lambda x: (np.float32(x), np.float32(0))),
+    st.floats().map(lambda x: (np.float64(x), np.float64(0))),
+    texts.map(lambda t: (np.str_(t), np.str_(""))),
+    st.binary(max_size=3).map(lambda b: (np.bytes_(b + b"."), np.bytes_(b"."))),
+)
+members = st.sampled_from([(Phase.MAIN, Phase.WARM), (Name.B, Name.A), (Flags.X | Flags.Y, Flags.X)])
+plain = st.one_of(
+    st.none().map(lambda v: (v, v)),
+    st.booleans().map(lambda v: (v, False)),
+    numbers.map(lambda v: (v, 0)),
+    floats.map(lambda v: (v, 0.0)),
+    texts.map(lambda v: (v, "")),
+    st.binary(max_size=5).map(lambda v: (v, b"")),
+    sizes.map(lambda v: (torch.Size(v), torch.Size([9]))),
+    members,
+    scalars,
+).map(lambda pair: Plain(*pair)) | st.binary(max_size=5).map(Kept)
+tensors = st.builds(
+    Ten, st.sampled_from(list(DTYPES)), sizes, seeds, st.booleans(), st.sampled_from(list(VIEWS)),
+    st.sampled_from(["tensor", "tensor", "parameter", "buffer", "tagged"]),
+)  # fmt: skip
+arrays = st.builds(
+    Arr,
+    st.sampled_from(["?", "i1", "u1", "<i2", ">i2", "u2", ">i4", "u4", "i8", ">u8", "f2", ">f2", "f4", ">f8", "c8"]),
+    sizes, seeds, st.sampled_from(["copy", "copy", "whole", "turned", "columns", "fixed"]),
+)  # fmt: skip
+
+
+keys = st.one_of(
+    texts, st.integers(), floats, st.none(), st.booleans(), st.sampled_from(list(Phase)), st.sampled_from(list(Name)),
+    st.lists(st.none() | st.integers() | texts | st.binary(max_size=2) | floats, max_size=2).map(tuple),
+)  # fmt: skip
+named = st.lists(texts | st.sampled_from(["a", "b", "1"]), max_size=3, unique=True).map(tuple)
+any_keys = st.lists(keys, max_size=3, unique=True).map(tuple)
+
+
+def boxes(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    few = st.lists(inner, max_size=3).map(tuple)
+    three = st.lists(inner, min_size=3, max_size=3).map(tuple)
+    return (
+        st.builds(Box, st.sampled_from(["list", "tuple", "three"]), few)
+        | st.builds(Box, st.just("pair"), st.lists(inner, min_size=2, max_size=2).map(tuple))
+        | st.builds(
+            Box, st.sampled_from(["dict", "dict", "ordered", "default", "user", "proxy"]), three, named | any_keys
+        )
+    )
+
+
+complexes = st.builds(Ten, st.just(torch.complex64), sizes, seeds, st.booleans(), st.sampled_from(["conj", "imag"]))
+ties = st.builds(  # few of them, so that a state often has several in the same memory
+    Ten, st.sampled_from([torch.float32, torch.complex64]), st.just((2, 2)), st.just(1), st.just(True),
+    st.sampled_from(["whole", "turned", "rows", "flat"]),
+)  # fmt: skip
+leaves = plain | tensors | complexes | ties | arrays
+trees = st.recursive(leaves, boxes, max_leaves=10)
+state_keys = texts.filter(lambda t: t != "" and not t.startswith(("@", "$")))
+objects = st.builds(Object, st.sampled_from(["value", "value", "value", "object", "module"]), trees)
+
+
+def _keeps(found: Object) -> bool:
+    """At the top a tensor that shows an element twice is refused: nothing could be read into it."""
+    return not (
+        found.kind == "value" and isinstance(found.item, Ten) and shows_twice(found.item.build(Building(blank=True)))
+    )
+
+
+states = st.dictionaries(state_keys, objects.filter(_keeps), min_size=1, max_size=3)
+
+
+def build(state: dict[str, Object], *, blank: bool = False) -> dict[str, Any]:
+    """The state. Deterministic but for where it lies in memory."""
+    into = Building(blank)
+    return {key: target.build(into) for key, target in state.items()}
+
+
+# --- what a commit holds of a value
+
+
+def held(value: Any) -> Any:
+    """What `everstep.load` without a state gives for a value."""
+    if isinstance(value, torch.nn.Module):
+        return held(dict(value.state_dict()))
+    if isinstance(value, Bag):
+        return held(value.state_dict())
+    if isinstance(value, torch.Tensor):
+        return value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    if isinstance(value, np.ndarray):
+        return np.array(value, dtype=value.dtype.newbyteorder("="))
+    if isinstance(value, Mapping):
+        return {held(key): held(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(held(item) for item in value)
+    if isinstance(value, list):
+        return [held(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, np.generic):
+        return value.item()
+    return bytes(value) if isinstance(value, bytearray) else value
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two values differ in type, form or bits. NaN is NaN where it is Python's; of tensors each bit counts.
+    What `a` is of cannot be filled where an element shows twice, or an array is fixed: then `b` is a plain one."""
+    if not fillable(a):
+        a = held(a)
+    if type(a) is not type(b):
+        return [f"{path}: {type(a)} and {type(b)}"]
+    if isinstance(a, torch.Tensor):
+        alike = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+        return [] if alike and _bytes(a) == _bytes(b) else [f"{path}: {a} and {b}"]
+    if isinstance(a, np.ndarray):
+        alike = (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+        return [] if alike else [f"{path}: {a!r} and {b!r}"]
+    if isinstance(a, Mapping):
+        own, other = list(a.items()), list(b.items())
+        if len(own) != len(other):
+            return [f"{path}: keys {list(a)} and {list(b)}"]
+        return [
+            text
+            for (k, v), (m, w) in zip(own, other, strict=True)
+            for text in differences(k, m, f"{path}/key {k!r}") + differences(v, w, f"{path}/{k!r}")
+        ]
+    if isinstance(a, list | tuple):
+        if len(a) != len(b):
+            return [f"{path}: {len(a)} and {len(b)} items"]
+        return [t for i, (x, y) in enumerate(zip(a, b, strict=True)) for t in differences(x, y, f"{path}/{i}")]
+    if isinstance(a, float | np.floating):
+        # The sign of zero counts. NaN comes back as NaN.
+        alike = struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))
+    else:
+        alike = a == b
+    return [] if alike else [f"{path}: {a!r} and {b!r}"]
+
+
+def fillable(value: Any) -> bool:
+    """Whether a tensor or array can be written to."""
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.writeable)
+    return not isinstance(value, torch.Tensor) or not shows_twice(value)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().reshape(-1)
+    plain = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)  # of the strides that a row of bytes has
+    return bytes(plain.view(torch.uint8).numpy()) if plain.numel() else b""
