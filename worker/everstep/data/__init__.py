@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from everstep.data.assignment import World
     from everstep.data.batch import Batch
+    from everstep.data.cache import Cache
     from everstep.data.cursor import Cursor
     from everstep.data.errors import (
         BatchUnusable,
+        CacheError,
+        CacheFull,
         DataError,
         DatasetChanged,
         DatasetUnusable,
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     )
     from everstep.data.fingerprints import Fingerprint, fingerprint
     from everstep.data.loader import ElasticLoader
+    from everstep.data.mixture import Mixture
     from everstep.data.order import Blocks
     from everstep.data.permutation import Permutation
     from everstep.data.sampler import ElasticSampler
@@ -33,6 +37,9 @@ __all__ = [
     "Batch",
     "BatchUnusable",
     "Blocks",
+    "Cache",
+    "CacheError",
+    "CacheFull",
     "Cursor",
     "DataError",
     "DatasetChanged",
@@ -40,6 +47,7 @@ __all__ = [
     "ElasticLoader",
     "ElasticSampler",
     "Fingerprint",
+    "Mixture",
     "Permutation",
     "PositionMismatch",
     "Shard",
@@ -53,10 +61,12 @@ __all__ = [
 _HOME = {
     "Batch": "batch",
     "Blocks": "order",
+    "Cache": "cache",
     "Cursor": "cursor",
     "ElasticLoader": "loader",
     "ElasticSampler": "sampler",
     "Fingerprint": "fingerprints",
+    "Mixture": "mixture",
     "Permutation": "permutation",
     "Shard": "shards",
     "ShardedDataset": "shards",

@@ -29,3 +29,11 @@ class Unacknowledged(DataError):
 
 class LoaderUnusable(DataError):
     """A DataLoader, or its sampler, decides something that cannot be cut again for another world or found again."""
+
+
+class CacheError(DataError):
+    """A file cannot be had: the store has not got it, or it is not what the index says."""
+
+
+class CacheFull(CacheError):
+    """There is no room for a file: within the cache's limit, or on its disk."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-DEEPEST: Final = 5  # attributes of attributes
+DEEPEST: Final = 7  # attributes of attributes; two of them are a mixture's list of sources
 MOST: Final = 2000  # objects that are looked at
 LARGEST: Final = 64  # entries of a container that is looked into
 

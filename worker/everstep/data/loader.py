@@ -22,7 +22,8 @@ from everstep.data.draws import Draws, digest, drawn_by
 from everstep.data.errors import DataError, DatasetChanged, PositionMismatch
 from everstep.data.fetching import Fetching, Request
 from everstep.data.fingerprints import fingerprint
-from everstep.data.order import Drawn, Shuffle, label, order_of, shuffle_of
+from everstep.data.mixture import Mixture
+from everstep.data.order import Drawn, Own, Shuffle, label, order_of, shuffle_of
 from everstep.data.progress import Progress
 from everstep.data.reading import Read
 from everstep.data.seeding import sample_seed
@@ -103,11 +104,13 @@ class ElasticLoader:
         if sampler is not None and shuffle is not None:
             raise DataError(f"shuffle={shuffle!r} and a sampler: the sampler is the order; leave out shuffle=")
         self._dataset, self._samples = dataset, found.length
-        kind = shuffle_of(shuffle is None or shuffle) if sampler is None else drawn_by(sampler, found.length)
+        kind = _kind_of(dataset, shuffle, sampler, found.length)
         self._drawn = kind if isinstance(kind, Drawn) else None
         if self._drawn is not None:  # a position is one in what was drawn
             what = f"{self._drawn.name} of {found.length} of {found.kind}"
             found = replace(found, length=self._drawn.length, kind=what)
+        elif isinstance(kind, Own):
+            found = replace(found, length=kind.length)
         shards = blocks_of(dataset, kind)
         order_of(kind, found.length, seed, 0, shards)  # what cannot be shuffled is refused here
         self._allowed = check_changes(allow_changes)
@@ -319,6 +322,17 @@ class _Requests:
         cursor = self._progress.cursor
         for read in self._progress:
             yield Request(cursor.seed, cursor.epoch, read.samples.tolist())
+
+
+def _kind_of(dataset: Any, shuffle: bool | Shuffle | None, sampler: Any, samples: int) -> Shuffle:
+    if isinstance(dataset, Mixture):
+        if shuffle is not None or sampler is not None:
+            raise DataError(
+                f"{'shuffle' if sampler is None else 'sampler'}= with a Mixture, which has an order of its own: leave"
+                " it out, and pass shuffle= to Mixture"
+            )
+        return dataset.order()
+    return shuffle_of(shuffle is None or shuffle) if sampler is None else drawn_by(sampler, samples)
 
 
 def _batch(data: Any, epoch: int, read: Read) -> Batch[Any]:

@@ -74,7 +74,16 @@ class Drawn:
     draw: Callable[[int, int], Indices]
 
 
-Shuffle = InOrder | Shuffled | Blocks | Drawn
+@dataclass(frozen=True, slots=True)
+class Own:
+    """An order that the dataset brings along: `make(seed, epoch)`, of `length` positions. `name`: its stable name."""
+
+    name: str
+    length: int
+    make: Callable[[int, int], Order]
+
+
+Shuffle = InOrder | Shuffled | Blocks | Drawn | Own
 
 
 def shuffle_of(asked: bool | Shuffle) -> Shuffle:
@@ -84,7 +93,7 @@ def shuffle_of(asked: bool | Shuffle) -> Shuffle:
             return Shuffled()
         case False:
             return InOrder()
-        case InOrder() | Shuffled() | Blocks() | Drawn():
+        case InOrder() | Shuffled() | Blocks() | Drawn() | Own():
             return asked
         case _:
             raise DataError(f"shuffle={asked!r}: pass True, False or Blocks(size=…, window=…)")
@@ -102,6 +111,8 @@ def label(shuffle: Shuffle) -> str:
             return f"{kind}/size={'shards' if size is None else size}/window={window}"
         case Drawn(name):
             return f"drawn-1/{name}"
+        case Own(name):
+            return name
         case _:
             assert_never(shuffle)
 
@@ -127,6 +138,8 @@ def order_of(shuffle: Shuffle, n: int, seed: int, epoch: int, shards: Sequence[i
             return BlockOrder(ListedBlocks(shards, window, key), key)
         case Drawn(_, _, draw):
             return _Listed(draw(seed, epoch))
+        case Own(_, _, make):
+            return make(seed, epoch)
         case _:
             assert_never(shuffle)
 

@@ -48,6 +48,7 @@ class ShardedDataset:
         *,
         transform: Callable[[Any], Any] | None = None,
         open_limit: int = 16,
+        identity: str = "",
     ) -> None:
         if not shards:
             raise DatasetUnusable("a ShardedDataset without shards: pass at least one")
@@ -58,6 +59,7 @@ class ShardedDataset:
         self._open_shard = open_shard
         self._transform = transform
         self.open_limit = open_limit
+        self._identity = identity
         self._open: OrderedDict[int, _Sequence | _Forward] = OrderedDict()  # least recently used first
 
     @property
@@ -78,10 +80,11 @@ class ShardedDataset:
         return sample if self._transform is None else self._transform(sample)
 
     def fingerprint(self) -> str:
-        """Names and lengths of the shards, in order."""
+        """Names and lengths of the shards, in order, and `identity`."""
         digest = hashlib.blake2b(digest_size=16)
         for shard in self.shards:
             digest.update(f"{len(shard.name)}:{shard.name}:{shard.length};".encode())
+        digest.update(self._identity.encode())
         return f"shards:{digest.hexdigest()}"
 
     def close(self) -> None:

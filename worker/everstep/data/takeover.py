@@ -25,6 +25,7 @@ from torch.utils.data import (
 from everstep.data.assignment import World
 from everstep.data.errors import LoaderUnusable
 from everstep.data.loader import ElasticLoader
+from everstep.data.mixture import Mixture
 from everstep.data.workers import DEFAULT_CONTEXT
 
 log = logging.getLogger("everstep.data")
@@ -139,6 +140,13 @@ def _order(loader: DataLoader[Any], sampler: Any, sizes: frozenset[int]) -> dict
     generator = getattr(sampler, "generator", None) or loader.generator
     seed = (generator or torch).initial_seed() % 2**64
     iterates = type(sampler).__iter__
+    if isinstance(loader.dataset, Mixture):
+        if iterates is not SequentialSampler.__iter__:
+            raise LoaderUnusable(
+                f"{type(sampler).__qualname__}: a Mixture has an order of its own: leave out shuffle= and sampler= of"
+                " the DataLoader, and pass shuffle= to Mixture"
+            )
+        return {"seed": seed}
     if iterates is DistributedSampler.__iter__:
         _check_cut(sampler, sizes, samples)
         return {"seed": sampler.seed % 2**64, "shuffle": sampler.shuffle}

@@ -1,0 +1,145 @@
+"""Which source a mixture takes its next sample from, and which sample of it: a function of seed and position.
+
+Positions are counted over all epochs of the training. They are cut into periods in which each source has as many places
+as its weight says; the places of a period are a table, so that any position is found at once. A source goes through
+epochs of its own, one after the other. Pure. Invariants:
+
+- After any number of positions each source has had its proportion of them to within one sample.
+- Each source's samples come each once in each of its own epochs, in an order of its own.
+
+The table gives each place to the source whose next sample is due first, of those whose time has come: Baruah, Cohen,
+Plaxton and Varvel, "Proportionate progress: a notion of fairness in resource allocation", Algorithmica 1996.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import gcd, lcm
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from everstep.data.errors import DataError
+from everstep.data.order import Blocks, Order, Shuffle, Shuffled, order_of
+from everstep.data.permutation import Indices
+
+VERSION: Final = 1
+MAX_PERIOD: Final = 2**16
+MAX_POSITION: Final = 2**62
+_KEPT: Final = 64  # orders of sources' epochs
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One source: `places` of each period, `length` samples, and its shards' lengths if it has any."""
+
+    name: str
+    places: int
+    length: int
+    shards: tuple[int, ...] | None = None
+
+
+def places_of(weights: dict[str, float | int | Fraction]) -> dict[str, int]:
+    """The smallest whole numbers in these proportions. Raises DataError for those that have none below 65536."""
+    exact = {}
+    for name, weight in weights.items():
+        try:
+            exact[name] = Fraction(str(weight))
+        except ValueError:
+            exact[name] = Fraction(0)
+        if exact[name] <= 0:
+            raise DataError(f"Mixture: weight {weight!r} of {name!r}: a number above 0 is expected")
+    scale = lcm(*(w.denominator for w in exact.values()))
+    whole = {name: int(w * scale) for name, w in exact.items()}
+    common = gcd(*whole.values())
+    places = {name: count // common for name, count in whole.items()}
+    if sum(places.values()) > MAX_PERIOD:
+        raise DataError(
+            f"Mixture: the weights {weights} repeat after {sum(places.values())} samples, and {MAX_PERIOD} are the"
+            " most: round them, to two or three digits"
+        )
+    return places
+
+
+@lru_cache(maxsize=16)  # each plan begins with it, and the largest takes a tenth of a second
+def table_of(places: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """The source of each place of a period. Not to be written to."""
+    period = sum(places)
+    table = np.empty(period, dtype=np.int64)
+    coming = [(0, k, 0) for k in range(len(places))]  # (when its next sample may be taken, source, its samples so far)
+    heapq.heapify(coming)
+    due: list[tuple[int, int, int]] = []
+    for place in range(period):
+        while coming and coming[0][0] <= place:
+            _, k, taken = heapq.heappop(coming)
+            heapq.heappush(due, (-(-(taken + 1) * period // places[k]), k, taken))
+        _, k, taken = heapq.heappop(due)
+        table[place] = k
+        if taken + 1 < places[k]:
+            heapq.heappush(coming, ((taken + 1) * period // places[k], k, taken + 1))
+    return table
+
+
+class MixedOrder:
+    """One epoch, of `n` positions, of the mixture of `parts`. Samples are numbered source after source."""
+
+    def __init__(self, parts: Sequence[Part], n: int, shuffle: Shuffle, seed: int, epoch: int) -> None:
+        if (epoch + 1) * n > MAX_POSITION:
+            raise DataError(f"epoch {epoch} of {n} samples: a mixture can be counted up to {MAX_POSITION}")
+        self.n = n
+        self._parts, self._shuffle = parts, shuffle
+        self._seeds = [_seed_of(seed, part.name) for part in parts]
+        self._firsts = np.cumsum([0, *(part.length for part in parts)])
+        places = np.array([part.places for part in parts], dtype=np.int64)
+        self._places, self._table = places, table_of(tuple(part.places for part in parts))
+        self._before = np.empty_like(self._table)  # samples of the same source earlier in the period
+        for k in range(len(parts)):
+            here = self._table == k
+            self._before[here] = np.arange(int(here.sum()))
+        self._period, self._offset = divmod(epoch * n, len(self._table))
+        self._orders: dict[tuple[int, int], Order] = {}
+
+    def take(self, positions: npt.ArrayLike) -> Indices:
+        asked = np.asarray(positions, dtype=np.int64)
+        if asked.size and (asked.min() < 0 or asked.max() >= self.n):
+            raise IndexError(f"positions {asked.min()}..{asked.max()} of an order of {self.n} items")
+        periods, places = np.divmod(asked + self._offset, len(self._table))
+        sources = self._table[places]
+        counts = (periods + self._period) * self._places[sources] + self._before[places]
+        out = np.empty_like(asked)
+        for k in np.unique(sources).tolist():
+            here = np.flatnonzero(sources == k)
+            epochs, within = np.divmod(counts[here], self._parts[k].length)
+            for epoch in np.unique(epochs).tolist():
+                now = epochs == epoch
+                out[here[now]] = self._order(k, epoch).take(within[now]) + self._firsts[k]
+        return out
+
+    def at(self, position: int) -> int:
+        return int(self.take([position])[0])
+
+    def _order(self, k: int, epoch: int) -> Order:
+        if (found := self._orders.get((k, epoch))) is None:
+            if len(self._orders) >= _KEPT:
+                self._orders.clear()
+            part = self._parts[k]
+            found = order_of(_shuffle_of(self._shuffle, part), part.length, self._seeds[k], epoch, part.shards)
+            self._orders[k, epoch] = found
+        return found
+
+
+def _shuffle_of(shuffle: Shuffle, part: Part) -> Shuffle:
+    """That of a source: where blocks are to be shards, one without shards is shuffled whole."""
+    by_shards = isinstance(shuffle, Blocks) and shuffle.size is None
+    return Shuffled() if by_shards and part.shards is None else shuffle
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + name.encode(), digest_size=8, person=b"everstep mixture")
+    return int.from_bytes(digest.digest(), "little")
