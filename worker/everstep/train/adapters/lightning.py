@@ -18,7 +18,7 @@ and not trained on are given out again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
@@ -107,7 +107,14 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._rng, self._data = LateRng(), Late()
         self._epoch_rng: RngAt | None = None
         self._skip = 0  # batches to read and drop
+        self._chosen: tuple[Callback, ...] = ()  # those that save into a folder that Lightning chooses
         self._fresh = self._begun = self._ended = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if (
+            stage == "fit" and self._recovery is not None
+        ):  # Lightning sets up its checkpoint callbacks behind all others
+            self._chosen = tuple(c for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", "") is None)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._epoch_rng = RngAt()
@@ -200,8 +207,8 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
 
     def _everything(self, trainer: Any, pl_module: Any, progress: _Progress) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "model": pl_module, "loops": progress, "callbacks": _Others(trainer, self), "data": self._data,
-            "rng": self._rng, "rng_of_epoch": self._epoch_rng,
+            "model": pl_module, "loops": progress, "callbacks": _Others(trainer, self, self._chosen),
+            "data": self._data, "rng": self._rng, "rng_of_epoch": self._epoch_rng,
         }  # fmt: skip
         state |= {f"optimizer_{i}": o for i, o in enumerate(trainer.optimizers)}
         state |= {f"scheduler_{i}": c.scheduler for i, c in enumerate(trainer.lr_scheduler_configs)}
@@ -240,15 +247,22 @@ class _Progress:
 # it saves now, which is collective.
 _NEWEST_SAVE = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 _ATTRIBUTES = "everstep attributes"
+_FOLDER = "dirpath"
 
 
 class _Others:
-    """The states of the other callbacks, by Lightning's keys."""
+    """The states of the other callbacks, by Lightning's keys.
+
+    `chosen`: those whose folder is Lightning's choice, the next `version_N` that is free when a process looks. Each
+    process looks for itself; all take the run's. A `ModelCheckpoint` with another folder than the state's would not
+    take its best scores, and save when the others do not.
+    """
 
     everstep_settles = True  # a timer's differs between ranks
 
-    def __init__(self, trainer: Any, own: Callback) -> None:
+    def __init__(self, trainer: Any, own: Callback, chosen: Sequence[Callback] = ()) -> None:
         self._callbacks = [c for c in trainer.callbacks if c is not own]
+        self._chosen = chosen
 
     def state_dict(self) -> dict[str, Any]:
         states = {c.state_key: c.state_dict() for c in self._callbacks}
@@ -261,7 +275,10 @@ class _Others:
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         for callback in self._callbacks:
             if callback.state_key in states:
-                callback.load_state_dict(states[callback.state_key])
+                found = states[callback.state_key]
+                if callback in self._chosen and _FOLDER in found:
+                    setattr(callback, _FOLDER, found[_FOLDER])
+                callback.load_state_dict(found)
             for name, value in states.get(_ATTRIBUTES, {}).get(callback.state_key, {}).items():
                 if name in _NEWEST_SAVE:
                     setattr(callback, name, value)
