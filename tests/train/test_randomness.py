@@ -17,8 +17,20 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.checkpoint import Checkpointer, RngState
-from everstep.train.randomness import AHEAD, GOLDEN, WORD, Randomness, Rng, derive, generators_to_put_back, mix, words
+from everstep.train.randomness import (
+    AHEAD,
+    GOLDEN,
+    WORD,
+    Randomness,
+    Rng,
+    Source,
+    derive,
+    generators_to_put_back,
+    mix,
+    words,
+)
 from everstep.train.step import LoopError
+from everstep.train.twister import PythonTwister
 
 CPU = torch.device("cpu")
 GLOBAL = ("numpy", "python", "torch")
@@ -145,6 +157,26 @@ def test_numbers_of_a_step_do_not_depend_on_where_a_process_began() -> None:
     for step in (AHEAD, 2 * AHEAD + 2, 5, AHEAD - 1, AHEAD + 1):
         assert at(other, step, 1) == drawn[step]
         assert at(other, step, 0) != drawn[step]
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_states_that_are_copied_into_pythons_generator_are_those_of_its_seed(value: int) -> None:
+    generator = random.Random(1)
+    generator.gauss(0, 1)
+    assert PythonTwister.fits(generator)
+    twister = PythonTwister(generator)
+    (twister.place[:],) = PythonTwister.ahead([value])
+    assert generator.getstate()[:2] == random.Random(value).getstate()[:2]
+
+
+def test_pythons_generator_is_seeded_where_its_state_is_not_found() -> None:
+    (member,) = world(3)
+    copied = at(member, 5, 0)
+    source = member._sources["python"]
+    assert source.twister is not None
+    member._sources["python"] = Source(source.seed, source.state)
+    member._make_ready()
+    assert at(member, 5, 0) == copied
 
 
 @pytest.mark.parametrize("drawn", [1, 2, 623, 624, 625, 1248])

@@ -30,7 +30,7 @@ import torch
 from everstep.checkpoint import RngState
 from everstep.train.shape import Shape
 from everstep.train.step import LoopError
-from everstep.train.twister import Twister
+from everstep.train.twister import NumpyTwister, PythonTwister
 
 log = logging.getLogger("everstep.train")
 
@@ -78,12 +78,12 @@ def derive_ahead(key: tuple[int, int], step: int, rank: int, steps: int) -> list
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One generator: `seed` sets it, by what `ahead` gives for each of the coming steps, which is 64 bits for most;
-    `state` tells where it is."""
+    """One generator: `seed` sets it by 64 bits, and `state` tells where it is. One that has a `twister` is set by that,
+    and not by `seed`."""
 
-    seed: Callable[[Any], object]
+    seed: Callable[[int], object]
     state: Callable[[], object]
-    ahead: Callable[[tuple[int, int], int, int, int], Sequence[Any]] = derive_ahead
+    twister: NumpyTwister | PythonTwister | None = None
 
     def fingerprint(self) -> int:
         """63 bits of where it is."""
@@ -114,7 +114,7 @@ def global_sources(device: torch.device) -> dict[str, Source]:
     found = {
         "torch": Source(torch.default_generator.manual_seed, torch.default_generator.get_state),
         "numpy": _numpy(),
-        "python": Source(_seed_python, random.getstate),
+        "python": _of_python(),
     }
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -167,8 +167,10 @@ class Randomness:
         self._ready: list[tuple[Source, tuple[int, int], bool]] = []
         # For `AHEAD` steps from the first on, of this rank: what sets each generator. Made together, because in a step
         # it would be computed by a processor whose caches hold the model.
-        self._ahead: list[tuple[Callable[[Any], object], Sequence[Any]]] = []
-        self._first = self._rank = 0
+        self._ahead: list[tuple[Callable[[int], object], list[int]]] = []
+        self._numpy: list[tuple[NumpyTwister, list[tuple[memoryview, int]]]] = []
+        self._python: list[tuple[PythonTwister, list[bytes]]] = []
+        self._first, self._rank = 0, -1  # no rank: nothing is made yet
         self._shared: torch.Generator | None = None
         self._untouched: bytes | None = None  # the shared generator, as it was made before the first step
         self._step: int | None = None
@@ -227,14 +229,36 @@ class Randomness:
 
     def begin(self, step: int, rank: int) -> None:
         """Set all generators for step number `step`, of the process that is rank `rank` now."""
-        rank //= self.shape.readers
         at = step - self._first
-        if not self._ahead or rank != self._rank or not 0 <= at < AHEAD:
-            self._ahead = [(s.seed, s.ahead(key, step, 0 if alike else rank, AHEAD)) for s, key, alike in self._ready]
-            self._first, self._rank, at = step, rank, 0
+        if rank != self._rank or not 0 <= at < AHEAD:
+            self._make_ahead(step, rank)
+            at = 0
         self._step = step
         for seed, values in self._ahead:
             seed(values[at])
+        # Both here, because a call of ours takes as long as the copy.
+        for of_python, states in self._python:
+            of_python.place[:] = states[at]
+            of_python.generator.gauss_next = None
+        for of_numpy, pairs in self._numpy:
+            if of_numpy.beginning[0] != of_numpy.first:
+                of_numpy.forget()
+            with of_numpy.lock:
+                of_numpy.place[:], of_numpy.first = pairs[at]
+
+    def _make_ahead(self, step: int, rank: int) -> None:
+        reader = rank // self.shape.readers
+        self._ahead, self._numpy, self._python = [], [], []
+        for source, key, alike in self._ready:
+            which = (key, step, 0 if alike else reader, AHEAD)
+            match source.twister:
+                case NumpyTwister() as twister:
+                    self._numpy.append((twister, twister.ahead(*which)))
+                case PythonTwister() as twister:
+                    self._python.append((twister, twister.ahead(derive_ahead(*which))))
+                case None:
+                    self._ahead.append((source.seed, derive_ahead(*which)))
+        self._first, self._rank = step, rank
 
     @property
     def shared(self) -> torch.Generator:
@@ -259,7 +283,7 @@ class Randomness:
         return int(self._alike[name]) if name in self._alike else -1
 
     def _make_ready(self) -> None:
-        self._ahead = []
+        self._rank = -1  # what is made ahead is of another world
         self._ready = [
             (source, words(self._seeds[name], name), not self._by_rank and self._alike.get(name, False))
             for name, source in self._sources.items()
@@ -282,10 +306,14 @@ def _numpy() -> Source:
     def seed(value: int) -> None:
         np.random.set_state({**type(bits)(value).state, "has_gauss": 0, "gauss": 0.0})
 
-    if isinstance(bits, np.random.MT19937):
-        twister = Twister(bits)
-        return Source(twister.set, lambda: np.random.get_state(legacy=False), twister.ahead)
-    return Source(seed, lambda: np.random.get_state(legacy=False))  # the script has put another one in its place
+    # The script may have put another one in its place.
+    twister = NumpyTwister(bits) if isinstance(bits, np.random.MT19937) else None
+    return Source(seed, lambda: np.random.get_state(legacy=False), twister)
+
+
+def _of_python() -> Source:
+    twister = PythonTwister(_python) if PythonTwister.fits(_python) else None
+    return Source(_seed_python, random.getstate, twister)
 
 
 def _bits(bits: Any) -> Source:
