@@ -34,7 +34,8 @@ with everstep.start() as run:
             optimizer.step()
         if step.completed:
             say(step=run.step, sum=one.item(), source=source.item(), rank=dist.get_rank(figures),
-                size=dist.get_world_size(gradients), world=run.world_size, main=run.rank)
+                size=dist.get_world_size(gradients), world=run.world_size, main=run.rank,
+                ranks=dist.get_process_group_ranks(dist.group.WORLD), own=dist.get_process_group_ranks(figures))
     say(end=digest(model), rank=run.rank)
 """
 
@@ -47,6 +48,7 @@ def test_groups_of_all_ranks_are_made_anew_in_each_round(tmp_path: Path) -> None
     assert {t["sum"] for t in steps} == {3.0}
     assert {t["source"] for t in steps} == {2.0}
     assert all(t["size"] == t["world"] == 3 and t["rank"] == t["main"] for t in steps)
+    assert all(t["ranks"] == t["own"] == [0, 1, 2] for t in steps)
     ends = [t["end"] for t in told if "end" in t]
     assert len(ends) == 3
     assert ends[0] == ends[1] == ends[2]
@@ -65,6 +67,12 @@ REFUSED = {
     "run.rank": "run.rank: before steps() nobody knows",
     "dist.get_world_size()": "dist.get_world_size() (<string>:1): before steps() nobody knows",
     "get_rank()": "dist.get_rank() (<string>:1)",
+    "dist.get_process_group_ranks(dist.group.WORLD)": "dist.get_process_group_ranks() (<string>:1): before steps()",
+    "dist.split_group(split_ranks=[[0, 1], [2]])": "dist.split_group() (<string>:1): a group of some ranks",
+    "dist.shrink_group([2])": "dist.shrink_group() (<string>:1): a group of some ranks",
+    "dist.group.WORLD.split_group([0, 1])": "split_group() (<string>:1): a group of some ranks",
+    "from torch.distributed.pipelining import PipelineStage; PipelineStage(torch.nn.Linear(4, 4), 0, 3, "
+    "torch.device('cpu'))": "PipelineStage (<string>:1): a pipeline's stages",
     "dist.barrier()": "barrier (<string>:1): before steps() this process is alone",
     "dist.all_reduce(torch.ones(1))": "all_reduce (<string>:1): before steps()",
     "dist.all_gather_object([None], 1)": "all_gather_object (<string>:1): before steps()",

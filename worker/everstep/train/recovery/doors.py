@@ -52,6 +52,7 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[str | None], Any
     world = dist.group.WORLD
     new_group = distributed_c10d._new_group_with_tag
     barrier = distributed_c10d.monitored_barrier
+    ranks_of = distributed_c10d.get_process_group_ranks
 
     def here() -> bool:
         return world is not None and dist.group.WORLD is world
@@ -70,10 +71,21 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[str | None], Any
             return dist.barrier(group)
         return barrier(group, *arguments, **named)
 
+    @functools.wraps(ranks_of)
+    def get_process_group_ranks(group: Any = None) -> list[int]:
+        """torch keeps them in a table, and asks no group."""
+        if isinstance(asked := group or dist.group.WORLD, RecoverableGroup):
+            asked.ask_ranks("get_process_group_ranks")
+        return ranks_of(group)
+
     distributed_c10d._new_group_with_tag = new_group_with_tag
+    _replace(distributed_c10d, "get_process_group_ranks", get_process_group_ranks)
     _replace(distributed_c10d, "monitored_barrier", monitored_barrier)
     for holder, name, what, why in (
         (distributed_c10d, "split_group", "dist.split_group()", NO_SUBGROUPS),
+        (distributed_c10d, "shrink_group", "dist.shrink_group()", NO_SUBGROUPS),
+        (RecoverableGroup, "split_group", "split_group()", NO_SUBGROUPS),
+        (RecoverableGroup, "merge_remote_group", "merge_remote_group()", NO_SUBGROUPS),
         (distributed_c10d, "init_process_group", "dist.init_process_group()", _NO_INIT),
         (Join, "__init__", "Join()", _NO_JOIN),
         (DistributedDataParallel, "join", "join()", _NO_JOIN),

@@ -224,6 +224,11 @@ class RecoverableGroup(dist.ProcessGroup):
             self._scope.place()
         return self._size
 
+    def ask_ranks(self, function: str) -> None:
+        """`dist.<function>` is asked which ranks there are. Raises `LoopError` if the script asks, and nobody knows."""
+        if self._scope is not None:
+            self._scope.unknown(function)
+
     def getRank(self) -> int:
         return self._rank
 

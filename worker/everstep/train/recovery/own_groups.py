@@ -85,6 +85,7 @@ class ProgramGroups:
         """Tell the groups, and c10d, of the world that has begun."""
         for group in self.own:
             group.place(rank, world_size)
+        for group in (self.main, *self.own):
             distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
 
     def stand_in(self, stands_in: Callable[[str], bool] | None, on_rank: Callable[[], None] | None) -> None:

@@ -140,6 +140,14 @@ class Scope:
         if asked.function.startswith("new_subgroups"):
             raise LoopError(f"dist.{asked.function}(){asked.at}: {NO_SUBGROUPS}")
 
+    def unknown(self, function: str) -> None:
+        """The script asks `dist.<function>` which ranks there are. Raises `LoopError` while nobody knows."""
+        if self.where is not At.BUILDING or not self.others:
+            return
+        asked = script_asks(sys._getframe(1))
+        if asked is not None and not asked.function and not asked.library:  # torch itself does not ask
+            raise LoopError(f"dist.{function}(){asked.at}: {UNKNOWN}")
+
 
 UNKNOWN = (
     "before steps() nobody knows: a process that comes later builds its objects alone, while the others train, and "
