@@ -31,6 +31,7 @@ def script(folder: Path, text: str, name: str = "train.py") -> str:
             "from everstep.train.adapters.huggingface import EverstepCallback\n",
             ("everstep.train.adapters.huggingface:EverstepCallback",),
         ),
+        ("from everstep.train.adapters import lightning\n", ("everstep.train.adapters:lightning",)),
         ("import os\nos.environ['HF_HOME'] = '/data'\nimport transformers\n", ()),
         ("import os\ndef f():\n    os.environ.setdefault('A', 'b')\nimport transformers\n", ()),
         ("from os import environ\nenviron.update(A='b')\nimport transformers\n", ()),
@@ -103,3 +104,28 @@ def test_processes_find_the_library_imported(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.stdout.count("here") == 2
     assert len(imports.read_text().splitlines()) == 1, "in the parent alone"
+
+
+LIBRARIES = {
+    "from transformers import Trainer, TrainingArguments": "transformers.trainer",
+    "import lightning.pytorch": "lightning.pytorch.trainer.trainer",
+    "from accelerate import Accelerator": "accelerate.accelerator",
+    "from everstep.train.adapters.huggingface import EverstepCallback": "everstep.train.adapters.huggingface",
+    "from everstep.train.adapters import lightning": "everstep.train.adapters.lightning",
+    "from everstep.train.adapters.accelerate import start": "everstep.train.adapters.accelerate",
+}
+
+
+@pytest.mark.timeout(300)
+def test_real_libraries_are_imported_before_the_scripts_first_line(tmp_path: Path) -> None:
+    """Of the three that have an adapter, without a word to the agent."""
+    first = f"import sys\nprint('there:', *sorted({set(LIBRARIES.values())!r} & sys.modules.keys()))\n"
+    path = script(tmp_path, first + "\n".join(LIBRARIES) + "\n")
+    environ = {k: v for k, v in os.environ.items() if k != "EVERSTEP_PRELOAD"}
+    done = subprocess.run(
+        [sys.executable, "-m", "everstep.agent.main", "--standalone", "--nproc-per-node=1", path],
+        env={**environ, "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    assert f"there: {' '.join(sorted(LIBRARIES.values()))}\n" in done.stdout, done.stdout + done.stderr
+    assert "it is imported in each process instead" not in done.stderr

@@ -39,7 +39,7 @@ def preloaded(script: str) -> tuple[str, ...]:
             top = module.partition(".")[0]
             if top in SLOW and any(_beside(folder, top) for folder in (Path(script).parent, Path.cwd())):
                 return ()  # one of the user's own that is named so
-            if top in SLOW or module.startswith(f"{OURS}.train.adapters."):
+            if top in SLOW or f"{module}.".startswith(f"{OURS}.train.adapters."):
                 found.append(f"{module}:{name}" if name else module)
             else:
                 waiting += _beside(Path(script).parent, module)
