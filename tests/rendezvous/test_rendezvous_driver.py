@@ -193,6 +193,19 @@ def test_a_job_whose_agents_all_died_is_taken_up_by_new_ones(store: MakeStore) -
         assert {r.number for r in job.start("cd").values()} == {2}
 
 
+def test_an_agent_that_has_left_does_not_warn_of_the_store_that_it_has_closed(
+    store: MakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with crew(store, Sizes(2, 2)) as job:
+        job.start("ab")
+        job.drivers["a"].leave()
+        caplog.clear()
+        job.drivers["a"].unreached("b")  # as its links do, when the other one goes too
+        assert [
+            r.getMessage() for r in caplog.records if "could not tell" in r.getMessage() and r.levelname != "DEBUG"
+        ] == []
+
+
 # --- links
 
 

@@ -289,7 +289,8 @@ class Driver:
             return change()
         except RendezvousFailed as e:
             # Said once while it is away, however often this is tried.
-            log.log(logging.DEBUG if self._away else logging.WARNING, "could not tell the others: %s", e)
+            quiet = self._away or self._stopping.is_set()  # who leaves has told what there was to tell
+            log.log(logging.DEBUG if quiet else logging.WARNING, "could not tell the others: %s", e)
             return None
 
     # --- the threads: one stays present, which takes no time; one looks, which takes as long as the store does
