@@ -147,6 +147,23 @@ def test_position_is_refused_between_a_batch_and_its_acknowledgement() -> None:
     assert (loader.state_dict()["epoch"], loader.state_dict()["index"]) == (1, 0)  # asking for more acknowledged it
 
 
+def test_loop_that_only_reads_breaks_off_and_begins_again() -> None:
+    loader = ElasticLoader(Numbers(20), global_batch=10)
+    with torch.no_grad():
+        for _ in range(3):
+            for batch in loader:
+                assert batch.data.tolist() == expected(20, 0, 0)[:10]
+                break
+        batch.scale(torch.ones(()))
+        with pytest.raises(Unacknowledged, match="a new iteration was begun"):  # its loss was weighted
+            iter(loader)
+    loader.rewind()
+    with torch.no_grad():
+        next(iter(loader))
+    with pytest.raises(Unacknowledged, match=r"or rewind\(\) if it is not"):
+        iter(loader)  # here one may train
+
+
 def test_new_loop_over_a_step_in_hand_is_refused_until_its_fate_is_known() -> None:
     loader = ElasticLoader(Numbers(20), global_batch=10)
     first = next(iter(loader)).data.tolist()

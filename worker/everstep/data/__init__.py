@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from everstep.data.sampler import ElasticSampler
     from everstep.data.seeding import sample_rng
     from everstep.data.shards import Shard, ShardedDataset
+    from everstep.data.stream import Stream
 
 __all__ = [
     "Batch",
@@ -52,6 +53,7 @@ __all__ = [
     "PositionMismatch",
     "Shard",
     "ShardedDataset",
+    "Stream",
     "Unacknowledged",
     "World",
     "fingerprint",
@@ -70,6 +72,7 @@ _HOME = {
     "Permutation": "permutation",
     "Shard": "shards",
     "ShardedDataset": "shards",
+    "Stream": "stream",
     "World": "assignment",
     "fingerprint": "fingerprints",
     "sample_rng": "seeding",

@@ -6,14 +6,18 @@ worker processes, or in the training process when there are none.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from everstep.data.generators import Held, held_by, kept
 from everstep.data.seeding import Reading, generators_kept, reading, sample_seed, seed_generators
+from everstep.data.stream import Mark, Stream
 
 
 class Request(NamedTuple):
@@ -22,6 +26,23 @@ class Request(NamedTuple):
     seed: int
     epoch: int
     samples: list[int]
+    first: int = 0  # of the whole step: its number in the epoch
+
+
+class Rows(list[Any]):
+    """The samples of a request; `mark`: where a stream can begin again, by what all ranks have read before the step."""
+
+    mark: Mark | None = None
+
+
+class Collating:
+    """Keeps the mark of a stream beside what `collate_fn` makes of its rows."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._collate = collate or default_collate
+
+    def __call__(self, rows: Rows) -> tuple[Any, str]:
+        return self._collate(list(rows)), json.dumps(astuple(rows.mark)) if rows.mark else ""
 
 
 class Fetching(Dataset[Any]):
@@ -54,6 +75,8 @@ class Fetching(Dataset[Any]):
     def __getitems__(self, request: Request) -> list[Any]:
         """The samples of a request, for torch's fetcher to collate."""
         wanted = request.samples
+        if isinstance(self._dataset, Stream):
+            self._dataset.move(request.epoch, request.first)
         in_worker = get_worker_info() is not None
         if in_worker and not self._seeded and wanted:
             seed_generators(sample_seed(request.seed, request.epoch, wanted[0]))
@@ -63,7 +86,7 @@ class Fetching(Dataset[Any]):
                 return list(at_once(wanted))
         self._requests += 1
         if self._seeded and not self._requests & (self._requests - 1):  # a worker may make them when it has begun
-            self._held = held_by(self._dataset)
+            self._held = held_by(self._dataset.transform if isinstance(self._dataset, Stream) else self._dataset)
         # The training process has generators of its own to keep; a worker's serve nothing but samples.
         keep = self._seeded and not in_worker
         with (
@@ -72,7 +95,10 @@ class Fetching(Dataset[Any]):
             reading(Reading(request.seed, request.epoch)) as now,
         ):
             try:
-                return self._one_by_one(wanted, now)
+                rows = Rows(self._one_by_one(wanted, now))
+                if isinstance(self._dataset, Stream):
+                    rows.mark = self._dataset.mark(request.first)
+                return rows
             except Exception as e:
                 e.add_note(f"while reading sample {now.index} in epoch {request.epoch}")
                 raise

@@ -98,6 +98,16 @@ def difference(saved: Fingerprint, own: Fingerprint) -> str | None:
     return None
 
 
+def digest_of(sample: Any) -> bytes:
+    """What tells a sample from others, at best; of what has no hash its class."""
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        _feed(digest, sample, 0)
+    except DatasetUnusable:
+        _put(digest, "class", type(sample).__qualname__.encode())
+    return digest.digest()
+
+
 def _feed(digest: Any, value: Any, depth: int) -> None:
     """Hash a sample by what it holds: arrays, tensors, text, bytes, numbers, and containers of them."""
     if depth > _MAX_DEPTH:

@@ -7,9 +7,10 @@ generators of the training process alone.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from everstep.data.batch import Batch, Weight
 from everstep.data.cursor import Cursor, check_changes, parse
 from everstep.data.draws import Draws, digest, drawn_by
 from everstep.data.errors import DataError, DatasetChanged, PositionMismatch
-from everstep.data.fetching import Fetching, Request
+from everstep.data.fetching import Collating, Fetching, Request
 from everstep.data.fingerprints import fingerprint
 from everstep.data.mixture import Mixture
 from everstep.data.order import Drawn, Own, Shuffle, label, order_of, shuffle_of
@@ -28,6 +29,7 @@ from everstep.data.progress import Progress
 from everstep.data.reading import Read
 from everstep.data.seeding import sample_seed
 from everstep.data.shards import blocks_of
+from everstep.data.stream import Mark, Marks, Stream, mark_of
 from everstep.data.workers import DEFAULT_CONTEXT, WorkerStart, sigterm_held
 from everstep.data.world import world_of
 
@@ -130,7 +132,7 @@ class ElasticLoader:
             "batch_sampler": self._requests,
             "generator": self._generator,
             "num_workers": num_workers,
-            "collate_fn": collate_fn,
+            "collate_fn": Collating(collate_fn) if isinstance(dataset, Stream) else collate_fn,
             "prefetch_factor": prefetch_factor,
             "pin_memory": pin_memory,
             "timeout": timeout,
@@ -140,6 +142,8 @@ class ElasticLoader:
         }
         self._torch: DataLoader[Any] | None = DataLoader(**self._options)
         self._live: Iterator[Any] | None = None
+        self._marks = Marks()
+        self._looked_at: Weight | None = None  # of a batch that was given where no gradient is made
 
     @property
     def cursor(self) -> Cursor:
@@ -172,7 +176,10 @@ class ElasticLoader:
         return self._progress.epoch.steps
 
     def __iter__(self) -> Iterator[Batch[Any]]:
-        """The rest of the present epoch. Raises Unacknowledged if a step is in hand."""
+        """The rest of the present epoch. A step in hand that was only looked at, under `torch.no_grad()`, comes again;
+        for another one Unacknowledged is raised."""
+        if self._looked_at is not None and not self._looked_at.asked and not torch.is_grad_enabled():
+            self._progress.rewind()
         self._progress.settled("a new iteration was begun")
         self._live = None
         return _Epoch(self, self.epoch)
@@ -194,6 +201,10 @@ class ElasticLoader:
         """
         self._progress.reshard(World(rank, world_size))
         self._live = None
+        if isinstance(self._dataset, Stream):
+            cursor = self._progress.cursor
+            self._marks.restart(cursor.epoch, cursor.index, self._marks.at(cursor.epoch, cursor.index))
+            self._read_anew()
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON values. Raises Unacknowledged if a step is in hand."""
@@ -202,6 +213,8 @@ class ElasticLoader:
         state = cursor.state_dict()
         if self._drawn is not None and cursor.index:  # else the epoch is still to be drawn
             state["drawn"] = digest(self._drawn.draw(cursor.seed, cursor.epoch))
+        if (mark := self._marks.at(cursor.epoch, cursor.index)) is not None:
+            state["stream"] = asdict(mark)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,6 +226,10 @@ class ElasticLoader:
         passed = self._progress.cursor.seed
         self._progress.load(state, self._allowed)
         self._live = None
+        if isinstance(self._dataset, Stream):
+            cursor = self._progress.cursor
+            self._marks.restart(cursor.epoch, cursor.index, mark_of(state.get("stream"), cursor))
+            self._read_anew()
         if self._progress.cursor.seed != passed and self._seed_was_passed:
             log.warning(
                 "the saved position has seed %d, which goes on; seed %d is not used", self._progress.cursor.seed, passed
@@ -221,7 +238,9 @@ class ElasticLoader:
     @property
     def drawn(self) -> tuple[int, str] | None:
         """The epoch that a sampler has drawn last, and its digest, which is the same on all ranks that train alike;
-        None without a sampler, and before it has drawn one."""
+        None without a sampler, and before it has drawn one. Of a stream, the number and digest of its last mark."""
+        if (mark := self._marks.newest) is not None:
+            return mark.epoch << 48 | mark.index, mark.digest
         draws = self._drawn.draw if self._drawn is not None else None
         newest = draws.newest if isinstance(draws, Draws) else None
         return None if newest is None else (newest[0], digest(newest[1]))
@@ -256,7 +275,16 @@ class ElasticLoader:
             if self._live is None:
                 self._live = self._begin()
             data = next(self._live)
-            return _batch(data, epoch, self._progress.hand_out())
+            if isinstance(self._dataset, Stream):
+                data, mark = data
+                read = self._progress.hand_out()
+                self._marks.add(epoch, read.share.step.first, Mark(*json.loads(mark)) if mark else None)
+            else:
+                read = self._progress.hand_out()
+            batch = _batch(data, epoch, read)
+            looks = self.micro_batch is None and not torch.is_grad_enabled()
+            self._looked_at = batch.weighing if looks else None
+            return batch
         except BaseException as e:
             # The plan and the workers' answers may be out of step now, or a worker gone: begin again from the cursor.
             # Signals count too: torch's SIGCHLD handler raises for a dead worker, wherever the program is.
@@ -265,6 +293,11 @@ class ElasticLoader:
             if isinstance(e, StopIteration):
                 raise RuntimeError(f"the DataLoader ended before epoch {epoch} did") from e
             raise
+
+    def _read_anew(self) -> None:
+        """All ranks begin a stream at the same mark, so that what its source says later is the same on all of them."""
+        self.close()  # workers know nothing of it
+        self._dataset.restore(self._marks.newest)
 
     def _check_drawn(self, state: Mapping[str, Any]) -> None:
         said = state.get("drawn")
@@ -321,7 +354,7 @@ class _Requests:
     def __iter__(self) -> Iterator[Request]:
         cursor = self._progress.cursor
         for read in self._progress:
-            yield Request(cursor.seed, cursor.epoch, read.samples.tolist())
+            yield Request(cursor.seed, cursor.epoch, read.samples.tolist(), read.share.step.first)
 
 
 def _kind_of(dataset: Any, shuffle: bool | Shuffle | None, sampler: Any, samples: int) -> Shuffle:
@@ -332,6 +365,13 @@ def _kind_of(dataset: Any, shuffle: bool | Shuffle | None, sampler: Any, samples
                 " it out, and pass shuffle= to Mixture"
             )
         return dataset.order()
+    if isinstance(dataset, Stream):
+        if shuffle or sampler is not None:
+            raise DataError(
+                f"{'shuffle' if sampler is None else 'sampler'}= with a Stream, which is read in its own order: leave"
+                " it out, and shuffle the source (its files, say) by set_epoch(epoch)"
+            )
+        shuffle = False
     return shuffle_of(shuffle is None or shuffle) if sampler is None else drawn_by(sampler, samples)
 
 

@@ -117,8 +117,10 @@ def _batches(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
     if isinstance(loader.dataset, IterableDataset):
         raise LoaderUnusable(
             f"{type(loader.dataset).__qualname__} is an IterableDataset: it can only be read from the front, by each"
-            " process all of it. Give it __len__ and __getitem__, or describe its files by"
-            " everstep.data.ShardedDataset([Shard(name, samples), …], open_shard)"
+            " process all of it. Give it __len__ and __getitem__; or describe its files by"
+            " everstep.data.ShardedDataset([Shard(name, samples), …], open_shard); or write"
+            " run.steps(run.loader(everstep.data.Stream(dataset, length), global_batch=…), …), with the samples of an"
+            " epoch as its length"
         )
     batches = loader.batch_sampler
     if batches is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from everstep.data import Batch, DataError, ElasticLoader
+from everstep.data import Batch, DataError, ElasticLoader, Stream
 from everstep.data.assignment import World
 from everstep.data.batch import Weight
 from everstep.data.takeover import TakenOver, name_of
@@ -158,6 +158,12 @@ class Feed:
             return
         said = sum(int(d[1], 16) for d in drawn if d is not None) % 2**62
         if not same(said):
+            if all(isinstance(loader.dataset, Stream) for loader in self._loaders.values() if loader.drawn is not None):
+                raise LoopError(
+                    "the ranks read other samples than each other from the same Stream, so that some samples are"
+                    " trained twice and others not at all. Let its source give the same in the same order on each rank:"
+                    " whole, not split by rank, and shuffled by set_epoch(epoch) and a seed alone"
+                )
             names = " and ".join(loader.cursor.order.removeprefix("drawn-1/") for loader in self._loaders.values())
             raise LoopError(
                 f"{names}: the ranks' samplers draw other samples than each other in epoch {epochs[0]}, so that some"
