@@ -434,6 +434,7 @@ ROWS = (
         kills=("5:backward", "5:optimizer"),
         long=True,
     ),
+    Row("weighted_sampler"),
     Row("batch_sampler", refused=r"batch_sampler=.*sampler="),
     # --- plain variables, and each line that their refusal says to write
     Row("rate_by_iterator", refused=r"taken is carried.*carried\['taken'\] in place of next\(taken\)"),

@@ -238,12 +238,15 @@ class ElasticLoader:
     @property
     def drawn(self) -> tuple[int, str] | None:
         """The epoch that a sampler has drawn last, and its digest, which is the same on all ranks that train alike;
-        None without a sampler, and before it has drawn one. Of a stream, the number and digest of its last mark."""
-        if (mark := self._marks.newest) is not None:
-            return mark.epoch << 48 | mark.index, mark.digest
+        None without a sampler, and before it has drawn one."""
         draws = self._drawn.draw if self._drawn is not None else None
         newest = draws.newest if isinstance(draws, Draws) else None
         return None if newest is None else (newest[0], digest(newest[1]))
+
+    @property
+    def mark(self) -> Mark | None:
+        """Of a stream, the last mark whose digest is known here: ranks that train alike have the same for one index."""
+        return self._marks.newest
 
     @property
     def dataset(self) -> Any:

@@ -130,6 +130,11 @@ class Stream:
         return self._length
 
     @property
+    def every(self) -> int:
+        """Samples from one mark to the next."""
+        return self._every
+
+    @property
     def transform(self) -> Callable[[Any], Any] | None:
         """What is called for a rank's own samples."""
         return self._transform

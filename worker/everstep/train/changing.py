@@ -231,7 +231,7 @@ class Recovering:
         self._replicas.completed(size, self._boundary.same, self._boundary.gather, last=last)
         self._hooks.check()
         if self._feed is not None:
-            self._feed.completed(size, self._boundary.same)
+            self._feed.completed(size, self._boundary.same, self._boundary.gather)
         self._census.completed(size, self._boundary.same)
         if self._rehearsal is not None:
             self._rehearsal.compare()
@@ -357,6 +357,8 @@ class Recovering:
         self._census.moved()
         self._pace.moved(self._recovery.main.waited)
         self._read_as(members.rank)
+        if self._feed is not None:
+            self._feed.moved()
 
     def _read_as(self, rank: int) -> None:
         world = self._cuts.reshard(rank, self._recovery.members.world_size)

@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 from everstep.data import Batch, DataError, ElasticLoader, Stream
 from everstep.data.assignment import World
 from everstep.data.batch import Weight
+from everstep.data.stream import Mark
 from everstep.data.takeover import TakenOver, name_of
 from everstep.train import mistakes
+from everstep.train.randomness import Gather
 from everstep.train.step import LoopError
 
 
@@ -39,6 +41,7 @@ class Feed:
         self._needs = {id(loader): loader.needs_weights(sizes) for loader in self._loaders.values()}
         self._given: list[tuple[ElasticLoader, Weight]] = []  # in the step in hand
         self._agreed: tuple[int, ...] = ()  # the epochs whose drawn orders are known to be the same on all ranks
+        self._read_alike: tuple[tuple[int, int], ...] = ()  # of each stream, the epoch and the mark's number, likewise
         if len(self._loaders) > 1 and (cut := [n for n, loader in self._loaders.items() if loader.micro_batch]):
             raise LoopError(
                 f"steps(): loader {cut[0]} has micro_batch=, and a run of several loaders takes one batch of each in a"
@@ -100,6 +103,24 @@ class Feed:
                 "weighted in another way (a sum over the rows) says so by reading batch.weight"
             )
 
+    def _compare_streams(self, gather: Gather) -> None:
+        """When the position, which is the same on all ranks, has come to another mark. What a rank knows of the streams
+        depends on when it began to read them, so only marks of one number are compared."""
+        streams = [loader for loader in self._loaders.values() if isinstance(loader.dataset, Stream)]
+        at = tuple((one.cursor.epoch, one.cursor.index // one.dataset.every) for one in streams)
+        if at == self._read_alike:
+            return
+        told = gather([number for one in streams for number in _said_of(one.mark)])
+        for i in range(len(streams)):
+            known = {(said[3 * i], said[3 * i + 1], said[3 * i + 2]) for said in told if said[3 * i] >= 0}
+            if len({(epoch, index) for epoch, index, _ in known}) < len(known):
+                raise LoopError(
+                    "the ranks read other samples than each other from the same Stream, so that some samples are"
+                    " trained twice and others not at all. Let its source give the same in the same order on each rank:"
+                    " whole, not split by rank, and shuffled by set_epoch(epoch) and a seed alone"
+                )
+        self._read_alike = at
+
     def acknowledge(self) -> None:
         """The step is in the parameters."""
         self._given.clear()
@@ -112,9 +133,12 @@ class Feed:
         for loader in self._loaders.values():
             loader.rewind()
 
+    def moved(self) -> None:
+        """The world has changed: all its members compare anew what they read."""
+        self._agreed, self._read_alike = (), ()
+
     def reshard(self, rank: int, world_size: int) -> None:
-        """The world has changed."""
-        self._agreed = ()
+        """Read as this rank, which may be another's part: that is no reason to compare, because the others do not."""
         for loader in self._loaders.values():
             loader.reshard(rank, world_size)
 
@@ -149,21 +173,18 @@ class Feed:
                     " whole, with the same seed and batch on each rank: the session gives each rank its share"
                 )
 
-    def completed(self, world_size: int, same: Callable[[int], bool]) -> None:
-        """A step is complete on all ranks. Compares once an epoch of a world what a sampler has drawn. `same`: whether
-        all ranks say this number; collective. Raises LoopError."""
+    def completed(self, world_size: int, same: Callable[[int], bool], gather: Gather) -> None:
+        """A step is complete on all ranks. Compares once an epoch of a world what a sampler has drawn, and what streams
+        have read. `same`: whether all ranks say this number; `gather`: what each says; collective. Raises LoopError."""
+        if world_size == 1:
+            return
+        self._compare_streams(gather)
         drawn = [loader.drawn for loader in self._loaders.values()]
         epochs = tuple(d[0] for d in drawn if d is not None)
-        if not epochs or epochs == self._agreed or world_size == 1:
+        if not epochs or epochs == self._agreed:
             return
         said = sum(int(d[1], 16) for d in drawn if d is not None) % 2**62
         if not same(said):
-            if all(isinstance(loader.dataset, Stream) for loader in self._loaders.values() if loader.drawn is not None):
-                raise LoopError(
-                    "the ranks read other samples than each other from the same Stream, so that some samples are"
-                    " trained twice and others not at all. Let its source give the same in the same order on each rank:"
-                    " whole, not split by rank, and shuffled by set_epoch(epoch) and a seed alone"
-                )
             names = " and ".join(loader.cursor.order.removeprefix("drawn-1/") for loader in self._loaders.values())
             raise LoopError(
                 f"{names}: the ranks' samplers draw other samples than each other in epoch {epochs[0]}, so that some"
@@ -243,3 +264,10 @@ class _Endless(Iterator[Any]):
                 return next(self._epoch)
             except StopIteration:
                 self._epoch = None
+
+
+def _said_of(mark: Mark | None) -> tuple[int, int, int]:
+    """Epoch, index and digest of a mark, the first -1 if there is none."""
+    if mark is None or not mark.digest:
+        return -1, 0, 0
+    return mark.epoch, mark.index, int(mark.digest, 16) % 2**62

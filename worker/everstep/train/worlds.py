@@ -193,7 +193,7 @@ class Steady:
         if self._hooks is not None:
             self._hooks.check()
         if self._feed is not None:
-            self._feed.completed(self._size, self._boundary.same)
+            self._feed.completed(self._size, self._boundary.same, self._boundary.gather)
         self._census.completed(self._size, self._boundary.same)
         if self._check is not None:
             self._check.completed()
