@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any
 
 import pytest
 
-from everstep.train.advice import RESERVED, text_of
+from everstep.train.advice import text_of
 from everstep.train.carried import Carried
+from everstep.train.covered import OWN_NAMES, keyword
 
 
 def carried(name: str, line: int = 3, *, bound: bool = True) -> Carried:
@@ -27,7 +29,7 @@ def keys_of(text: str) -> list[str]:
     return [key.value for key in parsed.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 
 
-@pytest.mark.parametrize("name", RESERVED)
+@pytest.mark.parametrize("name", OWN_NAMES)
 def test_a_name_of_the_sessions_own_is_not_advised(name: str) -> None:
     text = text_of("train.py", [carried(name, bound=False)], {name: [1]})
     assert f"run.track({name}_2={name})" in text
@@ -36,6 +38,21 @@ def test_a_name_of_the_sessions_own_is_not_advised(name: str) -> None:
 def test_a_name_that_is_tracked_already_is_not_advised() -> None:
     text = text_of("train.py", [carried("seen", bound=False)], {"seen": [1]}, {"seen", "seen_2"})
     assert "run.track(seen_2_2=seen)" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "advised"),
+    [
+        ("ema.model", {"model"}, "ema_model"),
+        ("ema.model", {"model", "ema_model"}, "ema_model_2"),
+        ("ema.model", (), "model"),
+        ("batch.data", (), "batch_data"),
+        ("kept['x']", {"x"}, "kept"),
+        ("rng", (), "rng_2"),
+    ],
+)
+def test_what_is_refused_is_to_be_tracked_by_a_name_that_is_free(name: str, taken: Any, advised: str) -> None:
+    assert keyword(name, taken) == advised
 
 
 def test_a_variable_that_is_carried_in_two_places_is_written_once() -> None:

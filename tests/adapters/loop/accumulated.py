@@ -41,7 +41,8 @@ def main():
     accelerator.register_for_checkpointing(average)
 
     run = start(accelerator, "commits", every_steps=100)
-    completed = 0
+    carried = {"completed": 0}
+    run.track(carried=carried)
     for _ in run.epochs(2):
         model.train()
         for step, (inputs, labels) in enumerate(train_dataloader):
@@ -55,10 +56,10 @@ def main():
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 average.add(accelerator.unwrap_model(model)[0])
-                completed += 1
+                carried["completed"] += 1
             if step % 50 == 0:
                 accelerator.print(f"loss {loss.item():.4f}")
-    print(f"completed {completed}")
+    print(f"completed {carried['completed']}")
     accelerator.end_training()
 
 

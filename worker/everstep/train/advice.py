@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from everstep.train.carried import Carried
-from everstep.train.covered import word
+from everstep.train.covered import OWN_NAMES, word
 from everstep.train.known import MISSING, PARTS, held
 from everstep.train.taints import FORWARD, ITERATORS
 
 NAMED = 8  # variables in one text
-RESERVED = ("step", "data", "rng")  # what the session tracks by these names is its own
 _LONGEST = 60  # of a value that is written out
 
 
@@ -30,7 +29,7 @@ def text_of(file: str, found: list[Carried], values: Mapping[str, Any], taken: I
     ending = f"or, if nothing is lost with {them}, run.untracked({names})"
     return (
         f"{said}: a process that replaces a lost one starts without {them}. "
-        f"{'. '.join(_lines(found, values, {*taken, *RESERVED}))}{reduce if own is not None else ''}; {ending}"
+        f"{'. '.join(_lines(found, values, {*taken, *OWN_NAMES}))}{reduce if own is not None else ''}; {ending}"
     )
 
 

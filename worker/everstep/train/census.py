@@ -141,7 +141,17 @@ class Census:
         held = self._held()
         now = look((h for h in held.values() if self._is_free(h)), self._first)
         flow = self._flow if self._flow is not None else Flow({})
-        looks = Looks(self._first, self._begin, now, held, flow.reached, flow.overwritten, self._drawn, self._shapes())
+        looks = Looks(
+            self._first,
+            self._begin,
+            now,
+            held,
+            flow.reached,
+            flow.overwritten,
+            self._drawn,
+            self._shapes(),
+            self._state,
+        )
         found, others = judge(looks)
         new = [name for name in others if name not in self._told and not self.is_untracked(name)]
         self._told.update(new)
@@ -149,7 +159,8 @@ class Census:
             log.warning(
                 "%s change%s in the steps, and nothing that is tracked holds %s. If the parameters depend on it, %s; "
                 "if not, run.untracked(%s) says so",
-                ", ".join(new[:NAMED]), "" if len(new) > 1 else "s", "them" if len(new) > 1 else "it", track(new[0]),
+                ", ".join(new[:NAMED]), "" if len(new) > 1 else "s", "them" if len(new) > 1 else "it",
+                track(new[0], self._state),
                 ", ".join(map(repr, new[:NAMED])),
             )  # fmt: skip
         return [f for f in found if not self.is_untracked(f.name)]
@@ -212,7 +223,7 @@ class Census:
             if isinstance(o, torch.nn.Module):
                 self._modules.add(o)
             if (what := self._known(o, id(o) in named)) is not None:
-                raise LoopError(str(Finding(name, f"is {what}", track(name))))
+                raise LoopError(str(Finding(name, f"is {what}", track(name, self._state))))
 
     def _known(self, value: Any, named: bool) -> str | None:
         """What it is, if it is of use for training alone. One without a name may be garbage of something earlier."""
@@ -257,7 +268,7 @@ class Census:
             found = next((n for n, h in held.items() if h.value is parameter), None)
             subject = subject_of(found, held) if found is not None else "the_module"
             what = f"({found or f'of shape {list(parameter.shape)}'}) is trained by the tracked optimizer {name}"
-            raise LoopError(str(Finding(subject, what, track(subject))))
+            raise LoopError(str(Finding(subject, what, track(subject, self._state))))
         self._sizes[optimizer] = _size(optimizer)
 
     def _check_groups(self, optimizer: Optimizer) -> None:
@@ -285,7 +296,7 @@ class Census:
         older = optimizer in self._early or self._strangers.setdefault(optimizer, self._steps) != self._steps
         if moves or older:
             what = f"is an optimizer ({type(optimizer).__name__}) that steps"
-            raise LoopError(str(Finding(name, what, track(name))))
+            raise LoopError(str(Finding(name, what, track(name, self._state))))
 
 
 def _size(optimizer: Optimizer) -> int:

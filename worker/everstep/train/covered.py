@@ -6,7 +6,7 @@ in the `state_dict` of another tracked object. What else such an object reaches 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from everstep.checkpoint.sharding import is_sharded
 from everstep.train.holdings import walk
 from everstep.train.step import LoopError
 from everstep.train.switches import SWITCHES
+
+OWN_NAMES = ("step", "data", "rng")  # what the session tracks by these names is its own
 
 _OWN = torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler
 
@@ -145,6 +147,16 @@ def word(name: str) -> str:
         if part.isidentifier():
             return part
     return "state"
+
+
+def keyword(name: str, taken: Collection[str]) -> str:
+    """The same, and one by which nothing is tracked yet: those of a session's own, and `taken`."""
+    found, used = word(name), {*taken, *OWN_NAMES}
+    if found in used:
+        found = "_".join(part for part in name.replace("[", ".").split(".") if part.isidentifier()) or found
+    while found in used:
+        found = f"{found}_2"
+    return found
 
 
 def _memory(tensor: Any) -> int | None:

@@ -30,9 +30,10 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Union
 from everstep.data import ElasticLoader
-from everstep.train import advice, ending, evaluation, mistakes, once
+from everstep.train import ending, evaluation, mistakes, once
 from everstep.train.averaging import average
 from everstep.train.boundary import Boundary
+from everstep.train.covered import OWN_NAMES
 from everstep.train.loops import Loops
 from everstep.train.parting import leave_group
 from everstep.train.randomness import STATE, Rng, source_of
@@ -50,7 +51,7 @@ log = logging.getLogger("everstep.train")
 
 _started: list[Run] = []  # the last
 
-RESERVED = (*advice.RESERVED, BUCKETS, STATE, SWITCHES, once.KEY)
+RESERVED = (*OWN_NAMES, BUCKETS, STATE, SWITCHES, once.KEY)
 
 
 def start(

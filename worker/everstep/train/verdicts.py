@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from everstep.train.covered import word
+from everstep.train.covered import keyword, word
 from everstep.train.holdings import Held
 from everstep.train.marks import Mark, full_digest, mark_of_array, marks_of
 
@@ -48,8 +48,9 @@ class Finding:
         )
 
 
-def track(name: str) -> str:
-    return f"run.track({word(name)}={name}) before run.steps()"
+def track(name: str, taken: Collection[str] = ()) -> str:
+    """The line that tracks `name`; `taken`: what is tracked by now."""
+    return f"run.track({keyword(name, taken)}={name}) before run.steps()"
 
 
 def look(held: Iterable[Held], first: dict[str, Seen]) -> dict[str, Seen]:
@@ -82,6 +83,7 @@ class Looks:
 
     `held`: all that the script holds, by name. `reached`: what was seen to reach parameters. `overwritten`: what was,
     before it was read. `drawn`: generators that moved. `shapes`: of what is trained, a count for each tracked object.
+    `taken`: the names of those.
     """
 
     first: Mapping[str, Seen]
@@ -92,6 +94,7 @@ class Looks:
     overwritten: Collection[str]
     drawn: Collection[str]
     shapes: Collection[Counter[tuple[int, ...]]]
+    taken: Collection[str] = ()
 
 
 def judge(looks: Looks) -> tuple[list[Finding], list[str]]:
@@ -101,14 +104,17 @@ def judge(looks: Looks) -> tuple[list[Finding], list[str]]:
     for name in moved:
         if _is_parameter(looks.held[name].value):
             subject = subject_of(name, looks.held)
-            found[subject] = Finding(subject, f"holds parameters that move ({name})", track(subject))
+            found[subject] = Finding(subject, f"holds parameters that move ({name})", track(subject, looks.taken))
     for name in sorted(looks.reached):
         if (finding := _reaching(name, looks, moved)) is not None:
             found.setdefault(finding.name, finding)
     for subject in _copies(moved, looks):
-        found.setdefault(subject, Finding(subject, "holds copies of the parameters that move", track(subject)))
+        found.setdefault(
+            subject, Finding(subject, "holds copies of the parameters that move", track(subject, looks.taken))
+        )
     for name in looks.drawn:
-        line = f"{track(name)}, and each step sets it (or draw from run.shared_rng, which is the same on all ranks)"
+        line = f"{track(name, looks.taken)}, and each step sets it"
+        line += " (or draw from run.shared_rng, which is the same on all ranks)"
         found.setdefault(name, Finding(name, "is a random generator that moves in a step", line))
     open_ = sorted({subject_of(name, looks.held) for name in moved if name not in looks.overwritten} - found.keys())
     return [found[name] for name in sorted(found)], open_
@@ -129,9 +135,9 @@ def _reaching(name: str, looks: Looks, moved: list[str]) -> Finding | None:
     begin, now = looks.begin[name], looks.now.get(name)
     if name in moved:
         subject = subject_of(name, looks.held)
-        line = track(subject)
+        line = track(subject, looks.taken)
         if isinstance(looks.held[subject].value, torch.nn.Module) and subject != name:
-            line = f"self.register_buffer({word(name)!r}, …) in {subject}, and {track(subject)}"
+            line = f"self.register_buffer({word(name)!r}, …) in {subject}, and {track(subject, looks.taken)}"
         what = "changes from step to step" + ("" if subject == name else f" ({name})")
         return Finding(subject, f"{what}, and the loss depends on it", line)
     if now is not None and now.held() is begin.held():
@@ -143,7 +149,8 @@ def _reaching(name: str, looks: Looks, moved: list[str]) -> Finding | None:
     what = "is carried from one step to the next, and the loss depends on it"
     kept = word(name)
     line = (
-        f"carried = {{{kept!r}: {name}}} and run.track(carried=carried) before run.steps(), and use carried[{kept!r}]"
+        f"carried = {{{kept!r}: {name}}} and run.track({keyword('carried', looks.taken)}=carried) before run.steps(), "
+        f"and use carried[{kept!r}]"
     )
     return Finding(name, what, line)
 

@@ -125,6 +125,15 @@ class Prepared:
             if self._own is not None:
                 self._own.end()
 
+    def track(self, **objects: Any) -> None:
+        """What else makes up the training state, such as a dict that the loop counts in: see `Run.track`. Before the
+        loop over epochs."""
+        self._session.track(**objects)
+
+    def untracked(self, *names: str) -> None:
+        """What training changes and may be lost with its process: see `Run.untracked`."""
+        self._session.untracked(*names)
+
     def train(self, fn: Callable[[Any], Any]) -> None:
         """Call `fn` with each batch that is left of the present epoch, on the accelerator's device; again with those of
         a step in which a peer was lost. A mapping that it returns is logged."""
