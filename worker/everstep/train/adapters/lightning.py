@@ -111,9 +111,8 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._fresh = self._begun = self._ended = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if (
-            stage == "fit" and self._recovery is not None
-        ):  # Lightning sets up its checkpoint callbacks behind all others
+        # Lightning sets up its checkpoint callbacks behind all others: their folders are not chosen yet.
+        if stage == "fit" and self._recovery is not None:
             self._chosen = tuple(c for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", "") is None)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
