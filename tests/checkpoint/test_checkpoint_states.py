@@ -11,7 +11,7 @@ import enum
 import fractions
 import pathlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,16 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 import everstep
 from everstep.checkpoint import StateMismatch, tree
 from everstep.checkpoint import state as state_module
+from everstep.checkpoint.memory import span
 from everstep.storage import MemoryStore
 
 FEW, MANY = 200, 10_000
 
 
 def times(examples: int, *phases: Phase) -> settings:
+    """`make test` has the same states each time; other ones are drawn where many are, in `make soak`."""
     return settings(
-        max_examples=examples, deadline=None, database=None, report_multiple_bugs=False,
+        max_examples=examples, deadline=None, database=None, report_multiple_bugs=False, derandomize=examples < MANY,
         suppress_health_check=list(HealthCheck), phases=phases or list(Phase),
     )  # fmt: skip
 
@@ -66,6 +68,19 @@ def is_filled(value: Any) -> bool:
     return isinstance(value, filled) and states.fillable(value)
 
 
+def partly_shared(parts: Iterable[Any]) -> set[int]:
+    """By identity, the tensors and arrays whose memory is partly another's, which may be given memory of their own."""
+    spans = {}
+    for part in parts:
+        if isinstance(part, torch.Tensor) and part.layout is torch.strided:
+            spans[id(part)] = span(part)
+        elif isinstance(part, np.ndarray):
+            spans[id(part)] = np.lib.array_utils.byte_bounds(part)
+    listed = sorted((begin, end, number) for number, (begin, end) in spans.items())
+    pairs = [(a, b) for i, a in enumerate(listed) for b in listed[i + 1 :] if b[0] < a[1] and a[:2] != b[:2]]
+    return {number for pair in pairs for *_, number in pair}
+
+
 def check(described: dict[str, states.Object]) -> None:
     """Save a state; read it as it is, and into a blank one of the same form. Raises `AssertionError`."""
     store = committed(states.build(described))
@@ -75,6 +90,7 @@ def check(described: dict[str, states.Object]) -> None:
     into = states.build(described, blank=True)
     plain = [key for key, target in described.items() if target.kind == "value"]
     before = {key: [(path, part) for path, part in parts_of(into[key]) if is_filled(part)] for key in plain}
+    crossed = partly_shared([part for parts in before.values() for _, part in parts])
     everstep.load(store=store, state=into)
     for key, value in want.items():
         now = into[key]
@@ -82,7 +98,7 @@ def check(described: dict[str, states.Object]) -> None:
             same(value, now)
             after = dict(parts_of(now))
             for path, part in before[key]:
-                if after.get(path) is not part and path in after:
+                if after.get(path) is not part and path in after and id(part) not in crossed:
                     raise AssertionError(f"{key}{path}: {type(part)} was replaced")
         elif isinstance(value, torch.nn.Module):
             own_parts, parts = dict(value.state_dict()), dict(now.state_dict())
@@ -366,13 +382,15 @@ def _replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "refilled", lambda live, tree, *_, **__: tree)
 
 
-PLANTED = [_swapped, _ties_without_strides, _lists_for_tuples, _no_conjugate, _replaced]
+RARE = pytest.mark.long  # only some thousand states hold two such tensors
+PLANTED = [_swapped, _lists_for_tuples, _no_conjugate, _replaced, pytest.param(_ties_without_strides, marks=RARE)]
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__.strip("_"))
+@pytest.mark.timeout(600)
 def test_planted_defect_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     @given(states.states)
-    @times(1000, Phase.generate)
+    @times(MANY - 1, Phase.generate)
     def checked(described: dict[str, states.Object]) -> None:
         check(described)
 

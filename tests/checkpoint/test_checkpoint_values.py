@@ -12,6 +12,7 @@ from torch import nn
 
 import everstep
 from everstep.checkpoint import StateMismatch
+from everstep.storage import MemoryStore
 
 NESTED = "v/x"
 
@@ -191,3 +192,23 @@ def test_step_that_is_no_integer_is_named(tmp_path: Path) -> None:
             with pytest.raises(TypeError, match=f"{name}="):
                 run.verify(**{name: wrong})  # type: ignore[arg-type]
     assert run.restore({"a": 0}, step=np.int64(5)) == 5  # type: ignore[arg-type]
+
+
+def test_value_under_a_key_that_equals_nothing_is_filled_in_place() -> None:
+    store = MemoryStore()
+    nan = float("nan")
+    saved = {"one": {nan: [4], (nan,): torch.tensor(5.0)}}
+    with everstep.Checkpointer(store=store) as run:
+        run.restore(saved)
+        run.save(1, saved).wait(30)
+    state: dict[str, Any] = {"one": {float("nan"): (filled := [0]), (nan,): (weight := torch.tensor(0.0))}}
+    everstep.load(store=store, state=state)
+    assert (filled, weight.item()) == ([4], 5.0)
+    assert [*state["one"].values()] == [[4], weight]
+
+
+def test_keys_that_would_be_one_when_they_are_read_are_refused() -> None:
+    nan = float("nan")
+    for held in ({nan: 1, float("nan"): 2}, {(1, nan): 1, (1, float("nan")): 2}):
+        with pytest.raises(StateMismatch, match=r"^odd: two of its keys are .*nan"):
+            everstep.Checkpointer(store=MemoryStore()).restore({"odd": held})

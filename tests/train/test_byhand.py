@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +166,15 @@ def test_ranks_whose_samplers_draw_otherwise_are_refused_once_an_epoch() -> None
         sampler = WeightedRandomSampler([weight] + [1.0] * 39, 40)
         return feed(loader(sampler=sampler, generator=torch.Generator().manual_seed(1)), rank)
 
+    def no_streams(numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        raise AssertionError(f"there is no stream to say {numbers} of")
+
     def said(one: Feed) -> list[int]:
         numbers: list[int] = []
         for _ in range(7):  # of five steps an epoch
             next(one)
             one.acknowledge()
-            one.completed(2, lambda number: numbers.append(number) is None)
+            one.completed(2, lambda number: numbers.append(number) is None, no_streams)
         return numbers
 
     first, alike = said(drawn(0, 1.0)), said(drawn(1, 1.0))
@@ -181,7 +184,7 @@ def test_ranks_whose_samplers_draw_otherwise_are_refused_once_an_epoch() -> None
     next(other)
     other.acknowledge()
     with pytest.raises(LoopError, match=r"WeightedRandomSampler: the ranks' samplers draw other samples .* in epoch 0"):
-        other.completed(2, lambda number: number == first[0])
+        other.completed(2, lambda number: number == first[0], no_streams)
 
 
 def test_a_batch_that_is_unpacked_as_a_dataloaders_is_refused_with_what_to_write(tmp_path: Path) -> None:

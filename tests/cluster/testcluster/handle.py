@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testcluster import controlplane, kindcluster, load, programs, project
-from testcluster.proc import ClusterError, run
+from testcluster.proc import ClusterError, CommandError, run
 from testcluster.s3 import Account
+
+FREEZES = 5  # attempts to pause a node
 
 S3_IN_CLUSTER = "http://s3.s3.svc:7070"
 
@@ -52,7 +54,13 @@ class Cluster:
     def pause_node(self, name: str) -> None:
         """The node's processes freeze and its connections stay open."""
         self._own("pausing a node")
-        run("docker", "pause", name)
+        for left in reversed(range(FREEZES)):
+            try:
+                run("docker", "pause", name)
+                return
+            except CommandError:  # on a busy machine runc gives up before all processes stand still
+                if not left:
+                    raise
 
     def start_node(self, name: str) -> None:
         """Bring back what `kill_node` or `pause_node` took. Ready may precede kube-proxy and DNS there."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect
+from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,13 +73,14 @@ def refilled(live: Any, tree: Any, taken: Taken, keep: bool = False, cast: bool 
 
 
 def _refilled_mapping(live: Any, tree: dict[Any, Any], taken: Taken, keep: bool, cast: bool) -> Any:
-    # A key that is a member of an enumeration equals the plain one that the commit has.
-    own = {(type(key.value), key.value): key for key in live if isinstance(key, enum.Enum)}
-    keys = [own.get((type(key), key), key) for key in tree]
+    # Those that Python does not find by what the commit has: a member of an enumeration, NaN, or a tuple with it.
+    names = Counter(_name(key) for key in live)
+    own = {name: key for key in live if names[name := _name(key)] == 1}
+    keys = [own.get(_name(key), key) for key in tree]
     mutable = isinstance(live, MutableMapping)
     if mutable:
         taken.objects.add(id(live))
-    values = [refilled(live.get(key), value, taken, keep, cast) for key, value in tree.items()]
+    values = [refilled(live.get(key), value, taken, keep, cast) for key, value in zip(keys, tree.values(), strict=True)]
     found = dict(zip(keys, values, strict=True))
     if not mutable:  # a view of another mapping, or a frozen one
         return type(live)({**live, **found} if keep else found)
@@ -86,6 +88,11 @@ def _refilled_mapping(live: Any, tree: dict[Any, Any], taken: Taken, keep: bool,
         live.clear()
     live.update(found)
     return live
+
+
+def _name(key: Any) -> tuple[type, Any]:
+    plain = key.value if isinstance(key, enum.Enum) else key
+    return type(plain), repr(plain) if isinstance(plain, float | tuple) else plain
 
 
 def _refilled_tensor(live: torch.Tensor, tree: torch.Tensor, taken: Taken, cast: bool) -> torch.Tensor:

@@ -7,6 +7,7 @@ they were. Whatever has no tag here is refused by name: there is no fallback to 
 from __future__ import annotations
 
 import base64
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -88,6 +89,12 @@ class Flattener:
             [self.flatten(k, f"{path} (key)", depth + 3), self.flatten(v, join(path, k), depth + 3)]
             for k, v in value.items()
         ]
+        seen = set[str]()
+        for key, pair in zip(value, pairs, strict=True):
+            assert isinstance(pair, list)
+            if (said := json.dumps(pair[0])) in seen:
+                raise StateMismatch(f"{path}: two of its keys are {key!r}, and would be one when they are read")
+            seen.add(said)
         return {"$dict": pairs}
 
     def _numpy(self, value: object, path: str) -> Json:
