@@ -1,4 +1,4 @@
-"""What the scripts of `benchmarks/adapters.py` share: each optimizer step is written down, and rank 1 is killed once.
+"""Shared by the scripts of `benchmarks/adapters.py`: each optimizer step is written down, and rank 1 is killed once.
 
 `FOLDER` is the script's first argument. `FOLDER/steps` has a line a step: seconds of the machine's clock, rank, pid.
 """

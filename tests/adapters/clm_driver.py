@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from dying import die_once
 from transformers import Trainer
 
 FOLDER, SCRIPT, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -26,11 +26,7 @@ trainers: list[Any] = []
 def reach(trainer: Any, point: str) -> None:
     if f"{trainer.state.global_step}:{point}" != KILL or os.environ["RANK"] != "1":
         return
-    try:
-        (FOLDER / "killed").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
+    die_once(FOLDER)
 
 
 def watch() -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from dying import die_once
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
@@ -28,11 +28,7 @@ def reach(module: Any, point: str) -> None:
     wanted, _, place = KILL.rpartition("@")
     if f"{module.trainer.global_step}:{point}" != place or module.trainer.global_rank != int(wanted or "1"):
         return
-    try:
-        (FOLDER / "killed").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
+    die_once(FOLDER)
 
 
 def watch() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
+from dying import die_once
 from torch.nn.parallel import DistributedDataParallel
 
 FOLDER, SCRIPT, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "-"
@@ -38,11 +38,7 @@ def reach(*points: str) -> None:
     points = (*points, *(f"{point}{int(made[-1].sync_gradients)}" for point in points))
     if KILL not in [f"{steps()}:{point}" for point in points] or (rank != "1" and not KILL.endswith("all")):
         return
-    try:
-        (FOLDER / ("killed" if rank == "1" else f"killed-{rank}")).touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
+    die_once(FOLDER, "killed" if rank == "1" else f"killed-{rank}")
 
 
 def watch() -> None:

@@ -8,7 +8,6 @@ Rank 1 kills itself once in that step, at that point; each step's beginning is w
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
+from dying import die_once
 from torch.utils.data import DataLoader, Dataset
 
 from everstep.train.adapters.accelerate import start
@@ -39,11 +39,7 @@ class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def reach(step: int, point: str) -> None:
     if f"{step}:{point}" != KILL or os.environ["RANK"] != "1":
         return
-    try:
-        (FOLDER / "killed").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
+    die_once(FOLDER)
 
 
 def main() -> None:

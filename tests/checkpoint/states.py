@@ -1,7 +1,7 @@
 """States of all kinds that a script may hold, drawn by Hypothesis.
 
-What is drawn is a description, of which the same state is built as often as one likes, or a blank one of the same form:
-what a script has before it restores. The module says too what of each value a commit holds, by rules of its own.
+Hypothesis draws a description. From it the same state can be built as often as needed, or a blank one of the same form,
+as a script has it before it restores. The module also says, by rules of its own, what a commit holds of each value.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """What goes under a key of a state: a value itself, an object, or a module of tensors."""
+    """One key of a state holds this: a value itself, an object, or a module of tensors."""
 
     kind: str
     item: Any

@@ -67,7 +67,7 @@ def models_save(root: str, which: str) -> Result:
     found = {}
     for kind in KINDS:
         state = model_of(kind, which, 1)
-        # What tensor parallelism leaves alone is the same on several ranks, which its own mesh does not tell.
+        # Tensor parallelism leaves some tensors whole: several ranks hold the same, and nothing in a tensor tells it.
         given = {k: everstep.Union(v) if kind in ("tp", "fsdp_tp") and k != "epoch" else v for k, v in state.items()}
         with everstep.Checkpointer(f"{root}/{dist.get_world_size()}-{kind}") as run:
             run.restore(given)

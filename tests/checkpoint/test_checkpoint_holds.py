@@ -3,7 +3,7 @@
 import itertools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,19 +250,25 @@ def check(store: ObjectStore, record: CommitRecord, granted: bool, deleted: bool
     assert all(shards_left(store, record)) != deleted, why
 
 
+def in_every_order(
+    original: MemoryStore, one: Callable[[Any], bool], other: Callable[[Any], bool]
+) -> Iterator[tuple[tuple[int, ...], MemoryStore, bool, bool]]:
+    """Of the first ten calls of the two: which are the other's, the store afterwards, and both answers."""
+    for ones in itertools.chain.from_iterable(itertools.combinations(range(10), k) for k in range(11)):
+        store = MemoryStore()
+        store.objects = dict(original.objects)
+        yield ones, store, *act(store, [int(i in ones) for i in range(10)], [one, other])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_hold_and_deletion_that_meet_never_both_succeed_in_any_order(runs: Any, kind: str) -> None:
-    # Case 84, exhaustively: every order of the first ten calls of the two.
+    # Case 84, exhaustively.
     original = MemoryStore()
     runs(original).save(1, 2)
     record = Catalog(original).find(1)
     seen = set[tuple[bool, bool]]()
-    for ones in itertools.chain.from_iterable(itertools.combinations(range(10), k) for k in range(11)):
-        store = MemoryStore()
-        store.objects = dict(original.objects)
-        granted, deleted = act(
-            store, [int(i in ones) for i in range(10)], [lambda s: hold(s, record, kind), lambda s: delete(s, record)]
-        )
+    held, gone = (lambda s: hold(s, record, kind)), (lambda s: delete(s, record))
+    for ones, store, granted, deleted in in_every_order(original, held, gone):
         seen.add((granted, deleted))
         check(store, record, granted, deleted, ones)
     assert {(True, False), (False, True)} <= seen
@@ -317,12 +323,8 @@ def test_hold_and_compaction_of_a_commit_without_shards_never_both_succeed_in_an
     original = MemoryStore()
     record = without_shards(original)
     seen = set[tuple[bool, bool]]()
-    for ones in itertools.chain.from_iterable(itertools.combinations(range(10), k) for k in range(11)):
-        store = MemoryStore()
-        store.objects = dict(original.objects)
-        granted, deleted = act(
-            store, [int(i in ones) for i in range(10)], [lambda s: hold(s, record, kind), lambda s: compact(s, record)]
-        )
+    held, gone = (lambda s: hold(s, record, kind)), (lambda s: compact(s, record))
+    for ones, store, granted, deleted in in_every_order(original, held, gone):
         seen.add((granted, deleted))
         read = CommitLog(store).read(record.n)
         assert isinstance(read, CommitRecord), ones

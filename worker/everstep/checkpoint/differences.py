@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,25 +52,24 @@ def of_commit(store: ObjectStore, record: CommitRecord) -> Source:
 
 def differences(one: Source, other: Source) -> Iterator[Difference]:
     """What differs, by name. Names of tensors are their places in the state: of tied ones each has one."""
-    places, others = _places(one), _places(other)
-    for name in sorted({*places, *others}):
-        if name not in others:
+    here, there = _Tree.of(one), _Tree.of(other)
+    for name in sorted({*here.leaves, *there.leaves}):
+        if name not in there.leaves:
             yield Difference(name, "missing", f"only in {one.what}")
-        elif name not in places:
+        elif name not in here.leaves:
             yield Difference(name, "added", f"only in {other.what}")
         else:
-            found = _compared(name, one, places[name], other, others[name])
+            found = _compared(name, one, here.leaves[name], other, there.leaves[name])
             if found is not None:
                 yield found
-    kinds, theirs = _kinds(one), _kinds(other)
-    for name in sorted(kinds.keys() & theirs.keys()):
-        if kinds[name] != theirs[name]:
-            yield Difference(name, "value", f"{kinds[name]} → {theirs[name]}")
+    for name in sorted(here.kinds.keys() & there.kinds.keys()):
+        if here.kinds[name] != there.kinds[name]:
+            yield Difference(name, "value", f"{here.kinds[name]} → {there.kinds[name]}")
 
 
 def value_at(source: Source, name: str) -> Any:
     """The tensor or value of this name, decoded. Raises `KeyError` if there is none."""
-    place = _places(source)[name]
+    place = _Tree.of(source).leaves[name]
     if isinstance(place, _Tensor):
         return _read(source, place.entry)
     return unflatten(place, {}, name)
@@ -78,7 +77,7 @@ def value_at(source: Source, name: str) -> Any:
 
 def names_of(source: Source) -> tuple[str, ...]:
     """All names, sorted."""
-    return tuple(sorted(_places(source)))
+    return tuple(sorted(_Tree.of(source).leaves))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,75 +85,62 @@ class _Tensor:
     entry: str
 
 
-def _places(source: Source) -> dict[str, _Tensor | Json]:
-    found: dict[str, _Tensor | Json] = {}
-    for key, body in sorted(source.bodies.items()):
-        if isinstance(body, dict):
-            _collect(body["tree"], key, found)
-    return found
+@dataclass(slots=True)
+class _Tree:
+    """What a source holds, by path: the leaves, and what each container is, in words. Leaves of the same names may lie
+    in another container."""
 
+    leaves: dict[str, _Tensor | Json] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
 
-def _kinds(source: Source) -> dict[str, str]:
-    """What each container is, in words: leaves of the same names may lie in another one."""
-    slashed = sorted(key for key in source.bodies if "/" in key.removeprefix("@"))
-    found = {"(the state)": f"a state with the keys {', '.join(map(repr, slashed))}" if slashed else "a state"}
-    for key, body in source.bodies.items():
-        if isinstance(body, dict):
-            _collect_kinds(body["tree"], key, found)
-    return found
+    @classmethod
+    def of(cls, source: Source) -> _Tree:
+        slashed = sorted(key for key in source.bodies if "/" in key and not key.startswith("@"))
+        found = cls()
+        found.kinds["(the state)"] = f"a state with the keys {', '.join(map(repr, slashed))}" if slashed else "a state"
+        for key, body in sorted(source.bodies.items()):
+            if isinstance(body, dict):
+                found.add(body["tree"], key)
+        return found
 
+    def add(self, tree: Json, path: str) -> None:
+        """An empty container is a leaf too. Of two leaves that have one path, as those of the keys "0" and 0 of a dict,
+        the second has a "~" behind it."""
+        items: list[tuple[str | int, Json]] = []
+        kind = ""
+        match tree:
+            case {"$tensor": str() as entry} | {"$ndarray": str() as entry} if _is_tag(tree):
+                self.leaves[self._free(path)] = _Tensor(entry)
+                return
+            case {"$tuple": list() as values}:
+                kind, items = "a tuple", list(enumerate(values))
+            case list() as values:
+                kind, items = "a list", list(enumerate(values))
+            case {"$dict": list() as pairs}:
+                items = [(_key(p[0]), p[1]) for p in sorted(pairs, key=json.dumps) if isinstance(p, list)]
+                odd = sorted(json.dumps(p[0]) for p in pairs if isinstance(p, list) and not isinstance(p[0], str))
+                kind = f"a dict with the keys {', '.join(odd)}" if odd else "a dict"
+            case dict() if not _is_tag(tree):
+                kind, items = "a dict", list(tree.items())
+        if kind:
+            self.kinds[path] = kind
+        if not items:
+            self.leaves[self._free(path)] = tree
+        for name, value in items:
+            self.add(value, join(path, name))
 
-def _collect_kinds(tree: Json, path: str, found: dict[str, str]) -> None:
-    items: Iterable[tuple[Any, Json]] = ()
-    match tree:
-        case {"$tuple": list() as values}:
-            found[path], items = "a tuple", enumerate(values)
-        case list() as values:
-            found[path], items = "a list", enumerate(values)
-        case {"$dict": list() as pairs}:
-            items = [(_key(pair[0]), pair[1]) for pair in pairs if isinstance(pair, list)]
-            odd = sorted(
-                json.dumps(pair[0]) for pair in pairs if isinstance(pair, list) and not isinstance(pair[0], str)
-            )
-            found[path] = f"a dict with the keys {', '.join(odd)}" if odd else "a dict"
-        case dict() if not _is_tag(tree):
-            found[path], items = "a dict", tree.items()
-    for name, value in items:
-        _collect_kinds(value, join(path, name), found)
+    def _free(self, path: str) -> str:
+        while path in self.leaves:
+            path += "~"
+        return path
 
 
 def _key(encoded: Json) -> str | int:
     return encoded if isinstance(encoded, str | int) else json.dumps(encoded)
 
 
-def _collect(tree: Json, path: str, found: dict[str, _Tensor | Json]) -> None:
-    """The leaves of an encoded tree by their paths; an empty container is a leaf. Of two that have one path, as the
-    keys "0" and 0 of a dict, the second has a "~" behind it."""
-    match tree:
-        case {"$tensor": str() as entry} | {"$ndarray": str() as entry} if isinstance(tree, dict) and _is_tag(tree):
-            found[_free(path, found)] = _Tensor(entry)
-        case {"$tuple": list() as items} | (list() as items) if items:
-            for at, value in enumerate(items):
-                _collect(value, join(path, at), found)
-        case {"$dict": list() as pairs} if pairs:
-            for pair in sorted(pairs, key=json.dumps):
-                assert isinstance(pair, list)
-                _collect(pair[1], join(path, _key(pair[0])), found)
-        case dict() if tree and not _is_tag(tree):
-            for name, value in tree.items():
-                _collect(value, join(path, name), found)
-        case _:
-            found[_free(path, found)] = tree
-
-
-def _free(path: str, found: Mapping[str, object]) -> str:
-    while path in found:
-        path += "~"
-    return path
-
-
-def _is_tag(tree: dict[str, Json]) -> bool:
-    return len(tree) == 1 and next(iter(tree)).startswith("$")
+def _is_tag(tree: Json) -> bool:
+    return isinstance(tree, dict) and len(tree) == 1 and next(iter(tree)).startswith("$")
 
 
 def _compared(name: str, one: Source, a: _Tensor | Json, other: Source, b: _Tensor | Json) -> Difference | None:

@@ -90,9 +90,8 @@ class Flattener:
             for k, v in value.items()
         ]
         seen = set[str]()
-        for key, pair in zip(value, pairs, strict=True):
-            assert isinstance(pair, list)
-            if (said := json.dumps(pair[0])) in seen:
+        for key in (key for key in value if isinstance(key, float | tuple)):  # others are one in the mapping itself
+            if (said := json.dumps(self.flatten(key, path))) in seen:
                 raise StateMismatch(f"{path}: two of its keys are {key!r}, and would be one when they are read")
             seen.add(said)
         return {"$dict": pairs}

@@ -5,7 +5,9 @@ Knows no format. Invariant: a file that is not as large as the index says is nev
 
 from __future__ import annotations
 
+import importlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,14 +78,14 @@ class Files:
         return f"{self.root.rstrip('/')}/{name}" if self.root else name
 
 
-class Opener:
+class Opener(ABC):
     """Opens a shard of one format: a base for those of `everstep.data.sources`. Has to be picklable."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
 
-    def __call__(self, name: str) -> Sequence[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, name: str) -> Sequence[Any]: ...
 
 
 class Opened(Sequence[Any]):
@@ -129,6 +131,14 @@ def sharded(
                 " epoch, shuffle=True many times", opener.files.root, sum(sizes.values()), cache.bytes,
             )  # fmt: skip
     return ShardedDataset(shards, opener, transform=transform, open_limit=open_limit, identity=identity)
+
+
+def library(module: str, reads: str, package: str) -> Any:
+    """A module of an optional library. `reads`: what needs it and for what, in words. Raises DataError."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        raise DataError(f"{reads}, which cannot be imported ({e}): pip install {package}") from e
 
 
 def _scheme(url: str) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep.data.cache import Cache
-from everstep.data.errors import DataError, DatasetUnusable
+from everstep.data.errors import DatasetUnusable
 from everstep.data.shards import Shard, ShardedDataset
-from everstep.data.sources.files import Files, Opened, Opener, sharded
+from everstep.data.sources.files import Files, Opened, Opener, library, sharded
 
 INDEX = "index.json"
 
@@ -105,8 +105,4 @@ class _OpenChunk(Opener):
 
 
 def _library() -> Any:
-    try:
-        from litdata.streaming import item_loader  # noqa: PLC0415  the library is optional
-    except ImportError as e:
-        raise DataError(f"litdata() reads with litdata, which cannot be imported ({e}): pip install litdata") from e
-    return item_loader
+    return library("litdata.streaming.item_loader", "litdata() reads with litdata", "litdata")

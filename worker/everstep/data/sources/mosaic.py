@@ -15,7 +15,7 @@ from typing import Any
 from everstep.data.cache import Cache
 from everstep.data.errors import DataError, DatasetUnusable
 from everstep.data.shards import Shard, ShardedDataset
-from everstep.data.sources.files import Files, Opened, Opener, sharded
+from everstep.data.sources.files import Files, Opened, Opener, library, sharded
 
 INDEX = "index.json"
 
@@ -128,9 +128,4 @@ def _entries(files: Files) -> dict[str, dict[str, Any]]:
 
 
 def _library() -> Any:
-    try:
-        from streaming.base import format as found  # noqa: PLC0415  the library is optional
-    except ImportError as e:
-        raise DataError(f"mds() reads with MosaicML Streaming, which cannot be imported ({e}): pip install "
-                        "mosaicml-streaming") from e  # fmt: skip
-    return found
+    return library("streaming.base.format", "mds() reads with MosaicML Streaming", "mosaicml-streaming")

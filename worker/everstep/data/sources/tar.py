@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from everstep.data.cache import Cache
-from everstep.data.errors import DataError, DatasetUnusable
+from everstep.data.errors import DatasetUnusable
 from everstep.data.shards import Shard, ShardedDataset
-from everstep.data.sources.files import Files, Opened, Opener, sharded
+from everstep.data.sources.files import Files, Opened, Opener, library, sharded
 
 Counts = Mapping[str, Any] | str | os.PathLike[str]
 # What webdataset leaves out of samples unless it is told otherwise.
@@ -185,9 +185,4 @@ def _from_file(path: str) -> Mapping[str, Any]:
 
 
 def _library() -> Any:
-    try:
-        from webdataset import tariterators  # noqa: PLC0415  the library is optional
-    except ImportError as e:
-        raise DataError(f"webdataset() groups samples with webdataset, which cannot be imported ({e}): pip install "
-                        "webdataset") from e  # fmt: skip
-    return tariterators
+    return library("webdataset.tariterators", "webdataset() groups samples with webdataset", "webdataset")
