@@ -19,6 +19,7 @@ TESTS = HERE.parent / "tests"
 sys.path[:0] = [str(HERE), str(TESTS / "rendezvous"), str(TESTS / "cluster"), str(TESTS)]
 from figures import Better, Figure, finish, parser, quantile
 from silent_machines import in_turn
+from testcluster import packages
 
 GOALS = {"heard": None, "formed": 4.0}
 
@@ -28,6 +29,7 @@ def main() -> int:
     p.add_argument("--trials", type=int, default=20)
     args = p.parse_args()
     trials = 1 if args.quick else args.trials
+    packages.ensure(packages.NETWORKS, "this benchmark's network")
     with tempfile.TemporaryDirectory() as folder, in_turn(Path(folder), trials) as measure:
         found = [measure() for _ in range(trials)]
     figures = []

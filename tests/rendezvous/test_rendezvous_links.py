@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,7 @@ class Heard:
     def __init__(self) -> None:
         self.said: list[tuple[str, str, float]] = []
         self.answers = True  # whether others can be told
+        self._times: Counter[str] = Counter()  # that the document has of each pair
         self._lock = threading.Lock()
 
     def lost(self, agent: str, why: str) -> bool:
@@ -38,7 +40,9 @@ class Heard:
 
     def unreached(self, agent: str) -> int:
         self._say("unreached", agent)
-        return sum((what, who) == ("unreached", agent) for what, who, _ in self.said) if self.answers else 0
+        if self.answers:
+            self._times[agent] += 1
+        return self._times[agent] if self.answers else 0
 
     def reached(self, agent: str) -> bool:
         self._say("reached", agent)
@@ -178,13 +182,17 @@ def test_members_that_are_far_apart_are_looked_at_in_turn(machines: Machines, mo
         crew.close()
 
 
-def test_what_could_not_be_told_is_told_again(machines: Machines) -> None:
+def test_what_could_not_be_told_is_told_again_without_another_attempt(machines: Machines) -> None:
+    """A store has no leader for a moment when the machine that is lost held it: the round waits for no attempt."""
     crew = Crew(machines, "ab")
     try:
         crew.meet()
         crew.heard["a"].answers = False
         machines.drop("a", "b")
-        until(lambda: crew.said().count(("a", "unreached", "b")) >= 2)
+        with without_a_processor() as late:
+            until(lambda: crew.said().count(("a", "unreached", "b")) >= 2)
+            first, second = [at for what, _, at in crew.heard["a"].said if what == "unreached"][:2]
+            assert second - first < links_module.LOOK_AGAIN + late()
         crew.heard["a"].answers = True
         machines.heal()
         crew.heard["a"].when("reached", "b")

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
-from urllib3.exceptions import HTTPError, NameResolutionError
+from urllib3.exceptions import HTTPError, NameResolutionError, ReadTimeoutError
 from urllib3.exceptions import SSLError as TransportSSLError
 
 from everstep.contract.answers import is_refusal, words
@@ -38,11 +38,11 @@ PIECE = 64 * 1024  # bytes read at once
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds, and how often an address that does not answer is tried."""
+    """Seconds, and how often an address that does not answer is tried: half as often where replies are late."""
 
-    connect: float = 1.0
+    connect: float = 0.5  # behind a Service each try may name, or be, a machine that is lost: ask again soon
     reply: float = 5.0  # an operator asks its API server, too
-    tries: int = 2
+    tries: int = 4
     unauthorized: float = 60.0  # for which 401 is no final answer to an agent that was accepted before
 
 
@@ -135,8 +135,8 @@ class OperatorCalls:
 
     def _ask(self, wanted: _Call) -> Reply:
         """At the configured address, and where it points to."""
-        why = ""
-        for _ in range(self._limits.tries):
+        why, left = "", self._limits.tries
+        while left > 0:
             try:
                 found, at = self._send(self._url, wanted), self._url
                 if found.status == 307:
@@ -144,6 +144,7 @@ class OperatorCalls:
                     found = self._send(at, wanted)
             except HTTPError as e:
                 why = _explain(e)
+                left -= 2 if isinstance(e, ReadTimeoutError) else 1
                 continue
             if found.status == 307:
                 raise StoreUnavailable(f"{at} was named as the operator's leader and names another: it is not settled")

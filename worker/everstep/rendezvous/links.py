@@ -9,7 +9,8 @@ grow with the world. Who was never reached is not called gone, because a firewal
 document. A stopped process keeps its connections: it is the lease's.
 
 Invariants: who said that two do not reach each other looks again until they do, whatever round it is in, and says so
-when they did for as long as `probation` asks. Who found another gone says so until that was told to all.
+when they did for as long as `probation` asks. Who found another gone says so until that was told to all; who found one
+silent says so for `PATIENCE` seconds, and then looks again.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ DETECTED = 5.0  # seconds at most: two beats, QUIET, ATTEMPTS and their rest
 REFUSALS = 3  # by a port that was never open to this agent
 SOON = 0.005  # seconds after the first attempt in a row that showed nothing
 PAUSE = 0.3  # seconds after a later one, at most
-TELL_AGAIN = 0.2  # seconds until a death that could not be told is told again: all wait for that
+TELL_AGAIN = 0.2  # seconds until what could not be told is told again: all wait for that
 LOOK_AGAIN = 1.0  # seconds between attempts, where none came through
-PATIENCE = 5.0  # seconds for each of these
+PATIENCE = 5.0  # seconds for each of these, and for which what one found is told
 FIRST_LAP = 0.25  # seconds between two far members, the first time
 LATER_LAPS = 2.0
 MOST_FOLLOWED = 64
@@ -215,8 +216,12 @@ class _Follower:
         if not self.unreached:
             log.warning("%s", why)
             self.unreached, self._times = True, 0
-        if not self._times:
+        # The round ends when one of the two says so: it waits for a store that has no leader yet, not for an attempt.
+        until = time.monotonic() + PATIENCE
+        while not self._times:
             self._times = self._listener.unreached(self._member.agent)
+            if self._times or time.monotonic() >= until or self._stopped.wait(TELL_AGAIN):
+                break
 
     def _hold(self, sock: socket.socket) -> None:
         """Until the connection ends or nothing comes through it, or this is stopped."""
