@@ -15,10 +15,11 @@ from everstep.rendezvous.joining import Settings
 from everstep_operator.shell.presence import LEASE
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMED = re.compile(r"`((?:tests|worker|operator|benchmarks)/[\w/.]+\.(?:py|txt))(?:::(\w+))?`")
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
+TODAY = re.compile(r"^\| \*\*(.+?)\*\* \|.*In the code: (.*)\|$", re.MULTILINE)
 
 
 def test_lease_that_the_docs_and_figures_are_about_is_the_default() -> None:
@@ -49,3 +50,16 @@ def test_tests_files_and_links_that_a_document_names_exist(path: Path) -> None:
             missing.append(f"{file}::{name}" if name else file)
     missing += [link for link in LINK.findall(CODE.sub("", text)) if not (path.parent / link).exists()]
     assert not missing
+
+
+def test_names_that_the_glossary_gives_for_the_code_are_in_the_code() -> None:
+    """A name that was renamed is to leave the glossary with it."""
+    code = "\n".join(path.read_text() for folder in ("operator", "worker") for path in (ROOT / folder).rglob("*.py"))
+    names = set(re.findall(r"\w+", code))
+    given = [
+        (word, name)
+        for word, names_of_word in TODAY.findall((ROOT / "docs/glossary.md").read_text())
+        for name in re.findall(r"`(\w+)`", names_of_word)
+    ]
+    assert given
+    assert not [(word, name) for word, name in given if name not in names]
