@@ -7,12 +7,14 @@ the files, to be reviewed as a diff.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 FOLDER = Path(__file__).with_name("transcripts")
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 def replay(world: object, text: str) -> str:
@@ -49,3 +51,8 @@ def compare(path: Path, world: object) -> None:
 
 def test_transcripts_exist() -> None:
     assert len(list(FOLDER.glob("*.txt"))) >= 10
+
+
+def test_transcript_that_contributing_shows_ends_as_it_says(elastic_world: ModuleType) -> None:
+    commands, end = re.findall(r"^```text\n(.*?)^```$", CONTRIBUTING.read_text(), re.DOTALL | re.MULTILINE)
+    assert replay(elastic_world.ElasticWorld(), commands).endswith(f"----\n{end}")
