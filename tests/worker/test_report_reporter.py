@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -268,6 +269,24 @@ def test_redirect_leads_to_the_leader_with_body_and_token(operator: Operator, tm
         assert reporter.flush(30)
     assert operator.phases == ["start", "train"]
     assert operator.tokens == ["Bearer secret"] * 2
+
+
+@pytest.mark.parametrize("location", ["{root}/login", "{url}?next=1", "https://{host}/v1/report", "/login"])
+def test_token_goes_to_no_page_that_something_in_between_sends_requests_to(
+    location: str, operator: Operator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    root, host = operator.url.removesuffix(REPORT_PATH), urlsplit(operator.url).netloc
+    with serving() as between:
+        between.answer = lambda: (307, {"Location": location.format(root=root, url=operator.url, host=host)})
+        reporter = Reporter(between.url, str(token))
+        reporter.step(1)
+        eventually(lambda: "the pod's token goes with it" in caplog.text)
+        assert not operator.tokens
+        between.answer = lambda: (307, {"Location": operator.url})
+        assert reporter.flush(30), "and what was to be said is said when it is gone"
+    assert operator.phases == ["start", "train"]
 
 
 def test_redirect_loop_ends_and_training_goes_on(operator: Operator) -> None:

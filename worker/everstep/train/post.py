@@ -1,7 +1,8 @@
 """One bounded HTTP POST that follows the operator's redirect to its leader.
 
 `urllib.request` refuses to repeat a POST after a 307, hence `http.client`. Knows nothing of what it sends. Every
-wait has a bound, and the token leaves only over the configured scheme: a redirect from https to http is not followed.
+wait has a bound. The token goes only to where the operator's own redirect leads: the same scheme and path, as with the
+rendezvous; what answers in its place, and sends requests to a page of its own, does not get it.
 Only what the operator itself says is final: whatever else answers in its place does so for a while.
 """
 
@@ -53,8 +54,11 @@ def _onward(target: SplitResult, location: str) -> SplitResult:
         onward = _parse(urljoin(target.geturl(), location))
     except ValueError as e:
         raise PostError(f"{target.geturl()} redirects to {location[:200]!r}: {e}") from e
-    if onward.scheme != target.scheme:
-        raise PostError(f"{target.geturl()} redirects from {target.scheme} to {onward.scheme}")
+    if (onward.scheme, onward.path, onward.query) != (target.scheme, target.path, target.query):
+        raise PostError(
+            f"{target.geturl()} redirects to {location[:200]!r}: only the same scheme and path at another host:port are"
+            " followed, because the pod's token goes with it"
+        )
     return onward
 
 
