@@ -1,6 +1,7 @@
 """Shared by the scripts of `benchmarks/adapters.py`: each optimizer step is written down, and rank 1 is killed once.
 
-`FOLDER` is the script's first argument. `FOLDER/steps` has a line a step: seconds of the machine's clock, rank, pid.
+`FOLDER` is the script's first argument. `FOLDER/steps` has a line a step: seconds of the machine's clock, pid, and the
+number of the optimizer's step, which a new process takes over with its state.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ def watch() -> None:
         os.rename(FOLDER / "killed.part", FOLDER / "killed")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def behind(*_: Any) -> None:
+    def behind(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         taken[0] += 1
+        number = max(int(state["step"]) for state in optimizer.state.values())
         with (FOLDER / "steps").open("a") as file:
-            file.write(f"{time.monotonic()} {dist.get_rank()} {os.getpid()}\n")
+            file.write(f"{time.monotonic()} {os.getpid()} {number}\n")
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(behind)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from everstep.agent.arguments import MODULES, read
-from everstep.agent.preload import MOST_BYTES, MOST_NAMES, preloaded
+from everstep.agent.preload import LATE, MOST_BYTES, MOST_NAMES, preloaded
 
 
 def script(folder: Path, text: str, name: str = "train.py") -> str:
@@ -32,6 +32,12 @@ def script(folder: Path, text: str, name: str = "train.py") -> str:
             ("everstep.train.adapters.huggingface:EverstepCallback",),
         ),
         ("from everstep.train.adapters import lightning\n", ("everstep.train.adapters:lightning",)),
+        # `datasets` comes with it: `prepare` imports that, for seconds in which the others wait for a new process.
+        ("from accelerate import Accelerator\n", ("accelerate:Accelerator", "datasets")),
+        (
+            "from everstep.train.adapters.accelerate import start\n",
+            ("everstep.train.adapters.accelerate:start", "datasets"),
+        ),
         ("import os\nos.environ['HF_HOME'] = '/data'\nimport transformers\n", ()),
         ("import os\ndef f():\n    os.environ.setdefault('A', 'b')\nimport transformers\n", ()),
         ("from os import environ\nenviron.update(A='b')\nimport transformers\n", ()),
@@ -44,6 +50,13 @@ def script(folder: Path, text: str, name: str = "train.py") -> str:
 )
 def test_slow_libraries_are_found_in_the_text(text: str, found: tuple[str, ...], tmp_path: Path) -> None:
     assert preloaded(script(tmp_path, text)) == found
+
+
+def test_what_a_library_imports_late_is_left_out_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LATE, "accelerate", "not_installed_here")
+    assert preloaded(script(tmp_path, "from accelerate import Accelerator\n")) == ("accelerate:Accelerator",)
 
 
 def test_modules_beside_the_script_are_followed(tmp_path: Path) -> None:

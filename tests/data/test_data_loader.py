@@ -414,3 +414,18 @@ def test_importing_everstep_data_and_its_decisions_loads_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"global_batch": 6.0}, r"global_batch=6\.0: a whole number is expected, not a float"),
+        ({"global_batch": 6, "seed": "abc"}, "seed='abc': a whole number is expected, not a str"),
+        ({"global_batch": 6, "micro_batch": 1.5}, r"micro_batch=1\.5: a whole number is expected"),
+        ({"global_batch": True}, "global_batch=True: a whole number is expected"),
+    ],
+)
+def test_what_is_no_whole_number_is_refused_by_name(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        ElasticLoader(Numbers(20), **wrong)
+    assert ElasticLoader(Numbers(20), global_batch=np.int64(6)).state_dict()["global_batch"] == 6

@@ -136,6 +136,11 @@ def _letters(name: str) -> Iterator[str]:
     [
         (lambda: ShardedDataset([], _letters), DatasetUnusable, "without shards"),
         (lambda: Shard("a", 0), DatasetUnusable, "shard 'a' has length 0"),
+        (
+            lambda: ShardedDataset([Shard("a", 1), Shard("b", 1), Shard("a", 1)], _letters),
+            DatasetUnusable,
+            "shard 'a' 2 times.*Name each shard once.*Mixture",
+        ),
         (lambda: ShardedDataset([Shard("a", 1)], _letters, open_limit=0), DataError, "open_limit=0"),
         (lambda: ShardedDataset([Shard("a", 4)], _letters)[3], DatasetUnusable, "declared with 4 .* holds 3: declare"),
         (lambda: ShardedDataset([Shard("a", 2)], _letters)[1], DatasetUnusable, "declared with 2 .* holds more"),

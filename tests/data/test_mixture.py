@@ -15,6 +15,7 @@ from everstep.data import (
     Blocks,
     DataError,
     DatasetChanged,
+    DatasetUnusable,
     ElasticLoader,
     Mixture,
     PositionMismatch,
@@ -121,8 +122,14 @@ def test_weights_are_whole_numbers_in_their_smallest_form() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: Mixture({}), DataError, r"a mapping of names to \(dataset, weight\) is expected"),
-        (lambda: Mixture({"a": [1, 2, 3]}), DataError, r"a mapping of names to \(dataset, weight\)"),
+        (lambda: Mixture({}), DataError, "names with datasets and weights are expected"),
+        (lambda: Mixture({"a": [1, 2, 3]}), DataError, "names with datasets and weights are expected"),
+        (lambda: Mixture([[1], [2]]), DataError, r'weights are expected: {"web": \(web, 0\.7\)'),  # type: ignore[arg-type]
+        (
+            lambda: Mixture({"a": ([1], 1), "b": ([], 1)}),
+            DatasetUnusable,
+            "source 'b' of the mixture: dataset list has 0",
+        ),
         (lambda: Mixture({"a": ([1], 0)}), DataError, "weight 0 of 'a': a number above 0"),
         (lambda: Mixture({"a": ([1], float("nan"))}), DataError, "weight nan of 'a'"),
         (lambda: Mixture({"a": ([1], 0.123457), "b": ([1], 1)}), DataError, "repeat after 1123457 samples.*round them"),

@@ -178,8 +178,18 @@ def test_default_collate_and_pinning_see_only_the_samples() -> None:
         (lambda: Stream(iter([1]), 1), DataError, "an iterator can be read once"),
         (lambda: Stream(3, 1), DataError, "something that can be iterated"),
         (lambda: Stream([1], 0), DataError, "length=0"),
+        (lambda: Stream([1], 1.0), DataError, r"Stream\(length\)=1\.0: a whole number is expected"),  # type: ignore[arg-type]
+        (
+            lambda: ElasticLoader(Shards(), global_batch=1),
+            DatasetUnusable,
+            r"pass everstep\.data\.Stream\(dataset, leng",
+        ),
         (lambda: ElasticLoader(Stream([1], 1), global_batch=1, shuffle=True), DataError, "shuffle= with a Stream"),
-        (lambda: list(ElasticLoader(Stream([1, 2], 3), global_batch=3)), DatasetUnusable, "the source ended after 2"),
+        (
+            lambda: list(ElasticLoader(Stream([1, 2], 3), global_batch=3)),
+            DatasetUnusable,
+            "the source ended after 2.*If oth",
+        ),
         (lambda: list(ElasticLoader(Stream([1, 2, 3], 2), global_batch=2)), DatasetUnusable, "the source has more"),
         (
             lambda: TakenOver(DataLoader(Shards()), ranks=1, world=World(0, 1)),
@@ -191,3 +201,17 @@ def test_default_collate_and_pinning_see_only_the_samples() -> None:
 def test_what_is_no_stream_is_refused_with_the_fix(call: Any, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+class Broken:
+    """Cannot be read at its third sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (0, 1)
+        raise OSError("bad block")
+
+
+def test_error_of_the_source_says_of_which_and_where() -> None:
+    with pytest.raises(OSError, match="bad block") as found:
+        list(ElasticLoader(Stream(Broken(), 4), global_batch=1))
+    assert "raised by the source of Stream(Broken, length=4), for its sample 2 of epoch 0" in found.value.__notes__

@@ -314,6 +314,55 @@ def test_rank_that_a_function_of_the_loop_asks_for_is_refused(tmp_path: Path, mo
         read(tmp_path, RANK.format(test="True", does="keep('text')"))
 
 
+READ = """
+import argparse, os
+{bound}
+for step in steps():
+    {used}
+"""
+
+
+@pytest.mark.parametrize(
+    ("bound", "used"),
+    [
+        ("rank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])", "lr = 0.1 * size"),
+        ("rank: int = int(os.getenv('RANK', 0))", "save = rank == 0"),
+        ("rate = 0.1 * int(os.environ['WORLD_SIZE'])", "lr = rate"),
+        ("main = True if int(os.environ['RANK']) == 0 else False", "save = main"),
+        ("ddp_rank = int(os.environ['RANK']); seed = 1337 + ddp_rank", "draw = seed"),
+        ("main = os.environ.get('RANK') in (None, '0')", "save = main"),
+        ("here = max(int(os.environ.get('RANK', 0)), 0)", "save = here == 0"),
+    ],
+)
+def test_rank_is_found_in_what_was_computed_from_it(
+    bound: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(LoopError, match=r"was read from the environment"):
+        read(tmp_path, READ.format(bound=bound, used=used))
+
+
+@pytest.mark.parametrize(
+    ("bound", "used"),
+    [
+        ("model = list([1]) if 'RANK' in os.environ else [1]", "model.append(1)"),
+        ("model = list([1]) if int(os.environ['WORLD_SIZE']) > 1 else [1]", "model.append(1)"),
+        ("ddp = int(os.environ.get('RANK', -1)) != -1", "synced = not ddp or True"),
+        ("rank = os.environ.get('RANK'); ddp = rank is not None", "synced = ddp"),
+        ("rank = int(os.environ.get('RANK', -1)); ddp = rank >= 0", "synced = ddp"),
+        ("arguments = argparse.Namespace(rank=os.environ['RANK'])", "print(arguments)"),
+        ("device = 'cpu:' + os.environ['LOCAL_RANK']", "where = device"),
+    ],
+)
+def test_what_is_chosen_where_there_are_ranks_at_all_is_no_rank(
+    bound: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    read(tmp_path, READ.format(bound=bound, used=used))
+
+
 @pytest.mark.parametrize("test", ["RANK == 0", "main", "log('text')"])
 def test_rank_that_was_read_before_the_loop_may_decide_who_prints(
     test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,19 +1,23 @@
 """What of a script's imports the warm parent imports before it, because they take tens of seconds: Hugging Face's and
 Lightning's.
 
-The script is read, not run, with the modules beside it that it imports. Invariant: nothing is imported that the script
-does not import itself; and nothing at all if the script may set an environment variable, because libraries read many of
-them when they are imported. What cannot be read is left alone: the process itself tells of it.
+The script is read, not run, with the modules beside it that it imports. Invariant: nothing is imported that the script,
+or a library at its call, does not import itself; and nothing at all if the script may set an environment variable,
+because libraries read many of them when they are imported. What cannot be read is left alone: the process itself tells
+of it.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 # Imported in the names of what a script takes from them: `transformers` alone imports next to nothing.
 SLOW = ("transformers", "accelerate", "datasets", "peft", "trl", "evaluate", "lightning", "pytorch_lightning")
+# What these import in a function that every script calls: `accelerator.prepare(loader)`.
+LATE = {"accelerate": "datasets"}
 OURS = "everstep"  # whose adapters bring them
 MOST_FILES = 32
 MOST_BYTES = 2**20  # of a file
@@ -41,6 +45,7 @@ def preloaded(script: str) -> tuple[str, ...]:
                 return ()  # one of the user's own that is named so
             if top in SLOW or f"{module}.".startswith(f"{OURS}.train.adapters."):
                 found.append(f"{module}:{name}" if name else module)
+                found += [late for library, late in LATE.items() if library in module.split(".") and _is_there(late)]
             else:
                 waiting += _beside(Path(script).parent, module)
     return tuple(dict.fromkeys(found))[:MOST_NAMES]
@@ -53,6 +58,11 @@ def _read(path: Path) -> ast.Module | None:
         return ast.parse(text) if len(text) <= MOST_BYTES else None
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def _is_there(module: str) -> bool:
+    """Whether the library is installed, and no file of the user's is named so."""
+    return importlib.util.find_spec(module) is not None and not _beside(Path.cwd(), module)
 
 
 def _beside(folder: Path, module: str) -> list[Path]:

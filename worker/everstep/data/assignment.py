@@ -14,10 +14,12 @@ step's first sample as a filler with weight 0: it keeps the rank in the collecti
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from everstep.data.errors import BatchUnusable, DatasetUnusable
+from everstep.data.errors import BatchUnusable, DataError, DatasetUnusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,16 @@ class Share:
     def rows(self) -> int:
         """How many samples are read: `count`, or 1 for a filler."""
         return max(self.count, 1)
+
+
+def whole(name: str, value: Any) -> int:
+    """`value`, which may be a numpy integer, as an int. Raises DataError for what is no whole number."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise DataError(f"{name}={value!r}: a whole number is expected, not a {type(value).__name__}")
 
 
 def check_batch(global_batch: int, world_size: int, micro_batch: int | None) -> None:

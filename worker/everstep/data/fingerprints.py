@@ -38,6 +38,12 @@ class Fingerprint:
         return ", ".join(parts)
 
 
+_FORWARD = (
+    "pass everstep.data.Stream(dataset, length=…) if it can only be read forward, or describe its shards and their"
+    " lengths with everstep.data.ShardedDataset"
+)
+
+
 def length_of(dataset: Any) -> int:
     """The number of samples. Raises DatasetUnusable for a dataset without length, without indexing, or empty."""
     name = type(dataset).__name__
@@ -46,13 +52,12 @@ def length_of(dataset: Any) -> int:
     except (TypeError, NotImplementedError) as e:
         raise DatasetUnusable(
             f"dataset {name} has no length: a position in it cannot be found again. Give it __len__ and __getitem__,"
-            " or describe its shards and their lengths with everstep.data.ShardedDataset"
+            f" or {_FORWARD}"
         ) from e
     # torch's IterableDataset has a __getitem__, which only raises.
     if not hasattr(dataset, "__getitem__") or any(c.__name__ == "IterableDataset" for c in type(dataset).__mro__):
         raise DatasetUnusable(
-            f"dataset {name} can only be iterated: samples are read by index. Give it __getitem__, or describe its"
-            " shards and their lengths with everstep.data.ShardedDataset"
+            f"dataset {name} can only be iterated: samples are read by index. Give it __getitem__, or {_FORWARD}"
         )
     if not 1 <= length <= MAX_N:
         raise DatasetUnusable(f"dataset {name} has {length} samples: between 1 and {MAX_N} are expected")

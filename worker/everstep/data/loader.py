@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from everstep.data.assignment import Epoch, World
+from everstep.data.assignment import Epoch, World, whole
 from everstep.data.batch import Batch, Weight
 from everstep.data.cursor import Cursor, check_changes, parse
 from everstep.data.draws import Draws, digest, drawn_by
@@ -102,6 +102,8 @@ class ElasticLoader:
         persistent_workers: bool = True,
         multiprocessing_context: Any = DEFAULT_CONTEXT,
     ) -> None:
+        global_batch, seed = whole("global_batch", global_batch), whole("seed", seed)
+        micro_batch = None if micro_batch is None else whole("micro_batch", micro_batch)
         found = fingerprint(dataset, identity=dataset_id, hash_samples=hash_samples)
         if sampler is not None and shuffle is not None:
             raise DataError(f"shuffle={shuffle!r} and a sampler: the sampler is the order; leave out shuffle=")

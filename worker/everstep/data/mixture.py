@@ -9,8 +9,8 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from everstep.data.errors import DataError
-from everstep.data.fingerprints import fingerprint
+from everstep.data.errors import DataError, DatasetUnusable
+from everstep.data.fingerprints import Fingerprint, fingerprint
 from everstep.data.mixing import VERSION, MixedOrder, Part, places_of
 from everstep.data.order import Drawn, Own, Shuffle, label, shuffle_of
 from everstep.data.shards import blocks_of
@@ -37,15 +37,17 @@ class Mixture:
         length: int | None = None,
         shuffle: bool | Shuffle = True,
     ) -> None:
-        if not sources or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in sources.values()):
-            raise DataError("Mixture: a mapping of names to (dataset, weight) is expected, with one at least")
+        pairs = list(sources.values()) if isinstance(sources, Mapping) else []
+        if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            example = '{"web": (web, 0.7), "code": (code, 0.3)}'
+            raise DataError(f"Mixture: names with datasets and weights are expected: {example}")
         self._names = [str(name) for name in sources]
         self.datasets = [dataset for dataset, _ in sources.values()]
         self._shuffle = shuffle_of(shuffle)
         if isinstance(self._shuffle, Own | Drawn):
             raise DataError(f"Mixture(shuffle={shuffle!r}): pass True, False or Blocks(size=…, window=…)")
         places = places_of({str(name): weight for name, (_, weight) in sources.items()})
-        self._found = [fingerprint(dataset) for dataset in self.datasets]
+        self._found = [_found(name, dataset) for name, dataset in zip(self._names, self.datasets, strict=True)]
         self._parts = [
             Part(name, places[name], found.length, blocks_of(dataset, self._shuffle))
             for name, dataset, found in zip(self._names, self.datasets, self._found, strict=True)
@@ -83,3 +85,10 @@ class Mixture:
         name = f"mixture-{VERSION}/{places}/length={self._length}/{label(self._shuffle)}"
         parts, length, shuffle = tuple(self._parts), self._length, self._shuffle
         return Own(name, length, lambda seed, epoch: MixedOrder(parts, length, shuffle, seed, epoch))
+
+
+def _found(name: str, dataset: Any) -> Fingerprint:
+    try:
+        return fingerprint(dataset)
+    except DatasetUnusable as e:
+        raise DatasetUnusable(f"source {name!r} of the mixture: {e}") from e

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -52,6 +52,12 @@ class ShardedDataset:
     ) -> None:
         if not shards:
             raise DatasetUnusable("a ShardedDataset without shards: pass at least one")
+        names = Counter(shard.name for shard in shards)
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            raise DatasetUnusable(
+                f"a ShardedDataset with shard {twice[0]!r} {names[twice[0]]} times: each of its samples would come so"
+                " often in an epoch. Name each shard once; to take some data more often, use everstep.data.Mixture"
+            )
         if open_limit < 1:
             raise DataError(f"open_limit={open_limit}: at least 1 open shard is expected")
         self.shards = tuple(shards)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
 
+from everstep.data.assignment import whole
 from everstep.data.cursor import Cursor
 from everstep.data.errors import DataError, DatasetUnusable, PositionMismatch
 from everstep.data.fingerprints import digest_of
@@ -110,9 +111,10 @@ class Stream:
                 f"Stream({type(source).__name__}): an iterator can be read once, and a stream is read again in each"
                 " epoch and after a loss: pass an object whose __iter__ begins from the front"
             )
-        if length < 1 or every < PROBED:
+        if whole("Stream(length)", length) < 1 or whole("Stream(every)", every) < PROBED:
             raise DataError(f"Stream(length={length}, every={every}): at least 1 and {PROBED} are expected")
         self._source, self._length, self._transform, self._every = source, length, transform, every
+        self._described = f"Stream({type(source).__name__}, length={length})"
         self._says = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
         self._epoch = 0
         self._marks: list[Mark] = []
@@ -230,7 +232,11 @@ class Stream:
             self._probe = Mark(self._epoch, at, self._state(), ""), hashlib.blake2b(digest_size=8)
         elif self._expected is not None and at == self._expected.index:
             self._probe = self._expected, hashlib.blake2b(digest_size=8)
-        sample = next(self._rest, _END)
+        try:
+            sample = next(self._rest, _END)
+        except Exception as e:
+            e.add_note(f"raised by the source of {self._described}, for its sample {at} of epoch {self._epoch}")
+            raise
         if sample is _END:
             self._stop()
             raise self._wrong(f"ended after {at}")
@@ -242,8 +248,9 @@ class Stream:
 
     def _wrong(self, what: str) -> DatasetUnusable:
         return DatasetUnusable(
-            f"Stream({type(self._source).__name__}, length={self._length}): the source {what} in epoch {self._epoch}:"
-            " declare its true length, the same in each epoch, or cut it to that (dataset.take(length))"
+            f"{self._described}: the source {what} in epoch {self._epoch}:"
+            " declare its true length, the same in each epoch, or cut it to that (dataset.take(length)). If other ranks"
+            " found another length, the source gives each rank a part of its own: let it give all of them everything"
         )
 
     def _state(self) -> str:

@@ -29,6 +29,7 @@ from everstep.train.covered import Covered, word
 from everstep.train.holdings import is_script, variables
 from everstep.train.known import PARTS, Known, constant, held, kind_of
 from everstep.train.patterns import path_of
+from everstep.train.read_ranks import bound, read_ranks
 from everstep.train.scripts import Script
 from everstep.train.sources import code_of, definition, tree_of
 from everstep.train.step import LoopError
@@ -38,7 +39,6 @@ log = logging.getLogger("everstep.train")
 
 UNREAD = "the text of the loop could not be read for variables that it carries"
 MODULES = 10_000
-_RANKS = frozenset({"RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _TALKS = frozenset({"print", "info", "debug", "warning", "log", "write", "set_postfix", "set_description"})
 
 
@@ -212,7 +212,7 @@ def _texts_of_loop(
 
 def _is_of_run(place: _Place, name: str) -> bool:
     """Whether the loop over epochs gives it a value that comes from the run's own count of steps."""
-    given = (n.value for n in _bound(place.tree) if any(path_of(t) == name for t in n.targets))
+    given = (value for target, value in bound(place.tree) if path_of(target) == name)
     return any(isinstance(part, ast.Attribute) and part.attr == "step" for value in given for part in ast.walk(value))
 
 
@@ -233,16 +233,7 @@ def _check_generator(place: _Place) -> None:
 
 def _check_rank(place: _Place) -> None:
     """A process keeps its variables when it is given another rank."""
-    names = dict[str, int]()
-    for bound in _bound(place.tree):
-        parts = list(ast.walk(bound.value))
-        reads = any((path_of(part) or "").endswith(("environ", "getenv")) for part in parts)
-        rank = reads and any(isinstance(part, ast.Constant) and part.value in _RANKS for part in parts)
-        derived = isinstance(bound.value, ast.Compare | ast.Name | ast.Attribute) and any(
-            path_of(part) in names for part in parts
-        )
-        if (rank or derived) and not _is_in(bound, place.loop):
-            names |= {path: bound.lineno for t in bound.targets if (path := path_of(t)) is not None}
+    names = read_ranks(place.tree, (place.loop.lineno, _end(place.loop)))
     runs = [part for body in _reached(place) for part in ast.walk(body)] if names else []
     quiet = {id(part) for n in runs if _only_talks(n) for part in ast.walk(n)}
     for n in runs:
@@ -252,7 +243,7 @@ def _check_rank(place: _Place) -> None:
             raise LoopError(
                 f"{path} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[path]} of "
                 f"{place.name}), and the loop uses it in line {n.lineno}: after a process was lost the ranks may be "
-                f"others. Write run.rank or run.world_size in the loop in place of {path}"
+                f"others. Write run.rank or run.world_size in the loop in place of {path}, or compute it there"
             )
 
 
@@ -266,15 +257,6 @@ def _reached(place: _Place) -> list[ast.stmt]:
             if (function := functions.get(name)) is not None and function not in found:
                 found.append(function)
     return found
-
-
-def _bound(tree: ast.Module) -> Iterator[ast.Assign]:
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
-    return iter(sorted(found, key=lambda n: n.lineno))
-
-
-def _is_in(node: ast.stmt, loop: ast.stmt) -> bool:
-    return loop.lineno <= node.lineno <= _end(loop)
 
 
 def _only_talks(n: ast.AST) -> bool:
