@@ -103,3 +103,6 @@ def test_what_a_process_is_started_with_and_what_it_is_told_of_a_round_is_the_sa
     alone = environment(setting, 1, None, "/error")
     assert (alone["RANK"], alone["WORLD_SIZE"], alone["LOCAL_RANK"]) == ("0", "1", "1")
     assert "EVERSTEP_ROUND" not in alone
+    assert "EVERSTEP_LAST_RANK" not in alone
+    again = environment(setting, 1, None, "/error", last=round_)
+    assert (again["RANK"], again["WORLD_SIZE"], again["EVERSTEP_LAST_RANK"]) == ("0", "1", "3")

@@ -225,6 +225,7 @@ def test_sharded_job_whose_steps_cannot_be_voted_on_or_taken_back_is_refused() -
         ({}, 0),
         ({"WORLD_SIZE": "4", "RANK": "3", "EVERSTEP_WORKER_INDEX": "1"}, 3),
         ({"WORLD_SIZE": "1", "RANK": "0", "EVERSTEP_WORKER_INDEX": "3"}, 3),
+        ({"WORLD_SIZE": "1", "RANK": "0", "EVERSTEP_WORKER_INDEX": "3", "EVERSTEP_LAST_RANK": "5"}, 5),
         ({"WORLD_SIZE": "1", "RANK": "1", "EVERSTEP_WORKER_INDEX": "2", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}, 9),
     ],
 )

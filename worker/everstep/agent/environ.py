@@ -27,13 +27,19 @@ class Setting:
 
 
 def environment(
-    setting: Setting, slot: int, round_: Round | None, error_file: str, calls_file: str = ""
+    setting: Setting,
+    slot: int,
+    round_: Round | None,
+    error_file: str,
+    calls_file: str = "",
+    last: Round | None = None,
 ) -> dict[str, str]:
-    """Of local rank `slot`. Without a round it is a world of one, until the session brings it into a round."""
+    """Of local rank `slot`. Without a round it is a world of one, until the session brings it into a round. `last`: the
+    newest one that the agent was in."""
     found = dict(setting.inherited)
     if "OMP_NUM_THREADS" not in found and setting.processes > 1:
         found["OMP_NUM_THREADS"] = "1"
-    for name in (env.ROUND, env.RENDEZVOUS):  # of whatever started the agent
+    for name in (env.ROUND, env.RENDEZVOUS, env.LAST_RANK):  # of whatever started the agent
         found.pop(name, None)
     found |= of_round(slot, round_)
     found |= {
@@ -49,6 +55,8 @@ def environment(
         env.MOST_PROCESSES: str(max(round_.processes if round_ is not None else 1, setting.most)),
         env.CALLS_FILE: calls_file,
     }
+    if last is not None:
+        found[env.LAST_RANK] = str(last.first_process + slot)
     found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if setting.virtual_local_rank:
         found["LOCAL_RANK"] = "0"

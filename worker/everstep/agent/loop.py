@@ -278,7 +278,9 @@ class Agent:
                 "arguments": program.arguments,
                 "module": program.module,
                 "executable": program.executable,
-                "environment": environment(self._setting, slot, round_, str(files.error), str(files.calls)),
+                "environment": environment(
+                    self._setting, slot, round_, str(files.error), str(files.calls), self._state.round
+                ),
                 "stdout": files.stdout,
                 "stderr": files.stderr,
                 "stacks": str(files.stacks),

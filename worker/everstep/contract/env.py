@@ -49,5 +49,8 @@ MAX_RESTARTS = "EVERSTEP_MAX_RESTARTS"
 # Seconds that a process may take to come into an announced round before it is replaced.
 RECOVERY_SECONDS = "EVERSTEP_RECOVERY_SECONDS"
 
+# The rank that a new process's place had in the agent's newest round, for what a script builds before it has one.
+LAST_RANK = "EVERSTEP_LAST_RANK"
+
 # A file in which a training process keeps the names of its newest collectives, for when it cannot be asked any more.
 CALLS_FILE = "EVERSTEP_CALLS_FILE"

@@ -22,10 +22,13 @@ from everstep.train.world import Place
 
 
 def likely_rank(environ: Mapping[str, str]) -> int:
-    """That of the round in which the process was started; else what it would be if all workers were there. Only a job
-    that begins needs it to be right: later the state comes from others."""
+    """That of the round in which the process was started; else that of its place in its agent's newest round; else what
+    it would be if all workers were there. Where FSDP2 or tensor parallelism cuts, only a job that begins needs it to be
+    right: later the state comes from others."""
     if int(environ.get("WORLD_SIZE", "1")) > 1:
         return int(environ.get("RANK", "0"))
+    if last := environ.get(env.LAST_RANK):
+        return int(last)
     worker, processes = int(environ.get(env.WORKER_INDEX, "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
     return worker * processes + int(environ.get("LOCAL_RANK", "0"))
 
