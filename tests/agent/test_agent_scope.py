@@ -58,8 +58,9 @@ def test_groups_of_all_ranks_are_made_anew_in_each_round(tmp_path: Path) -> None
 # Each is run before `steps`, with what is said of it.
 REFUSED = {
     "dist.new_group([0])": "dist.new_group([0]) (<string>:1): a group of some ranks",
-    "dist.new_group([0, 1])": "run.mesh(shard=N)",
-    "dist.new_subgroups(1)": "dist.new_subgroups() (<string>:1): a group of some ranks",
+    "dist.new_group([0, 1])": "run.mesh(model=N)",
+    "dist.new_subgroups(2)": "dist.new_subgroups(2) (<string>:1): a group of some ranks",
+    "dist.new_subgroups(1)": "(<string>:1): a group of some ranks",
     "dist.new_subgroups_by_enumeration([[0], [1, 2]])": "(<string>:1): a group of some ranks",
     "from torch.distributed.device_mesh import init_device_mesh; init_device_mesh('cpu', (1,))": "run.mesh(shard=N)",
     "from torch.distributed.device_mesh import DeviceMesh; DeviceMesh('cpu', [0])": "(<string>:1): a mesh",
@@ -72,7 +73,7 @@ REFUSED = {
     "dist.shrink_group([2])": "dist.shrink_group() (<string>:1): a group of some ranks",
     "dist.group.WORLD.split_group([0, 1])": "split_group() (<string>:1): a group of some ranks",
     "from torch.distributed.pipelining import PipelineStage; PipelineStage(torch.nn.Linear(4, 4), 0, 3, "
-    "torch.device('cpu'))": "PipelineStage (<string>:1): a pipeline's stages",
+    "torch.device('cpu'))": "a stage of torch.distributed.pipelining (<string>:1): torch's stages agree",
     "dist.barrier()": "barrier (<string>:1): before steps() this process is alone",
     "dist.all_reduce(torch.ones(1))": "all_reduce (<string>:1): before steps()",
     "dist.all_gather_object([None], 1)": "all_gather_object (<string>:1): before steps()",

@@ -298,7 +298,7 @@ class Checkpointer:
             return SaveHandle(step, Failed(step, ready))
         writer, ranks = ready
         if self._holders.unions is None:
-            self._holders.meet({} if self._by_session else state, Alone() if self._by_session else ranks)
+            self._holders.meet(state, Alone() if self._by_session else ranks)  # a session marks on all ranks, or none
         problem: CheckpointError | None = writer.fenced or writer.refused
         if problem is None and (lost := sorted(self._keys - state.keys())):
             problem = StateMismatch(

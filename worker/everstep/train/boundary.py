@@ -52,6 +52,8 @@ class Boundary:
         self._intent = Intent(None)
         self._rank = 0
         self._check: Callable[[], None] = _nothing
+        # The state as a commit names it.
+        self.named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda state: state
         self._counted, self._step_seconds = time.monotonic(), 0.0  # of the newest step, with what came before it
         self.has_time = False  # when the run was asked to stop: for one more step, on all ranks
         self.step = 0
@@ -102,7 +104,7 @@ class Boundary:
         self._state = state
         if self._keeper is not None:
             with _exit_codes():
-                self.step = self._keeper.restore(state)
+                self.step = self._keeper.restore(self.named(state))
         return self.step
 
     @property
@@ -174,7 +176,7 @@ class Boundary:
             if agreed.stop:
                 self._preempt()
             if keeper is not None and (keeper.due_at(self.step) or agreed.save):
-                keeper.save(self.step, self._state)
+                keeper.save(self.step, self.named(self._state))
         if agreed.move:
             self._intent.settle()  # or those that leave first break it for the others
         return agreed.move
@@ -184,7 +186,7 @@ class Boundary:
         self.step = step
         if self._keeper is not None and not self._all(self._keeper.durable(step, None, self._check)):
             with _exit_codes():
-                self._keeper.save(step, self._state)
+                self._keeper.save(step, self.named(self._state))
 
     def same(self, number: int) -> bool:
         """Whether all ranks say this number, of at most 63 bits. Collective."""
@@ -257,7 +259,7 @@ class Boundary:
             return False
         if self._all(self._keeper.durable(self.step, remaining(), self._check)):
             return True
-        self._keeper.save(self.step, self._state)
+        self._keeper.save(self.step, self.named(self._state))
         return self._all(self._keeper.durable(self.step, remaining(), self._check))
 
     def _all(self, done: bool) -> bool:

@@ -392,9 +392,9 @@ class Loops:
     def _make_mesh(self, shape: Shape) -> None:
         if shape.readers > 1:
             if self._cuts.made:
-                raise LoopError(f"{shape} after a loader or a sampler was made: make the mesh first, because the ranks "
-                                "of a replica read the same data")  # fmt: skip
+                raise LoopError(f"{shape} after a loader or a sampler was made: the ranks of a replica read the same "
+                                "data, so make the mesh first")  # fmt: skip
             self._random.share(shape)
         self._asked = shape
-        self._shape, self._mesh = make_mesh(self.place, self._recovery, shape)
+        self._shape, self._mesh, self._boundary.named = make_mesh(self.place, self._recovery, shape)
         self._cuts.shape = self._random.shape = self._shape

@@ -1,7 +1,7 @@
 """The mesh that a script shards its model over, in each kind of world.
 
 Where peers may be lost it is ours, and lasts from round to round; elsewhere it is torch's own. Invariant: it has two
-dimensions, "replicate" and "shard" or "tensor", and neighbours in rank hold the shards of one replica.
+dimensions, "replicate" and "shard", "tensor" or "model", and neighbours in rank hold the shards of one replica.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from everstep.contract import env
+from everstep.train.places import Naming, naming
 from everstep.train.recovery.recovery import Recovery
 from everstep.train.shape import REPLICATE, Shape
 from everstep.train.step import LoopError
@@ -33,8 +34,14 @@ def likely_rank(environ: Mapping[str, str]) -> int:
     return worker * processes + int(environ.get("LOCAL_RANK", "0"))
 
 
-def make_mesh(place: Place, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any]:
-    """The mesh, and its shape: a process that runs alone, without a launcher, holds all shards as one."""
+def make_mesh(place: Place, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any, Naming]:
+    """The mesh, its shape, and how commits name the state: a process that runs alone, without a launcher, holds all
+    shards as one."""
+    shape, mesh = _made(place, recovery, shape)
+    return shape, mesh, naming(shape, mesh)
+
+
+def _made(place: Place, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any]:
     if recovery is not None:
         if env.MOST_PROCESSES in os.environ and all(size % shape.shards for size in place.sizes):
             raise LoopError(f"{shape}: the job has {_words(place.sizes)} processes, which are no whole replicas; start "

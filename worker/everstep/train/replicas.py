@@ -80,15 +80,20 @@ class Replicas:
         """A step is complete on all ranks. `same`: whether all ranks say this number of 63 bits; `gather`: what each
         rank says; both collective. `last`: no step follows. Raises `LoopError` if they have other parameters than each
         other."""
-        if not (self._own or self._averaged or self._apart or self._values or self._cut) or world_size == 1:
+        places = self._shape.places  # which differ in what they hold, and so compare whatever it is
+        held = self._own or self._averaged or self._apart or self._values or self._cut or places > 1
+        if not held or world_size == 1:
             return
         self._steps += 1
         if self._steps & (self._steps - 1) and not last:
             return
-        if self._apart:
+        of_all = same
+        if places > 1 and gather is not None:
+            same = _same_by_place(gather, places)
+        if self._apart or places > 1:
             self._compare_buffers(same)
-        self._compare_values(same)
-        if self._shape.readers > 1 and gather is not None:
+        self._compare_values(of_all)
+        if self._shape.readers > places and gather is not None:
             self._compare_shards(gather)
         if same(_digest(p for _, p in [*self._own, *self._averaged])):
             return
@@ -100,6 +105,12 @@ class Replicas:
                 "lost one the script's own variables are as at its start (a counter that sets a learning rate, the "
                 "best loss so far, weights kept aside): keep them in a dictionary that is tracked, "
                 "`kept = {'count': 0}` and run.track(kept=kept) before run.steps(), or compute them from step.number"
+            )
+        if places > 1:
+            raise LoopError(
+                f"after step {self._steps} of this world the ranks of one place in their replicas, of {places}, hold "
+                f"different parameters, {', '.join(n for n, _ in self._own[:1])} or another: nobody averages them. "
+                "Write `run.average_gradients(model)` behind the last backward() of a step, before what reads gradients"
             )
         if self._shape.readers > 1:
             raise LoopError(
@@ -150,15 +161,15 @@ class Replicas:
         held = [(name, b) for name, b in buffers if not self._is_free(name)]
         if same(_digest(b for _, b in held)):
             return
-        # Which one: by halves, on all ranks alike.
-        while len(held) > 1:
+        # Which one: by halves, on all ranks alike. Places have other buffers than each other.
+        while len(held) > 1 and self._shape.places == 1:
             half = held[: len(held) // 2]
             held = held[len(half) :] if same(_digest(b for _, b in half)) else half
-        name = held[0][0]
+        name = held[0][0] if held else "a buffer"
         if self._shape.readers > 1:
             raise LoopError(
                 f"after step {self._steps} of this world each rank has another {name}: of a model that is cut over "
-                "run.mesh(tensor=N) nobody makes the replicas' buffers alike. A replica's own is lost with it, and no "
+                "run.mesh() nobody makes the replicas' buffers alike. A replica's own is lost with it, and no "
                 "commit holds it. Take a layer without such a buffer, LayerNorm for BatchNorm; or, if it may be lost, "
                 f"say so: run.untracked({name!r})"
             )
@@ -171,6 +182,14 @@ class Replicas:
 
     def _name(self, module: torch.nn.Module, key: str) -> str:
         return f"{self._names.get(id(module), type(module).__name__)}.{key}"
+
+
+def _same_by_place(gather: Gather, places: int) -> Callable[[int], bool]:
+    def same(number: int) -> bool:
+        told = gather((number,))
+        return len({(rank % places, said) for rank, (said,) in enumerate(told)}) == places
+
+    return same
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> int:

@@ -42,7 +42,7 @@ from everstep.train.recovery.reducers import BUCKETS
 from everstep.train.recovery.rounds import AgentRounds
 from everstep.train.recovery.scope import UNKNOWN
 from everstep.train.report import Reporter
-from everstep.train.shape import TENSOR, asked
+from everstep.train.shape import SHARD, asked
 from everstep.train.step import LoopError
 from everstep.train.switches import SWITCHES
 from everstep.train.world import most_processes, take_place
@@ -146,11 +146,12 @@ class Run(Loops):
         refusal gives, that of a variable (`"probe"`, with all that it holds) or that of a class. At any time."""
         self._untracked.update(names)
 
-    def mesh(self, *, shard: int | None = None, tensor: int | None = None) -> Any:
+    def mesh(self, *, shard: int | None = None, tensor: int | None = None, model: int | None = None) -> Any:
         """The `DeviceMesh` of replicas × shards: `fully_shard(model, mesh=run.mesh(shard=8))` for FSDP2, or
-        `parallelize_module(model, run.mesh(tensor=8)["tensor"], plan)` for tensor parallelism. One a run; before the
-        model is built. See docs/reference/session.md."""
-        shape = asked(shard, tensor)
+        `parallelize_module(model, run.mesh(tensor=8)["tensor"], plan)` for tensor parallelism. `model=8`: the script
+        itself divides its model over 8 neighbours in rank, by stages or by parts of layers, with process groups of its
+        own. One a run; before the model is built. See docs/reference/session.md."""
+        shape = asked(shard, tensor, model)
         if self._mesh is None:
             if self._loop:
                 raise LoopError("mesh() after the first step: make the mesh before the model that is sharded over it")
@@ -160,12 +161,12 @@ class Run(Loops):
         return self._mesh
 
     def average_gradients(self, *modules: torch.nn.Module) -> None:
-        """Average the gradients of these over the replicas of `run.mesh(tensor=N)`, in place, as
+        """Average the gradients of these over the replicas of `run.mesh(tensor=N)` or `model=N`, in place, as
         DistributedDataParallel does where a model is not cut. Behind the last `backward()` of a step, before what reads
         gradients. Collective."""
-        if self._mesh is None or self._shape.kind != TENSOR:
-            raise LoopError("average_gradients(): for a model that is cut over run.mesh(tensor=N)['tensor']. Of others "
-                            "DistributedDataParallel, or fully_shard, averages them")  # fmt: skip
+        if self._mesh is None or self._shape.kind == SHARD:
+            raise LoopError("average_gradients(): for a model that is cut over run.mesh(tensor=N)['tensor'] or over "
+                            "run.mesh(model=N). Others DistributedDataParallel, or fully_shard, averages")  # fmt: skip
         average(modules, self._mesh)
 
     def loader(self, dataset: Any, *, global_batch: int, seed: int = 0, **options: Any) -> ElasticLoader:

@@ -10,22 +10,28 @@ from everstep.data.assignment import World
 from everstep.train.step import LoopError
 
 REPLICATE: Final = "replicate"
-# What the mesh's other dimension is called: state is cut by FSDP2, or by tensor parallelism.
+# What the mesh's other dimension is called: state is cut by FSDP2, by tensor parallelism, or by the script itself.
 SHARD: Final = "shard"
 TENSOR: Final = "tensor"
+MODEL: Final = "model"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a script has asked for: its state in so many `shards`, which FSDP2 or tensor parallelism cuts (`kind`)."""
+    """What a script has asked for: its state in so many `shards`, which `kind` says who cuts."""
 
     kind: str = SHARD
     shards: int = 1
 
     @property
     def readers(self) -> int:
-        """Neighbours in rank that read the same data: with tensor parallelism they compute one replica together."""
-        return self.shards if self.kind == TENSOR else 1
+        """Neighbours in rank that read the same data: unless FSDP2 cuts they compute one replica together."""
+        return self.shards if self.kind != SHARD else 1
+
+    @property
+    def places(self) -> int:
+        """How many ranks of a replica hold other parameters than each other, in tensors that do not say so."""
+        return self.shards if self.kind == MODEL else 1
 
     def reads_as(self, rank: int, world_size: int) -> World:
         """What a process has to read of the data: a process that is alone before its first round all of it."""
@@ -39,17 +45,22 @@ class Shape:
         return f"mesh({self.kind}={self.shards})"
 
 
-def asked(shard: int | None, tensor: int | None) -> Shape:
+def asked(shard: int | None, tensor: int | None, model: int | None) -> Shape:
     """The shape that a script means. Raises `LoopError`."""
-    if shard is not None and tensor is not None:
+    given = {name: n for name, n in ((SHARD, shard), (TENSOR, tensor), (MODEL, model)) if n is not None}
+    if len(given) > 1:
         raise LoopError(
-            f"mesh(shard={shard}, tensor={tensor}): a replica is cut by FSDP2 or by tensor parallelism, and not both:"
-            " pass one of them. Both in one run, and pipeline parallelism, cannot go on when a peer is lost; under "
-            "torchrun, with init_device_mesh, such a run starts again from its last commit"
+            f"mesh({', '.join(f'{name}={n}' for name, n in given.items())}): a replica is cut by FSDP2, by tensor "
+            "parallelism or by the script itself, and by one of them only: pass one. Several in one run cannot go on "
+            "when a peer is lost; under torchrun, with init_device_mesh, such a run starts again from its last commit"
         )
-    if shard is None and tensor is None:
-        raise LoopError("mesh(): write run.mesh(shard=N) for FSDP2, or run.mesh(tensor=N) for tensor parallelism")
-    found = Shape(SHARD, shard) if shard is not None else Shape(TENSOR, tensor or 0)
+    if not given:
+        raise LoopError(
+            "mesh(): write run.mesh(shard=N) for FSDP2, run.mesh(tensor=N) for parallelize_module(), or "
+            "run.mesh(model=N) for a model that the script itself divides over N ranks"
+        )
+    ((kind, shards),) = given.items()
+    found = Shape(kind, shards)
     if found.shards < 1:
         raise LoopError(f"{found}: the number of shards, 1 or more, is expected")
     return found

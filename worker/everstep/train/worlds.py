@@ -102,6 +102,8 @@ class Steady:
             self._census.start()
             self._hooks = Hooks(self._state, self._census.is_untracked)
             wrapped.check_hooks(self._reducers.alive(), self._census.is_untracked)
+        places = self._shape.places
+        wrapped.check_places(self._reducers.alive(), places, lambda group: _is_across(group, places))
         alive, is_free = self._reducers.alive(), self._census.is_untracked
         self._replicas = Replicas(self._state, alive, is_free, kept=kept, shape=self._shape)
         if self._size > 1:
@@ -202,3 +204,9 @@ class Steady:
         self._completed(last=True)
         self._boundary.finish(self._boundary.step)
         return True
+
+
+def _is_across(group: Any, places: int) -> bool:
+    """Whether it has one place of all replicas."""
+    ranks = dist.get_process_group_ranks(group)
+    return sorted(ranks) == list(range(min(ranks) % places, dist.get_world_size(), places))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,14 +20,25 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.train.recovery.group import RecoverableGroup
-from everstep.train.recovery.scope import NO_SUBGROUPS, script_asks
+from everstep.train.recovery.scope import NO_PIPELINE, NO_SUBGROUPS, script_asks
 from everstep.train.step import LoopError
 
 _NO_MESH = (
     "a mesh that the script makes has the world in which it was made: this process alone. For replicas × shards write "
-    "`mesh = run.mesh(shard=N)` for FSDP2, or `mesh = run.mesh(tensor=N)` for tensor parallelism. Meshes of more "
-    "dimensions and pipelines cannot go on when a peer is lost: run them under torchrun, which starts all processes "
-    "again from the last commit"
+    "`mesh = run.mesh(shard=N)` for FSDP2, `mesh = run.mesh(tensor=N)` for tensor parallelism, or `mesh = "
+    "run.mesh(model=N)` for a model that the script divides with process groups of its own. Meshes of more dimensions "
+    "cannot go on when a peer is lost: run them under torchrun, which starts all processes again from the last commit"
+)
+_PIPELINING = "torch.distributed.pipelining."
+_NO_RPC = (
+    "it has a world of its own, whose members cannot change, and a call to a peer that is lost is not repeated. Leave "
+    "it out, and use collectives, or dist.send and dist.recv, inside `with step:`; or run the script under torchrun, "
+    "which starts all processes again from the last commit"
+)
+_NO_HANDMADE = (
+    "nobody makes a group that the script builds itself anew when a peer is lost, and its collectives would wait for "
+    "the lost one. Write dist.new_group(), a group of all ranks, after everstep.start(); for a group of some ranks "
+    "`run.mesh(model=N)` before it"
 )
 _NO_INIT = "everstep.start() has made the process group: delete this line"
 _NO_JOIN = (
@@ -46,23 +57,20 @@ def check_first() -> None:
         )
 
 
-def put_up(most: int, ours: Callable[[], bool], make: Callable[[str | None], Any]) -> None:
+def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | None, str | None], Any]) -> None:
     """Once, with our default group in place. `most`: processes that the job may come to have; `ours`: whether we ask
-    c10d for a group just now; `make`: a group of all ranks, with a description."""
+    c10d for a group just now; `make`: a group of these ranks, None for all, with a description."""
     world = dist.group.WORLD
     new_group = distributed_c10d._new_group_with_tag
     barrier = distributed_c10d.monitored_barrier
-    ranks_of = distributed_c10d.get_process_group_ranks
+    ranks_of, rank_in = distributed_c10d.get_process_group_ranks, distributed_c10d.get_rank
 
     def here() -> bool:
         return world is not None and dist.group.WORLD is world
 
     def new_group_with_tag(ranks: Any = None, *arguments: Any, **named: Any) -> Any:
         if here() and not ours():
-            everyone = (list(range(n)) for n in {most, dist.get_world_size()} if n > 1 or most == 1)
-            if ranks is not None and sorted(ranks) not in everyone:
-                _refuse(f"dist.new_group({list(ranks)})", NO_SUBGROUPS)
-            return make(named.get("group_desc"))
+            return make(None if ranks is None else list(ranks), named.get("group_desc"))
         return new_group(ranks, *arguments, **named)
 
     def monitored_barrier(group: Any = None, *arguments: Any, **named: Any) -> Any:
@@ -78,7 +86,19 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[str | None], Any
             asked.ask_ranks("get_process_group_ranks")
         return ranks_of(group)
 
+    @functools.wraps(rank_in)
+    def get_rank(group: Any = None) -> int:
+        """torch looks the default group's rank up in a table, which does not know a place before the first round."""
+        if here() and str(sys._getframe(1).f_globals.get("__name__")).startswith(_PIPELINING):
+            _refuse("a stage of torch.distributed.pipelining", NO_PIPELINE)
+        if isinstance(group, RecoverableGroup) and group.knows_place:
+            return group.rank()
+        return int(rank_in(group))
+
     distributed_c10d._new_group_with_tag = new_group_with_tag
+    _replace(distributed_c10d, "get_rank", get_rank)
+    _replace(distributed_c10d, "new_subgroups", _new_subgroups(dist.new_subgroups, here, most))
+    _replace(distributed_c10d, "new_subgroups_by_enumeration", _by_enumeration(dist.new_subgroups_by_enumeration, here))
     _replace(distributed_c10d, "get_process_group_ranks", get_process_group_ranks)
     _replace(distributed_c10d, "monitored_barrier", monitored_barrier)
     for holder, name, what, why in (
@@ -89,9 +109,43 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[str | None], Any
         (distributed_c10d, "init_process_group", "dist.init_process_group()", _NO_INIT),
         (Join, "__init__", "Join()", _NO_JOIN),
         (DistributedDataParallel, "join", "join()", _NO_JOIN),
+        *((holder, name, "rpc.init_rpc()", _NO_RPC) for holder, name in _of_rpc()),
     ):
         _replace(holder, name, _refusing(getattr(holder, name), here, what, why))
+    for kind in ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupMPI", "ProcessGroupUCC"):
+        if hasattr(distributed_c10d, kind):
+            _not_by_hand(getattr(distributed_c10d, kind), here)
     _meshes(here)
+
+
+def _new_subgroups(torchs: Any, here: Callable[[], bool], most: int) -> Any:
+    """torch's asks for this process's rank, to say which group is its own."""
+
+    @functools.wraps(torchs)
+    def new_subgroups(group_size: int | None = None, group: Any = None, *arguments: Any, **named: Any) -> Any:
+        if not here():
+            return torchs(group_size, group, *arguments, **named)
+        if group_size is None or group is not None or most % group_size:
+            _refuse(f"dist.new_subgroups({group_size})", NO_SUBGROUPS)
+        found = [dist.new_group(list(range(i, i + group_size))) for i in range(0, most, group_size)]
+        return _mine(found), found
+
+    return new_subgroups
+
+
+def _by_enumeration(torchs: Any, here: Callable[[], bool]) -> Any:
+    @functools.wraps(torchs)
+    def new_subgroups_by_enumeration(lists: Any, *arguments: Any, **named: Any) -> Any:
+        if not here():
+            return torchs(lists, *arguments, **named)
+        found = [dist.new_group(list(ranks)) for ranks in lists]
+        return _mine(found), found
+
+    return new_subgroups_by_enumeration
+
+
+def _mine(groups: Sequence[Any]) -> Any:
+    return next((group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
 
 def _meshes(here: Callable[[], bool]) -> None:
@@ -105,6 +159,28 @@ def _meshes(here: Callable[[], bool]) -> None:
         make(mesh, *arguments, **named)
 
     DeviceMesh.__init__ = init  # type: ignore[method-assign, assignment]
+
+
+def _of_rpc() -> list[tuple[Any, str]]:
+    """What a script calls, and what that calls, because a script may have imported the function before."""
+    if not dist.rpc.is_available():
+        return []
+    return [(dist.rpc, "init_rpc"), (dist.rpc.backend_registry, "construct_rpc_backend_options"),
+            (dist.rpc, "_init_rpc_backend")]  # fmt: skip
+
+
+def _not_by_hand(kind: Any, here: Callable[[], bool]) -> None:
+    """torch makes some, and so do we: whoever else does is refused."""
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def init(group: Any, *arguments: Any, **named: Any) -> None:
+        by = f"{sys._getframe(1).f_globals.get('__name__')}."
+        if here() and not by.startswith(("torch.", "everstep.")):
+            _refuse(f"dist.{kind.__name__}()", _NO_HANDMADE)
+        make(group, *arguments, **named)
+
+    kind.__init__ = init
 
 
 def _refusing(function: Any, here: Callable[[], bool], what: str, why: str) -> Any:

@@ -16,8 +16,9 @@ import torch
 from torch._prims_common import make_contiguous_strides_for
 
 from everstep.checkpoint.sharding import is_sharded
+from everstep.train import places
 from everstep.train.recovery.tensor_parallel import Cut
-from everstep.train.shape import TENSOR
+from everstep.train.shape import MODEL, TENSOR
 
 # What shards without DTensors: in the world of one in which a script builds its objects it takes itself for whole, and
 # later reduces nothing.
@@ -32,6 +33,7 @@ def check(state: Mapping[str, Any], device_mesh: Any) -> None:
     """Refuse a state that is sharded over anything but `device_mesh`, which is `RecoverableMesh.over` (None: that is
     sharded at all): taken for replicated it would be trained wrong without an error. Raises `NotRecoverable`."""
     by_tensor = device_mesh is not None and device_mesh.mesh_dim_names == (TENSOR,)
+    by_script = device_mesh is not None and MODEL in device_mesh.mesh_dim_names
     for key, target in state.items():
         parts = target.modules() if isinstance(target, torch.nn.Module) else [target]
         for part in parts:
@@ -44,6 +46,12 @@ def check(state: Mapping[str, Any], device_mesh: Any) -> None:
         for name, tensor in _tensors(key, target):
             if not is_sharded(tensor):
                 continue
+            if by_script:
+                raise NotRecoverable(
+                    f"{name} is a DTensor, and run.mesh(model=N) is for models that the script itself divides, in "
+                    "plain tensors. Make the mesh with run.mesh(tensor=N) for parallelize_module(), and with "
+                    "run.mesh(shard=N) for fully_shard()"
+                )
             if by_tensor and tensor.device_mesh != device_mesh:
                 raise NotRecoverable(
                     f"{name} is sharded over {tensor.device_mesh}, and the run's mesh is run.mesh(tensor=N), whose "
@@ -62,7 +70,9 @@ def check(state: Mapping[str, Any], device_mesh: Any) -> None:
                     f"{name} has the placement {tensor.placements[0]}: of tensor parallelism Shard and Replicate can "
                     "go on when a peer is lost"
                 )
-    if device_mesh is not None:
+    if by_script:
+        places.check(state)
+    elif device_mesh is not None:
         _check_tracked(state, "parallelize_module()" if by_tensor else "fully_shard()")
 
 

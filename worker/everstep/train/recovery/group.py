@@ -60,6 +60,7 @@ class RecoverableGroup(dist.ProcessGroup):
         self.on_rank: Callable[[], None] | None = None  # called when this member's rank is asked for
         self._rank, self._size = 0, 1
         self._name = ""
+        self.knows_place = False  # this member's rank and the size are what they will be, also before its first round
 
     @property
     def lost(self) -> str | None:
@@ -213,14 +214,14 @@ class RecoverableGroup(dist.ProcessGroup):
     # What c10d calls, from Python and (by the names that begin with `get`) from C++.
 
     def rank(self) -> int:
-        if self._scope is not None:
+        if self._scope is not None and not self.knows_place:
             self._scope.place()
         if self.on_rank is not None:
             self.on_rank()
         return self._rank
 
     def size(self) -> int:
-        if self._scope is not None:
+        if self._scope is not None and not self.knows_place:
             self._scope.place()
         return self._size
 

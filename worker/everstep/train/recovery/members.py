@@ -37,8 +37,14 @@ class Members(Broadcasting):
         """Every rank's values, by rank; as many of each, of at most 63 bits."""
         return gather_over(values, self.group)
 
-    def any(self, values: Sequence[bool]) -> list[bool]:
-        """Of each of them, whether it is so on any rank; as many on each."""
+    def any(self, values: Sequence[bool], places: int = 1) -> list[bool]:
+        """Of each of them, whether it is so on any rank; as many on each. With `places` above 1: on any rank that has
+        this one's place, `rank % places`; as many on each of these."""
+        if places > 1:
+            # One more, because there may be none at all, and gloo gathers no tensors without elements.
+            padded = [*values, *[False] * (self.maximum(len(values)) + 1 - len(values))]
+            told = self.gather([int(value) for value in padded])[self.rank % places :: places]
+            return [any(column) for column in list(zip(*told, strict=True))[: len(values)]]
         if self.world_size == 1 or not values:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.uint8)

@@ -1,5 +1,5 @@
-"""The mesh of a sharded job: replicas × shards, FSDP2's or those of tensor parallelism. A script keeps the same
-`DeviceMesh`, and so FSDP2 and all DTensors do, while the members of its two process groups change.
+"""The mesh of a sharded job: replicas × shards, FSDP2's, those of tensor parallelism or the script's own. A script
+keeps the same `DeviceMesh`, and so FSDP2 and all DTensors do, while the members of its two process groups change.
 
 Shards are neighbours in rank: rank r holds shard r % shards, in replica r // shards. Before its first round a process
 has no rank; it builds its objects with a shard number that may turn out to be another. Uses names of torch's that are
@@ -10,6 +10,7 @@ Invariant: between `move` and the next, coordinates, the ranks of both groups an
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -21,9 +22,12 @@ from torch.distributed import distributed_c10d
 from everstep.train.recovery import tensor_parallel
 from everstep.train.recovery.forming import Part
 from everstep.train.recovery.group import RecoverableGroup
+from everstep.train.recovery.rounds import Round
 from everstep.train.recovery.scope import script_asks
-from everstep.train.shape import REPLICATE, SHARD, TENSOR
+from everstep.train.shape import MODEL, REPLICATE, SHARD, TENSOR
 from everstep.train.step import LoopError
+
+log = logging.getLogger("everstep.train")
 
 
 class RecoverableMesh:
@@ -42,12 +46,14 @@ class RecoverableMesh:
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415  few scripts shard
 
         self._everyone = everyone
+        self.kind = kind
         self.shards = shards
         self.shard = provisional % shards
         self.replicate_group = new_group("mesh_replicate")
         self.shard_group = new_group(f"mesh_{kind}")
         for group in self.groups:
             group.on_begin = _refuse
+        self.shard_group.knows_place = kind == MODEL
         # This process is rank 0 of a world of one; the other ranks of the mesh do not exist yet.
         others = iter(range(1, shards))
         row = [0 if i == self.shard else next(others) for i in range(shards)]
@@ -75,9 +81,32 @@ class RecoverableMesh:
     def groups(self) -> tuple[RecoverableGroup, RecoverableGroup]:
         return self.replicate_group, self.shard_group
 
-    def fits(self, world_size: int) -> bool:
-        """Whether a world of this size is whole replicas."""
-        return world_size % self.shards == 0
+    @property
+    def places(self) -> int:
+        """How many ranks of a replica have plain tensors of other kinds and numbers than each other."""
+        return self.shards if self.kind == MODEL else 1
+
+    def fits(self, round_: Round) -> bool:
+        """Whether its world is whole replicas; the log says so if not."""
+        if round_.world_size % self.shards == 0:
+            return True
+        log.warning(
+            "round %d has %d ranks, no whole replicas of %d shards: waiting for the next. If the job is to go "
+            "on with fewer, make its sizes multiples (spec.elastic.groupSize)",
+            round_.number, round_.world_size, self.shards,
+        )  # fmt: skip
+        return False
+
+    def misplaced(self, round_: Round) -> str:
+        """Why this process cannot have its rank there; empty if it can. Only what a script has built for its place
+        itself nobody can turn into another place's."""
+        place = round_.rank % self.shards
+        if self.kind != MODEL or place == self.shard:
+            return ""
+        return (
+            f"round {round_.number} gives rank {round_.rank} to this process, place {place} of a replica, and its "
+            f"script has built what belongs to place {self.shard}"
+        )
 
     def parts(self, rank: int, world_size: int) -> tuple[Part, Part]:
         """The groups of this rank in such a world, as `groups`."""

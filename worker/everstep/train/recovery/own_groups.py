@@ -1,26 +1,41 @@
-"""The process groups that the program uses: the default one, and those of all ranks that the script makes itself with
-`dist.new_group()`, for DDP or for figures of its own.
+"""The process groups that the program uses: the default one, and those that the script makes itself with
+`dist.new_group()`: of all ranks, for DDP or for figures of its own; of some, where `run.mesh(model=N)` says what a
+replica is.
 
 Each is made anew in each round, behind a handle that the script keeps. Invariants: such a group has the members of the
-present round, or none of its collectives succeeds; groups of only some ranks are refused by name (`doors`).
+present round, or none of its collectives succeeds; a group of some ranks means the same in each round (`patterns`), and
+what has no such meaning is refused by name.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
-from everstep.train.recovery import doors, early, forming
+from everstep.train.recovery import doors, early, forming, patterns
 from everstep.train.recovery.flight import Waiting
 from everstep.train.recovery.group import BACKEND, RecoverableGroup
-from everstep.train.recovery.scope import At, Scope, script_asks
+from everstep.train.recovery.patterns import Across, Everyone, Inside, Meaning
+from everstep.train.recovery.scope import NO_SUBGROUPS, At, Scope, script_asks
 from everstep.train.step import LoopError
 
 MOST = 16  # each has connections of its own in each round
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A group of the script's: the `nth` that means this."""
+
+    what: Meaning
+    nth: int
+    group: RecoverableGroup
 
 
 class ProgramGroups:
@@ -32,19 +47,38 @@ class ProgramGroups:
         self._asked: RecoverableGroup | None = None  # that c10d makes a group of just now
         self.scope = Scope()
         self.main = self._make()
-        self.own: list[RecoverableGroup] = []
+        self._own: list[Own] = []
+        # Ranks of a replica that hold other things than each other, and the rank that this process takes itself for.
+        self.places, self._here = 1, 0
+        self._told: Counter[tuple[Meaning, int]] = Counter()  # groups that the script has asked for, of any replica
+        self._most = 1
         self.evaluations = 0  # that the script has asked for
+        self.names = ""  # of what is tracked, where each place of a replica tracks its own
         self.refusal = ""  # why no member can go on
 
     def begin(self, most: int) -> None:
         """Make `main` the default group, of a world of one for now. The job may come to have `most` processes."""
         doors.check_first()
+        self._most = most
         self.scope.others = most > 1
         dist.Backend.register_backend(BACKEND, lambda *_: self._asked or self.main, devices=["cpu", "cuda"])
         dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
         self.main.attach(forming.alone(), 0, 1)
         doors.put_up(most, lambda: self._asked is not None, self._new)
         early.refuse_training(lambda: self.scope.others and self.scope.where is At.BUILDING)
+
+    def divide(self, places: int, rank: int) -> None:
+        """A replica is so many neighbours in rank. This process keeps the place in it that `rank` has."""
+        self.places, self._here = places, rank % self._most
+
+    @property
+    def own(self) -> tuple[RecoverableGroup, ...]:
+        """Those of the script in which this process is, as `parts`."""
+        return tuple(one.group for one in self._own)
+
+    def is_across(self, group: object) -> bool:
+        """Whether it is one of the script's that has one place of all replicas."""
+        return any(one.group is group and isinstance(one.what, Across) for one in self._own)
 
     def _make(self) -> RecoverableGroup:
         return RecoverableGroup(self._on_lost, self._waiting, self.scope)
@@ -62,31 +96,59 @@ class ProgramGroups:
         finally:
             self._asked = None
 
-    def _new(self, description: str | None) -> RecoverableGroup:
-        """A group of all ranks, for the script."""
+    def _new(self, ranks: Sequence[int] | None, description: str | None) -> Any:
+        """A group for the script: of all ranks without `ranks`. What torch gives to those that are not in it, if this
+        process is not."""
+        asked = script_asks(sys._getframe(1))
+        at = asked.at if asked is not None else ""
         if self.scope.where is not At.BUILDING:
-            asked = script_asks(sys._getframe(1))
             raise LoopError(
-                f"dist.new_group(){asked.at if asked is not None else ''} after steps() began: a process that comes "
-                "later would not make it. Make groups once, between everstep.start() and run.steps()"
+                f"dist.new_group(){at} after steps() began: a process that comes later would not make it. Make groups "
+                "once, between everstep.start() and run.steps()"
             )
-        if len(self.own) >= MOST:
-            raise LoopError(f"dist.new_group() for the {MOST + 1}th time: make groups once, and use them again")
+        found = patterns.meaning(range(self._most) if ranks is None else ranks, self._most, self.places)
+        if found is None or (self.places == 1 and found[0] != Everyone()):  # nobody has said what a replica is
+            raise LoopError(f"dist.new_group({list(ranks or ())}){at}: {NO_SUBGROUPS}")
+        what, replica = found
+        nth = self._told[found]
+        self._told[found] += 1
+        members = patterns.ranks_of(what, self._here, self._most, self.places)
+        if self._here not in members or (isinstance(what, Inside) and replica != self._here // self.places):
+            return dist.GroupMember.NON_GROUP_MEMBER
+        if len(self._own) >= MOST:
+            raise LoopError(f"dist.new_group(){at} for the {MOST + 1}th time: make groups once, and use them again")
+        group = self._register(self._alone(), description)
+        if isinstance(what, Inside):
+            group.knows_place = True
+            self._seat(group, what, self._here, self._most)
+        self._own.append(Own(what, nth, group))
+        self._own.sort(key=lambda one: patterns.order_of(one.what, one.nth))
+        return group
+
+    def _alone(self) -> RecoverableGroup:
         group = self._make()
         group.attach(forming.alone(), 0, 1)
-        self.own.append(group)
-        return self._register(group, description)
+        return group
 
     def parts(self, rank: int, world_size: int) -> tuple[forming.Part, ...]:
         """As `forming.form` makes them for a round."""
-        return tuple(forming.Part(f"own-{i}", rank, world_size) for i in range(len(self.own)))
+        found = []
+        for one in self._own:
+            ranks = patterns.ranks_of(one.what, rank, world_size, self.places)
+            name = patterns.name_of(one.what, one.nth, rank, self.places)
+            found.append(forming.Part(name, ranks.index(rank), len(ranks)))
+        return tuple(found)
 
     def place(self, rank: int, world_size: int) -> None:
         """Tell the groups, and c10d, of the world that has begun."""
-        for group in self.own:
-            group.place(rank, world_size)
-        for group in (self.main, *self.own):
-            distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+        distributed_c10d._world.pg_group_ranks[self.main] = {i: i for i in range(world_size)}
+        for one in self._own:
+            self._seat(one.group, one.what, rank, world_size)
+
+    def _seat(self, group: RecoverableGroup, what: Meaning, rank: int, world_size: int) -> None:
+        ranks = patterns.ranks_of(what, rank, world_size, self.places)
+        group.place(ranks.index(rank), len(ranks))
+        distributed_c10d._world.pg_group_ranks[group] = {one: i for i, one in enumerate(ranks)}
 
     def stand_in(self, stands_in: Callable[[str], bool] | None, on_rank: Callable[[], None] | None) -> None:
         """Ask `stands_in` for each collective from now on, and call `on_rank` when the rank is asked for."""
@@ -103,8 +165,16 @@ class ProgramGroups:
         """What all members have to have made alike, in words; empty if nothing. Or why none of them can go on."""
         if self.refusal:
             return f"{forming.REFUSED}{self.refusal}"
-        if not self.own and not self.evaluations:
+        if (ranks := patterns.lacking(self._told, self._most // self.places, self.places)) is not None:
+            return (
+                f"{forming.REFUSED}dist.new_group({ranks}) was left out, and other replicas have such a group: each "
+                "process makes the groups of all replicas, in the same order, as torch asks of a script. Write "
+                f"`for first in range(0, run.world_size, {self.places}): dist.new_group(…)`, or "
+                f"dist.new_subgroups({self.places})"
+            )
+        if not (self._told or self.evaluations or self.names):
             return ""
         return (
-            f"{len(self.own)} process groups by dist.new_group() and {self.evaluations} evaluations by run.evaluate()"
+            f"{self._told.total()} process groups by dist.new_group() and {self.evaluations} evaluations by "
+            "run.evaluate()" + (f" and tracks {self.names}" if self.names else "")
         )

@@ -101,6 +101,7 @@ class Recovery:
         assert self._sharded is None
         made = RecoverableMesh(shards, provisional, device, self.control, self.program.for_mesh, kind)
         self._sharded = Sharded(made, self.members)
+        self.program.divide(made.places, provisional)
         return made.device_mesh
 
     def track(self, state: Mapping[str, Any], reducers: Reducers) -> None:
@@ -109,9 +110,10 @@ class Recovery:
         fsdp.check(state, self._sharded.mesh.over if self._sharded is not None else None)
         if self._sharded is not None:
             self._sharded.track(state)
+            self.program.names = ", ".join(sorted(state)) if self._sharded.mesh.places > 1 else ""
         self._state = state
         self._reducers = reducers
-        wrapped.check(reducers.alive())
+        wrapped.check(reducers.alive(), self.program.places, self.program.is_across)
         may, agreed = (self._vote, self._sharded.may_undo) if self._sharded is not None else (self.check, lambda: True)
         self.replay = Replay(state, may, agreed)
         for group in self._programs:
@@ -235,14 +237,12 @@ class Recovery:
         self._number, self.boundary_wanted = round_.number, False
         self._rounds.coming(round_.number)
         mesh = self._sharded.mesh if self._sharded is not None else None
-        if mesh is not None and not mesh.fits(round_.world_size):
-            log.warning(
-                "round %d has %d ranks, no whole replicas of %d shards: waiting for the next. If the job is to go "
-                "on with fewer, make its sizes multiples (spec.elastic.groupSize)",
-                round_.number, round_.world_size, mesh.shards,
-            )  # fmt: skip
+        if mesh is not None and not mesh.fits(round_):
             self._rounds.joined(round_.number, step, 0.0, 0.0, "waiting for whole replicas")
             return None
+        if mesh is not None and (why := mesh.misplaced(round_)):
+            self._stuck = forming.Unformed(why)
+            raise self._stuck
         try:
             formed = self._ahead.take(round_.number)
             self._join(formed if formed is not None else self._form(round_))
@@ -273,7 +273,7 @@ class Recovery:
         # The state has come: a peer lost from here on must not let this member tell its old step number with it.
         with contextlib.suppress(PeerLost):
             self._reducers.agree(self.members)
-            self.replay.gradients.add(self.members.any([*self.replay.gradients.present]))
+            self.replay.gradients.add(self.members.any([*self.replay.gradients.present], self.program.places))
         self._reducers.rebuild()
         return found, done
 

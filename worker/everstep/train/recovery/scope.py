@@ -131,14 +131,10 @@ class Scope:
         asked = script_asks(sys._getframe(1))
         if asked is None:
             return
-        if asked.pipeline:
-            raise LoopError(f"{asked.pipeline}{asked.at}: {NO_PIPELINE}")
         if asked.library:
             return
         if asked.function in ("get_rank", "get_world_size"):
             raise LoopError(f"dist.{asked.function}(){asked.at}: {UNKNOWN}")
-        if asked.function.startswith("new_subgroups"):
-            raise LoopError(f"dist.{asked.function}(){asked.at}: {NO_SUBGROUPS}")
 
     def unknown(self, function: str) -> None:
         """The script asks `dist.<function>` which ranks there are. Raises `LoopError` while nobody knows."""
@@ -155,15 +151,17 @@ UNKNOWN = (
     "run.once(fn, each='machine'); to do something in one process of the job, run.once(fn)"
 )
 NO_PIPELINE = (
-    "a pipeline's stages are bound to the ranks of one world, and cannot go on when a peer is lost. Run it under "
-    "torchrun, which starts all processes again from the last commit; or cut the layers by tensor parallelism over "
-    "`run.mesh(tensor=N)`, or by FSDP2 over `run.mesh(shard=N)`"
+    "torch's stages agree on their shapes once, in their first step, and a process that comes later would ask when "
+    "nobody answers: they cannot go on when a peer is lost. Send and receive between stages yourself, in a group of "
+    "`run.mesh(model=N)`; cut the layers by tensor parallelism over `run.mesh(tensor=N)`, or by FSDP2 over "
+    "`run.mesh(shard=N)`; or run it under torchrun, which starts all processes again from the last commit"
 )
 NO_SUBGROUPS = (
-    "a group of some ranks cannot follow a world whose ranks change when a peer is lost. Write dist.new_group() for a "
-    "group of all ranks, which is made anew in each round; for sharding `run.mesh(shard=N)`. With tensor parallelism, "
-    '`mesh = run.mesh(tensor=N)`, the ranks of a replica have a group in `mesh.get_group("tensor")`, and the replicas '
-    'in `mesh.get_group("replicate")`'
+    "a group of some ranks can follow a world whose ranks change when a peer is lost, if it says what a replica is. "
+    "Write `run.mesh(model=N)` before it, if N neighbours in rank compute one model together: then the group has "
+    "ranks of one replica, and is made for each of them, or the same rank of all replicas. For parallelize_module() "
+    'write `run.mesh(tensor=N)`, with the groups `mesh.get_group("tensor")` and `mesh.get_group("replicate")`; for '
+    "FSDP2 `run.mesh(shard=N)`; dist.new_group() is a group of all ranks"
 )
 
 
@@ -176,7 +174,6 @@ class Asked:
     own: bool
     library: bool
     at: str  # " (train.py:31)"
-    pipeline: str = ""  # what of torch's pipelines it makes
 
 
 def script_asks(frame: FrameType | None) -> Asked | None:
@@ -200,8 +197,5 @@ def _asked(frame: FrameType, entry: FrameType | None) -> Asked:
     if entry is not None:
         function, module = entry.f_code.co_name, str(entry.f_globals.get("__name__", ""))
     file = frame.f_code.co_filename
-    pipeline = ""
-    if entry is not None and module.startswith("torch.distributed.pipelining"):
-        pipeline = entry.f_code.co_qualname.removesuffix(".__init__")
     library = file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED)
-    return Asked(function, module.startswith(_OWN), library, f" ({file.rpartition('/')[2]}:{frame.f_lineno})", pipeline)
+    return Asked(function, module.startswith(_OWN), library, f" ({file.rpartition('/')[2]}:{frame.f_lineno})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ _WITHOUT = (dist.ProcessGroup, bool, int, float, str, torch.dtype, torch.device)
 _HARMLESS = "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"  # whose state is DDP's own
 
 
-def check(parallel: Iterable[DistributedDataParallel]) -> None:
-    """Raises `LoopError` for the first of these that would be wrong, or end, in another round."""
+def check(parallel: Collection[DistributedDataParallel], places: int, is_across: Callable[[Any], bool]) -> None:
+    """Raises `LoopError` for the first of these that would be wrong, or end, in another round. `places`, `is_across`:
+    see `check_places`."""
+    check_places(parallel, places, is_across)
     optimized = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else None
     compiled = [o._orig_mod for o in gc.get_objects() if type(o) is optimized]
     for ddp in parallel:
@@ -39,6 +41,19 @@ def check(parallel: Iterable[DistributedDataParallel]) -> None:
         _check_cut(ddp)
         _check_hooks(ddp, None)
         _check_builtin(ddp, name)
+
+
+def check_places(parallel: Iterable[DistributedDataParallel], places: int, is_across: Callable[[Any], bool]) -> None:
+    """With replicas of `places` ranks that hold other parameters than each other. `is_across`: whether a group has one
+    place of all replicas. Raises `LoopError` for the first that would average other parameters than its own."""
+    for ddp in parallel:
+        if places > 1 and not is_across(ddp.process_group):
+            raise LoopError(
+                f"DistributedDataParallel({type(ddp.module).__name__}): with run.mesh(model={places}) the ranks of a "
+                "replica have parameters of their own, and its process group has several of them. Leave it out, and "
+                "write run.average_gradients(model) behind the last backward() of a step; or pass process_group=, of "
+                "dist.new_group(range(place, run.world_size, N)) for each place from 0 to N - 1"
+            )
 
 
 def check_hooks(parallel: Iterable[DistributedDataParallel], is_free: Callable[[str], bool]) -> None:

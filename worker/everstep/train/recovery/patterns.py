@@ -1,0 +1,96 @@
+"""Which ranks of each world a group of the script's has, where a replica is `places` neighbours in rank.
+
+A script names ranks of the largest world that the job may have, and each later world has other members. So a group is
+kept by what it means: some places of its replica, or all replicas of one place. Pure.
+
+Invariant: the ranks of a meaning in a world that is whole replicas are those that torch would be given there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Everyone:
+    """All ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """These places of one replica."""
+
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Across:
+    """The ranks of this place in all replicas."""
+
+    place: int
+
+
+Meaning = Everyone | Inside | Across
+
+
+def meaning(ranks: Sequence[int], most: int, places: int) -> tuple[Meaning, int] | None:
+    """What these ranks of a world of `most` mean, and of which replica (0 for what all replicas have part in). None if
+    no other world has ranks that mean the same."""
+    found = sorted(ranks)
+    if not found or found[0] < 0 or found[-1] >= most or len(set(found)) < len(found) or most % places:
+        return None
+    # First, because in a job of one replica it says more: each process knows its place.
+    if places > 1 and found[0] // places == found[-1] // places:
+        return Inside(tuple(rank % places for rank in found)), found[0] // places
+    if found == list(range(most)):
+        return Everyone(), 0
+    if found == list(range(found[0] % places, most, places)):
+        return Across(found[0] % places), 0
+    return None
+
+
+def ranks_of(what: Meaning, rank: int, size: int, places: int) -> list[int]:
+    """In a world of `size`, of the group that rank `rank` is in."""
+    match what:
+        case Everyone():
+            return list(range(size))
+        case Inside(inside):
+            first = rank // places * places
+            return [first + place for place in inside]
+        case Across(place):
+            return list(range(place, size, places))
+
+
+def name_of(what: Meaning, nth: int, rank: int, places: int) -> str:
+    """Of the group of this meaning that rank `rank` is in, which its members share and no other group has."""
+    match what:
+        case Everyone():
+            return f"own-{nth}"
+        case Inside(inside):
+            return f"inside-{nth}-{'-'.join(map(str, inside))}-of-{rank // places}"
+        case Across(place):
+            return f"across-{nth}-{place}"
+
+
+def order_of(what: Meaning, nth: int) -> tuple[int, tuple[int, ...], int]:
+    """In which order groups are formed: the same for all members of each, so that none waits in a circle."""
+    match what:
+        case Everyone():
+            return 0, (), nth
+        case Inside(inside):
+            return 1, inside, nth
+        case Across(place):
+            return 2, (place,), nth
+
+
+def lacking(made: Counter[tuple[Meaning, int]], replicas: int, places: int) -> list[int] | None:
+    """The ranks of a group that the script has made for some replicas, and not for all; None if there is none. `made`:
+    how many of each meaning, by replica."""
+    for what, _ in made:
+        counts = {replica: made[what, replica] for replica in range(replicas if isinstance(what, Inside) else 1)}
+        fewest = min(counts, key=lambda replica: counts[replica])
+        if counts[fewest] < max(counts.values()):
+            return ranks_of(what, fewest * places, replicas * places, places)
+    return None
