@@ -27,6 +27,11 @@ class Box:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What cuts the box out of a tensor that it is a part of."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Item:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from everstep.checkpoint.sharding import placed_as
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -26,6 +28,9 @@ def fill(module: torch.nn.Module, tree: dict[str, Any], *, partial: bool) -> Ans
     Raises what the module's `load_state_dict` raises.
     """
     make_writable(module)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if isinstance(value := tree.get(name), torch.Tensor) and value.shape == parameter.shape:
+            tree[name] = placed_as(parameter, value)
     if not partial:
         module.load_state_dict(tree)
         return None

@@ -94,6 +94,5 @@ def _team(members: Mapping[str, _Held], team: tuple[int, ...], rank: int) -> lis
         held = members[portion.name]
         box = moved(held.box, portion.box)
         if box.elements or box == whole(held.shape):  # ranks beyond a short axis hold nothing
-            cut = tuple(slice(o, o + n) for o, n in zip(portion.box.offset, portion.box.shape, strict=True))
-            found.append(Slice(portion.name, held.shape, box, held.local[cut]))
+            found.append(Slice(portion.name, held.shape, box, held.local[portion.box.slices]))
     return found

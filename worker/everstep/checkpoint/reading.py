@@ -133,7 +133,7 @@ class Buffers:
         for fold in self._folds:
             into = self.tensors[fold.target]
             rows = torch.from_numpy(self.bytes[fold.buffer]).view(into.dtype).view(fold.rows)
-            into[_cut_of(fold.box)] = rows[_cut_of(fold.source)]
+            into[fold.box.slices] = rows[fold.source.slices]
             self.bytes[fold.buffer] = np.empty(0, dtype=np.uint8)
         return {t.entry.name: t.finish(tensor) for t, tensor in zip(self._targets, self.tensors, strict=True)}
 
@@ -175,7 +175,3 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
         return np.empty(0, dtype=np.uint8)
     row = tensor.as_strided((tensor.numel(),), (1,))  # an axis of one element may have any stride
     return row.view(torch.uint8).numpy()
-
-
-def _cut_of(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.memory import same_bits, shows_twice, span
+from everstep.checkpoint.sharding import is_sharded, placed_as
 
 
 @dataclass(slots=True)
@@ -98,6 +99,8 @@ def _name(key: Any) -> tuple[type, Any]:
 def _refilled_tensor(live: torch.Tensor, tree: torch.Tensor, taken: Taken, cast: bool) -> torch.Tensor:
     if cast and live.shape == tree.shape:
         tree = tree.to(live.dtype)
+    if live.shape == tree.shape and is_sharded(live):
+        return _refilled_part(live, placed_as(live, tree), taken)
     if not (live.shape == tree.shape and live.dtype == tree.dtype and _writable(live)):
         return tree
     if taken.meets(*span(live)):
@@ -105,6 +108,15 @@ def _refilled_tensor(live: torch.Tensor, tree: torch.Tensor, taken: Taken, cast:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         live.copy_(tree)
     return live
+
+
+def _refilled_part(live: Any, tree: Any, taken: Taken) -> torch.Tensor:
+    """Of two tensors that are sharded alike: the rank's own part is filled."""
+    with torch.no_grad():
+        own, found = live.to_local(), tree.to_local()
+    part = _refilled_tensor(own, found, taken, cast=False)
+    kept: torch.Tensor = live if part is own else tree
+    return kept
 
 
 def _refilled_array(live: Any, tree: Any, taken: Taken, cast: bool) -> Any:

@@ -8,6 +8,8 @@ once a DTensor is met: they cost seconds.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,8 +50,7 @@ def holding(name: str, tensor: Any, group: Any = None) -> Holding | None:
     """What this rank holds of a DTensor; None if it is not in the tensor's mesh. Ranks are those in `group`."""
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan  # noqa: PLC0415
 
-    if any(p.is_partial() for p in tensor.placements):
-        raise StateMismatch(f"{name}: a DTensor with Partial placement is a sum not yet made; redistribute() it first")
+    check_placements(name, tensor)
     plan = create_default_local_save_plan({name: tensor}, False)
     if not plan.items:
         return None
@@ -70,6 +71,29 @@ def holding(name: str, tensor: Any, group: Any = None) -> Holding | None:
     if group is not None:
         ranks = [dist.get_group_rank(group, r) for r in ranks]
     return Holding(box, local, tuple(sorted(ranks)))
+
+
+def check_placements(name: str, tensor: Any) -> None:
+    """Raises `StateMismatch` for a DTensor of which a rank's part is no box, as DCP's plan has it: that asks for the
+    place of the first element alone.
+
+    A strided shard takes a part from each of `split_factor` parts. They lie together again only where later dimensions
+    of the mesh take one of these parts each, as FSDP over tensor parallelism has it.
+    """
+    sizes, placements = tensor.device_mesh.shape, tensor.placements
+    if any(p.is_partial() for p in placements):
+        raise StateMismatch(f"{name}: a DTensor with Partial placement is a sum not yet made; redistribute() it first")
+    for at, placement in enumerate(placements):
+        parts = getattr(placement, "split_factor", 1)
+        if parts == 1 or sizes[at] == 1:
+            continue
+        later = zip(sizes[at + 1 :], placements[at + 1 :], strict=True)
+        if parts != math.prod(size for size, p in later if not p.is_replicate() and p.dim == placement.dim):
+            raise StateMismatch(
+                f"{name}: a DTensor with placements {tuple(placements)}, of which a rank holds elements that are not "
+                "neighbours, as view() and flatten() make one. Give the tensor that it was made of, or redistribute() "
+                "it to Shard or Replicate"
+            )
 
 
 def _replicas(mesh: Any, ranks: torch.Tensor) -> torch.Tensor:
@@ -117,3 +141,22 @@ def like(tensor: Any, local: torch.Tensor) -> torch.Tensor:
         local.to(tensor.device_mesh.device_type), tensor.device_mesh, tensor.placements,
         run_check=False, shape=tensor.shape, stride=tensor.stride(),
     )  # fmt: skip
+
+
+def one_layout(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all of them are sharded, and in the same way."""
+    first: Any = tensors[0]
+    return all(
+        is_sharded(t) and (t.device_mesh, t.placements) == (first.device_mesh, first.placements)  # type: ignore[attr-defined]
+        for t in tensors
+    )
+
+
+def placed_as(live: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """`found`, which is whole or sharded as `live` is, sharded as `live` is if that is sharded. Not collective."""
+    if not is_sharded(live) or is_sharded(found):
+        return found
+    held = holding("what was read", live)
+    if held is None:  # this rank has no part of it
+        return live
+    return like(live, found[held.box.slices].contiguous())

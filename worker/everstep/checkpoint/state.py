@@ -25,7 +25,7 @@ from everstep.checkpoint.fit_optimizer import names_in
 from everstep.checkpoint.memory import shows_twice
 from everstep.checkpoint.modules import Answer, bare, fill
 from everstep.checkpoint.refilling import Taken, is_alike, is_array, refilled
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.sharding import is_sharded, placed_as
 from everstep.checkpoint.tree import Flattener, join, references, unflatten
 from everstep.checkpoint.union import Union, inside, levels_of, pruned, pruned_to_parameters
 from everstep.checkpoint.wire import Json
@@ -267,7 +267,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
         if target.shape != tree.shape or (target.dtype != tree.dtype and not body.get("cast")):
             raise ValueError(f"{tree.dtype} {tuple(tree.shape)} in the commit, {target.dtype} {tuple(target.shape)}")
         with torch.inference_mode(target.is_inference()), torch.no_grad():  # inference_mode(False) turns gradients on
-            target.copy_(tree)
+            target.copy_(placed_as(target, tree))
     elif (isinstance(target, dict) and isinstance(tree, dict)) or (isinstance(target, list) and isinstance(tree, list)):
         taken.objects.discard(id(target))
         refilled(target, tree, taken, keep=partial, cast=bool(body.get("cast")))

@@ -24,7 +24,7 @@ from everstep.checkpoint.landing import memory_of
 from everstep.checkpoint.manifest import CommitRecord, Entry
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.selection import Selection
-from everstep.checkpoint.sharding import holding, is_sharded, like
+from everstep.checkpoint.sharding import holding, is_sharded, like, one_layout
 from everstep.checkpoint.state import Captured, parameters_of
 from everstep.checkpoint.tree import references
 from everstep.checkpoint.union import Union, inside, levels_of, paths, unasked
@@ -58,10 +58,13 @@ def targets(
     values: Any = record.values if isinstance(record.values, dict) else {}
     fitted = fit(state, captured, record, rank, selection)
     models: dict[str, torch.Tensor] = {}
+    apart = set[str]()  # goes into several tensors that are sharded in different ways: each takes its part of the whole
     for name, own_names in fitted.live.items():
-        sharded = [captured.tensors[own] for own in own_names if is_sharded(captured.tensors[own])]
-        if sharded:
-            models[name] = sharded[0]
+        found_in = [captured.tensors[own] for own in own_names]
+        if one_layout(found_in):
+            models[name] = found_in[0]
+        elif any(map(is_sharded, found_in)):
+            apart.add(name)
     shared, own, united = set[str](), set[str](), set[str]()
     for key, body in fitted.bodies.items():
         target = inside(state[key])
@@ -72,10 +75,10 @@ def targets(
             references(body["tree"])
         )
         if isinstance(target, torch.optim.Optimizer):
-            models |= {
-                n: t for n, t in _of_parameters(parameters_of(state, key, body), body, record, key) if n not in models
-            }
+            placed = _of_parameters(parameters_of(state, key, body), body, record, key)
+            models |= {name: like for name, like in placed if name not in models and name not in apart}
     live = fillable(fitted, captured, {e.name: e for e in record.entries})
+    live = {name: tensor for name, tensor in live.items() if name not in apart}
     found = []
     for entry in record.entries:
         if entry.name in own:

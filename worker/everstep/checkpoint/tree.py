@@ -17,7 +17,7 @@ import torch
 import torch.utils._python_dispatch
 
 from everstep.checkpoint.errors import StateMismatch
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.sharding import check_placements, is_sharded
 from everstep.checkpoint.wire import Json
 
 DTYPES: Final[dict[torch.dtype, str]] = {
@@ -129,6 +129,8 @@ class Flattener:
             raise StateMismatch(f"{path}: a lazy module's parameter that has no shape yet; run a forward pass before")
         if len(path) > MAX_PATH:
             raise StateMismatch(f"{path[:80]}…: a path of {len(path)} characters; at most {MAX_PATH} are allowed")
+        if is_sharded(tensor):
+            check_placements(path, tensor)
         _check_memory(tensor, path)
         tensor = tensor.detach()
         view = (tensor.is_conj(), tensor.is_neg())
