@@ -320,35 +320,6 @@ def test_memory_that_overlaps_gets_no_mixture_of_two_values() -> None:
     assert [now["a"].tolist(), now["b"].tolist()] == [[1] * 3, [2] * 3]
 
 
-@pytest.mark.parametrize("where", ["module", "tensors"])
-def test_weights_that_are_tied_now_and_were_not_are_refused_by_name(where: str) -> None:
-    class Two(torch.nn.Module):
-        def __init__(self, tied: bool) -> None:
-            super().__init__()
-            self.embed, self.head = torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4, bias=False)
-            if tied:
-                self.head.weight = self.embed.weight
-
-    def state(tied: bool) -> dict[str, Any]:
-        model = Two(tied)
-        return {"m": model} if where == "module" else {"embed": model.embed.weight.data, "head": model.head.weight.data}
-
-    into, apart = state(True), state(False)
-    before = {k: v.clone() for k, v in (into["m"].state_dict() if where == "module" else into).items()}
-    names = "m/embed.weight and m/head.weight" if where == "module" else "embed and head"
-    store = committed(apart)
-    with pytest.raises(StateMismatch, match=f"is tied in the state passed, and.* {names} with different"):
-        everstep.load(store=store, state=into)
-    assert all(torch.equal(before[k], v) for k, v in (into["m"].state_dict() if where == "module" else into).items())
-    everstep.load(store=store, state=into, exclude=[names.rsplit(maxsplit=1)[-1]])
-    if where == "module":
-        assert torch.equal(into["m"].head.weight, apart["m"].embed.weight)
-    equal = state(False)
-    for tensor in equal["m"].parameters() if where == "module" else equal.values():
-        tensor.data.fill_(3.0)
-    everstep.load(store=committed(equal), state=into)  # two names for one value
-
-
 # --- the check can fail
 
 

@@ -44,7 +44,6 @@ from everstep.checkpoint.keep import Keep, numbers
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
 from everstep.checkpoint.manifest import CommitRecord, OpenRecord
-from everstep.checkpoint.memory import check_ties
 from everstep.checkpoint.opening import InRound, Settings
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
@@ -56,6 +55,7 @@ from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state import apply, capture
 from everstep.checkpoint.steps import named_commit, whole_step
 from everstep.checkpoint.targets import of_all_ranks
+from everstep.checkpoint.ties import check_ties
 from everstep.checkpoint.writer import Events, Failed, Identity, SaveHandle, Writer
 from everstep.storage import ObjectStore, RetryableError, StorageError, StoreUnusable
 
@@ -222,7 +222,7 @@ class Checkpointer:
                 record, tensors = found
                 assert isinstance(record.values, dict)
                 fitted = fit(state, captured, record, ranks.rank, chosen)
-                check_ties(fitted.live, captured.filled, tensors, ranks)
+                check_ties(fitted.live, captured, tensors, ranks)
                 if chosen.cast:
                     check_cast(state, captured, fitted, tensors, ranks)
                 answers = apply(state, record.values, tensors, ranks.rank, whole=chosen.whole, bodies=fitted.bodies)

@@ -23,7 +23,6 @@ from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, No
 from everstep.checkpoint.fit import fit
 from everstep.checkpoint.holders import any_union
 from everstep.checkpoint.manifest import CommitRecord
-from everstep.checkpoint.memory import check_ties
 from everstep.checkpoint.opening import text_of
 from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.checkpoint.reading import load_whole
@@ -32,6 +31,7 @@ from everstep.checkpoint.selection import LoadReport, Selection
 from everstep.checkpoint.state import apply, capture
 from everstep.checkpoint.steps import named_commit
 from everstep.checkpoint.targets import of_all_ranks
+from everstep.checkpoint.ties import check_ties
 from everstep.checkpoint.tree import references, unflatten
 from everstep.storage import NotFound, ObjectStore, RetryingStore, open_store
 
@@ -170,7 +170,7 @@ def _load(
     record, tensors = found
     assert isinstance(record.values, dict)
     fitted = fit(state, captured, record, ranks.rank, selection)
-    check_ties(fitted.live, captured.filled, tensors, ranks)
+    check_ties(fitted.live, captured, tensors, ranks)
     if selection.cast:
         check_cast(state, captured, fitted, tensors, ranks)
     fitted.judged(apply(state, record.values, tensors, ranks.rank, whole=False, bodies=fitted.bodies), selection)

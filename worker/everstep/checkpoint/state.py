@@ -46,6 +46,7 @@ class Captured:
     united: frozenset[str] = frozenset()  # the tensors of what is marked with `Union`
     unions: frozenset[str] = frozenset()  # the keys of it
     filled: frozenset[str] = frozenset()  # the tensors of modules, and those that the state holds itself
+    refilled: frozenset[str] = frozenset()  # those in its dicts and lists
 
 
 def capture(state: Mapping[str, Any], rank: int) -> Captured:
@@ -55,7 +56,8 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
     shared, own = Flattener(), Flattener()
     values: dict[str, Json] = {}
     own_values: dict[str, Json] = {}
-    parameters, buffers, united, filled = set[str](), set[str](), set[str](), set[str]()
+    parameters, buffers, united = set[str](), set[str](), set[str]()
+    filled, refilled = set[str](), set[str]()
     unions = frozenset(key for key, target in state.items() if isinstance(target, Union))
     for key, marked in state.items():
         target = inside(marked)
@@ -80,13 +82,15 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
                 united.update(references(values[key]))
             if isinstance(target, torch.Tensor | torch.nn.Module):
                 filled.update(references(values[key]))
+            elif kind_of(marked) == "value":
+                refilled.update(references(values[key]))
             if isinstance(target, torch.nn.Module):
                 parameters.update(_parameters(target, values[key]))
                 buffers.update(references(values[key]))
     _name_parameters(state, values)
     return Captured(
         values, shared.tensors, own_values, own.tensors, frozenset(parameters), frozenset(buffers - parameters),
-        frozenset(united), unions, frozenset(filled),
+        frozenset(united), unions, frozenset(filled), frozenset(refilled),
     )  # fmt: skip
 
 
