@@ -124,7 +124,7 @@ def main(rank):
         os.environ.update(EVERSTEP_JOB_UID="uid", EVERSTEP_ROUND="4", EVERSTEP_RENDEZVOUS="agent-a")
         ck = everstep.Checkpointer(root, on_event=hook)
         ck.restore(state)
-        result = {"round": ck._own.round}
+        result = {"round": ck._owner.record.round}
     (out / f"{rank}.json").write_text(json.dumps(result | {"events": events}))
 
 children = []

@@ -12,28 +12,23 @@ import logging
 import os
 import threading
 import time
-import uuid
-import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from everstep.checkpoint import at_exit, attachments, opening, pins
+from everstep.checkpoint import at_exit, attachments, opening
 from everstep.checkpoint.alike import digests, digests_of_union
-from everstep.checkpoint.alive import Sign
 from everstep.checkpoint.arrangement import Arranger
+from everstep.checkpoint.buffers import Buffers
 from everstep.checkpoint.casting import check_cast
-from everstep.checkpoint.catalog import Catalog, Found
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.commits import Commits
 from everstep.checkpoint.errors import (
     CheckpointError,
     Damaged,
     Fenced,
     NewerCommit,
-    Occupied,
     SaveFailed,
     StateMismatch,
 )
@@ -43,21 +38,20 @@ from everstep.checkpoint.holders import Holders
 from everstep.checkpoint.keep import Keep, numbers
 from everstep.checkpoint.layout import save_id
 from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
-from everstep.checkpoint.manifest import CommitRecord, OpenRecord
 from everstep.checkpoint.opening import InRound, Settings
+from everstep.checkpoint.owner import Owner
 from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
-from everstep.checkpoint.ranks import Alone, Ranks, join
+from everstep.checkpoint.ranks import Alone, Ranks
 from everstep.checkpoint.restoring import Guard, asked, candidates, newest_whole
 from everstep.checkpoint.selection import LoadReport, Selection
-from everstep.checkpoint.shared import check_shared
-from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state import apply, capture
 from everstep.checkpoint.steps import named_commit, whole_step
 from everstep.checkpoint.targets import of_all_ranks
 from everstep.checkpoint.ties import check_ties
+from everstep.checkpoint.times import stamp
 from everstep.checkpoint.writer import Events, Failed, Identity, SaveHandle, Writer
-from everstep.storage import ObjectStore, RetryableError, StorageError, StoreUnusable
+from everstep.storage import ObjectStore, RetryableError, StorageError
 
 logger = logging.getLogger("everstep.checkpoint")
 
@@ -66,15 +60,7 @@ IN_FLIGHT = "the save before is still in flight"
 CLOSE_SECONDS = 600.0
 
 
-@dataclass(slots=True)
-class _Buffer:
-    """Memory that a save was copied to, and the save that is written from it."""
-
-    staging: Staging = field(default_factory=Staging)
-    handle: SaveHandle | None = None
-
-
-class Checkpointer:
+class Checkpointer(Commits):
     """Saves training state so that it cannot tear, and finds the newest whole state again.
 
         checkpointer = everstep.Checkpointer("s3://bucket/run")
@@ -139,21 +125,18 @@ class Checkpointer:
             os.environ, url, keep, every_seconds, every_steps, single_committer, max_loads, nonfinite
         )
         self._settings = settings
-        self._store = store if store is not None else opening.connect(settings, storage_options)
-        self._probe = store is None
+        super().__init__(store if store is not None else opening.connect(settings, storage_options), settings.keep.last)
         self._log = CommitLog(self._store)
-        self._catalog = Catalog(self._store)
         self._policy = SavePolicy(settings.every_seconds, settings.every_steps, time.monotonic())
-        self._said = (process_group, rank, world_size)
         if not peer_timeout > 0:
             raise CheckpointError(f"peer_timeout={peer_timeout}: seconds are expected, more than 0")
         self._peer_timeout = peer_timeout
         self._events = opening.quiet(on_event or opening.default_events())
+        said = (process_group, rank, world_size)
+        self._owner = Owner(self._store, self._log, settings, said, store is None, self._events)
         self._arranger = Arranger()
         self._holders = Holders()
-        self._buffers = [_Buffer(), _Buffer()]
-        self._ranks: Ranks | None = None
-        self._own: OpenRecord | None = None
+        self._buffers = Buffers()
         self._writer: Writer | None = None
         self._loading: Loads | None = None  # of a load that has not ended
         self._loads: Loads | None = None  # of rank 0
@@ -161,19 +144,14 @@ class Checkpointer:
         self._damaged: set[int] = set()
         self._suspected: set[int] = set()  # whole, and earlier runs that loaded them came to nothing
         self._sequence = 0
-        self._restored_id: str | None = None  # the save that was restored
         self._keys: frozenset[str] = frozenset()  # of the state that was restored or saved last
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
-        self._newest = -1  # the step of the newest commit when the log was taken, until the state is of it or later
         self._last = -1  # the step that this run has saved or restored last
         self.report = LoadReport()  # what the newest `restore` left out
-        self._round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
         self._by_session = False
         self._saving = threading.RLock()  # threads of the script; a handler of signals may save within a save
         self._closed = threading.Event()  # no save is taken any more
         self._is_over = False  # and the last one has ended
-        self._sign: Sign | None = None  # of rank 0
-        self._begins = True  # until this process has been in a world that had the log
         self._process = 0  # in which the thread is
 
     def restore(
@@ -198,7 +176,7 @@ class Checkpointer:
         chosen = Selection.of(strict, include, exclude, rename, cast)
         step, n = named_commit(step, n)
         self._check_process()
-        own, ranks = self._open(restores=True)
+        own, ranks = self._owner.take(restores=True)
         unions = self._holders.meet(state, ranks)
         captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
         wanted = partial(of_all_ranks, state, captured, ranks, unions, selection=chosen)
@@ -241,7 +219,7 @@ class Checkpointer:
             self._loads, self._proved = loads, step + SURVIVED_STEPS
         self._start_writer()
         self._policy.saved(time.monotonic())
-        self._newest = -1
+        self._owner.newest = -1
         self._keys = frozenset(state)
         self._restored_id = found[0].save_id if found else None
         n = found[0].n if found else None
@@ -310,10 +288,10 @@ class Checkpointer:
             raise problem
         if problem is None:
             self._keys = frozenset(state)
-        assert self._own is not None
+        assert self._owner.record is not None
         self._sequence += 1  # on every rank alike, whatever becomes of the save
         self._last = step
-        identifier = save_id(self._own.n, self._own.writer, self._sequence)
+        identifier = save_id(self._owner.record.n, self._owner.record.writer, self._sequence)
         captured, teams = self._holders.capture(state, ranks, problem)
         compares = ranks.world_size > 1 and not self._by_session and not self._sequence & (self._sequence - 1)
         arranged, tensors = self._arranger.arrange(captured, ranks, teams)
@@ -322,7 +300,7 @@ class Checkpointer:
         at_exit.saves()
         writer.wait_for_room()
         self._policy.saved(time.monotonic())
-        buffer = self._buffer()
+        buffer = self._buffers.free()
         handle = buffer.handle = SaveHandle(step, save_id=identifier)
         try:
             staged = Staged(
@@ -347,13 +325,13 @@ class Checkpointer:
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
-        self._end_sign()
+        self._owner.end_sign()
         if self._loading is not None:
             # It came to nothing because of others, and this process lives: that says nothing about the commit.
             self._loading.end_quietly()
             self._loading = None
-        self._round = InRound(round_, rendezvous)
-        self._ranks, self._own, self._sequence, self._newest, self._last = ranks, None, 0, -1, -1
+        self._owner.move(ranks, InRound(round_, rendezvous))
+        self._sequence, self._last = 0, -1
         self._holders = Holders()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -390,7 +368,7 @@ class Checkpointer:
 
     def _leave(self) -> None:
         at_exit.forget(self)
-        self._end_sign(timeout=5.0)
+        self._owner.end_sign(timeout=5.0)
 
     def attach(self, handle: SaveHandle, name: str, data: bytes, *, now: bool = False) -> None:
         """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see `attachments`. `now`: it is
@@ -399,20 +377,6 @@ class Checkpointer:
             attachments.attach(self._store, handle, name, data)
         elif self._writer is not None:
             self._writer.later(partial(attachments.attach, self._store, handle, name, data))
-
-    def attached(self, name: str) -> bytes | None:
-        """What was put beside the commit that `restore` has loaded. Not collective."""
-        return attachments.read(self._store, self._restored_id, name) if self._restored_id else None
-
-    def attach_to_restored(self, name: str, data: bytes) -> None:
-        """Put `data` beside the commit that `restore` has loaded, now."""
-        if self._restored_id:
-            attachments.write(self._store, self._restored_id, name, data)
-
-    def _end_sign(self, timeout: float = 0.0) -> None:
-        if self._sign is not None:
-            self._sign.end(timeout)
-            self._sign = None
 
     def belong_to_session(self) -> None:
         """A session compares the ranks' state itself, and sees to it that the last save ends."""
@@ -428,66 +392,6 @@ class Checkpointer:
         else:
             at_exit.forget(self)  # others wait for the script, and the commit before stays
 
-    def list(self) -> tuple[Found, ...]:
-        """The commits that have their data, newest first. Like what follows, it takes nothing: any process may ask."""
-        return self._catalog.list()
-
-    def latest(self) -> Found | None:
-        """The newest commit in the log, of whatever writer. Looks at the log alone."""
-        record = self._catalog.latest()
-        return Found.of(record) if record else None
-
-    def verify(self, step: int | None = None, *, n: int | None = None) -> tuple[str, ...]:
-        """What is wrong with the shards of the newest commit, that of `step`, or record `n`: each text names a file.
-        Empty if it is whole, or if there is no commit at all. Reads every byte."""
-        if step is None and n is None and self._catalog.latest() is None:
-            return ()
-        return self._catalog.verify(step, n)
-
-    def newest(self) -> int | None:
-        """The step of the newest commit, of whatever writer. Not collective; raises `StorageError`."""
-        found = self._catalog.latest()
-        return found.step if found is not None else None
-
-    def pin(self, step: int | None = None, *, n: int | None = None) -> Found:
-        """Keep the newest commit, that of `step`, or record `n`, until `unpin`: no clean-up deletes it, whoever cleans.
-        Raises `CheckpointError` if there is none, or its deletion has begun."""
-        return self._found(self._catalog.pin(step, n))
-
-    def unpin(self, step: int | None = None, *, n: int | None = None) -> Found:
-        """Take a pin back, and what `Keep` holds the commit by beyond the newest ones. A tag stays."""
-        return self._found(self._catalog.unpin(step, n))
-
-    def tag(self, tag: str, step: int | None = None, *, n: int | None = None) -> Found:
-        """Call the newest commit, that of `step`, or record `n`, by a name, and keep it until `untag`. The commit that
-        had the name before loses it. Raises `CheckpointError` as `pin` does, and for a tag that is no name."""
-        return self._found(self._catalog.tag(tag, step, n))
-
-    def untag(self, tag: str) -> None:
-        """Take a tag away. Raises `NoCommit` if there is none."""
-        self._catalog.untag(tag)
-
-    def tagged(self, tag: str) -> Found:
-        """The commit of a tag: `restore(state, n=checkpointer.tagged("best-eval").n)`. Raises `NoCommit`."""
-        return self._found(self._catalog.tagged(tag))
-
-    def _found(self, record: CommitRecord) -> Found:
-        return Found.of(record, pins.holds(self._store))
-
-    def gc(self) -> tuple[str, ...]:
-        """Clean up now, as is done after each commit; the save ids of what was deleted."""
-        return tuple(delete.save_id for delete in self._catalog.gc(self._settings.keep.last))
-
-    def export(
-        self, path: str | os.PathLike[str], step: int | None = None, *, format: str = "safetensors",
-        keys: Iterable[str] | None = None,
-    ) -> tuple[str, ...]:  # fmt: skip
-        """Write a commit (the newest) as files that other tools open: "safetensors", "huggingface", "torch" or "dcp";
-        the files' names. See `outgoing.export_as`, and docs/reference/checkpoint.md."""
-        from everstep.checkpoint.outgoing import export_as  # noqa: PLC0415  few runs export
-
-        return export_as(self._store, self._catalog.find(step), path, format, keys)
-
     def _alive(self, step: int) -> None:
         """Training has come to `step`: what was loaded some steps before was no poison."""
         if self._proved is not None and step >= self._proved:
@@ -498,15 +402,6 @@ class Checkpointer:
             else:  # the world changed since; the next save makes the next writer
                 threading.Thread(target=self._loads.end_quietly, name="everstep-note", daemon=True).start()
 
-    def _buffer(self) -> _Buffer:
-        """One that no save is written from. The second is there only while saves come faster than the store is."""
-        free = [b for b in self._buffers if b.handle is None or b.handle.done()]
-        if not free:  # writers that were abandoned still read theirs
-            self._buffers = free = [_Buffer(), _Buffer()]
-        for spare in free[1:]:
-            spare.staging.release()
-        return free[0]
-
     def _ready(self, step: int) -> tuple[Writer, Ranks]:
         """The writer, for the state after `step`. A script may skip `restore` only while there is nothing to restore: a
         commit that does not descend from the newest one would fork the training state, and retention would then delete
@@ -515,19 +410,21 @@ class Checkpointer:
         if self._closed.is_set():
             raise CheckpointError("the Checkpointer is closed" + at_exit.late(self))
         if self._writer is None:
-            own, _ = self._open()
-            if own.commit >= 0 and self._round is None:
+            own, _ = self._owner.take()
+            if own.commit >= 0 and self._owner.round is None:
                 raise CheckpointError(
                     f"{self._store.url}: log record {own.commit} is a commit that was not restored; call restore() "
                     "before the first save, or save to an empty URL"
                 )
             self._start_writer()
-        if self._round is not None and step < self._newest:
+        if self._owner.round is not None and step < self._owner.newest:
             # Under this world's own open, so that no older world can commit any more.
-            raise NewerCommit(f"{self._store.url}: step {self._newest} is committed, and the state is that of {step}")
+            raise NewerCommit(
+                f"{self._store.url}: step {self._owner.newest} is committed, and the state is that of {step}"
+            )
         assert self._writer is not None
-        assert self._ranks is not None
-        return self._writer, self._ranks
+        assert self._owner.ranks is not None
+        return self._writer, self._owner.ranks
 
     def _ready_again(self, step: int) -> tuple[Writer, Ranks] | SaveFailed:
         """The same on every rank. After a change of the world the log is still to be taken: a store that is away costs
@@ -535,7 +432,7 @@ class Checkpointer:
         try:
             return self._ready(step)
         except RetryableError as e:
-            if self._round is None:
+            if self._owner.round is None:
                 raise
             self._policy.saved(time.monotonic())  # the next one is not due at once
             logger.warning("the save of step %d failed, training goes on: %s", step, e)
@@ -551,49 +448,21 @@ class Checkpointer:
 
     def _end(self) -> int:
         """The record below which a commit may be restored: what this run has saved since it opened the log counts."""
-        assert self._own is not None
+        assert self._owner.record is not None
         if self._writer is None:
-            return self._own.n
+            return self._owner.record.n
         if self._writer.fenced is not None:
             raise self._writer.fenced
         return self._log.head().last + 1
 
-    def _open(self, restores: bool = False) -> tuple[OpenRecord, Ranks]:
-        """Take the log once, by rank 0; its open record is every rank's.
-
-        Only a process that begins asks whether another run lives on the URL. A world that goes on from memory after its
-        rendezvous was lost may meet a member that it left out there, and is right.
-        """
-        if self._ranks is None:
-            self._ranks = join(*self._said)
-        ranks = self._ranks
-        if self._own is None:
-            round_ = self._round or InRound.of(os.environ)
-            claim = opening.claim(uuid.uuid4().hex, round_, ranks.world_size, stamp(time.time()), os.environ)
-            probed = self._store if self._probe else None
-            begins = self._begins and (restores or self._round is None)
-            try:
-                own, self._newest = opening.open_together(self._log, probed, self._settings, claim, ranks, begins)
-                check_shared(self._store, own, ranks)
-                self._own, self._begins = own, False
-            except (Fenced, Occupied, StoreUnusable) as e:
-                # Both end the process; a person should find the reason where the exit code is shown.
-                self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)
-                raise
-            if ranks.rank == 0 and probed is not None:
-                self._sign = Sign(self._store, self._own)
-                weakref.finalize(self, self._sign.stop.set)
-            self._events("opened", n=self._own.n, round=self._own.round, writer=self._own.writer)
-        return self._own, ranks
-
     def _start_writer(self) -> None:
         if self._writer is None:
-            assert self._own is not None
+            assert self._owner.record is not None
             cleaner = Cleaner(
-                self._store, self._own, self._settings.keep, frozenset(self._damaged), self._loads,
+                self._store, self._owner.record, self._settings.keep, frozenset(self._damaged), self._loads,
                 suspected=frozenset(self._suspected),
             )  # fmt: skip
-            identity = Identity(self._own, self._peer_timeout)
+            identity = Identity(self._owner.record, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
             self._process = os.getpid()
             if not self._by_session:
@@ -603,8 +472,3 @@ class Checkpointer:
         (self._suspected if suspected else self._damaged).add(n)
         logger.error("log record %d is stepped over: %s", n, reason)
         self._events("stepped-over", n=n, error=reason)
-
-
-def stamp(seconds: float) -> str:
-    """RFC 3339 in UTC of a time in seconds since the epoch."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
