@@ -10,13 +10,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from everstep.train.meshes import likely_rank
+from everstep.train.meshes import likely_rank, make_mesh
 from everstep.train.recovery import forming, tensor_parallel
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.fsdp import NotRecoverable, ShardedObjects, check
 from everstep.train.recovery.mesh import RecoverableMesh
-from everstep.train.shape import TENSOR
+from everstep.train.shape import MODEL, TENSOR, Shape
 from everstep.train.step import LoopError
+from everstep.train.world import Place
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -217,6 +218,14 @@ def test_sharded_job_whose_steps_cannot_be_voted_on_or_taken_back_is_refused() -
     away = fully_shard(Net(), mesh=mesh.device_mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     with pytest.raises(NotRecoverable, match="CPUOffloadPolicy"):
         check({"model": away, "optimizer": torch.optim.SGD(away.parameters())}, mesh.device_mesh)
+
+
+def test_model_that_the_largest_world_cannot_be_divided_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_MOST_PROCESSES", "5")
+    place = Place(0, 1, 0, torch.device("cpu"), False, range(2, 6))
+    nobody: Any = object()
+    with pytest.raises(LoopError, match=r"mesh\(model=2\): the job may come to have 5 processes.*--nnodes"):
+        make_mesh(place, nobody, Shape(MODEL, 2))
 
 
 @pytest.mark.parametrize(

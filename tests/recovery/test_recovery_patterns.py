@@ -29,6 +29,8 @@ from everstep.train.recovery.patterns import (
         ([0, 1, 2, 3], 4, 2, (Everyone(), 0)),
         ([0, 1], 2, 2, (Inside((0, 1)), 0)),  # a job of one replica: that each knows its place says more
         ([0, 1, 2, 3], 4, 1, (Everyone(), 0)),
+        ([2], 4, 1, (Inside((0,)), 2)),  # a script that is told to divide its model over one
+        ([0], 1, 1, (Everyone(), 0)),
         ([0, 3], 4, 2, None),  # two places of two replicas
         ([1, 3], 6, 2, None),  # not all replicas
         ([0, 2, 4], 8, 2, None),

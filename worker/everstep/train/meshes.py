@@ -46,6 +46,9 @@ def _made(place: Place, recovery: Recovery | None, shape: Shape) -> tuple[Shape,
         if env.MOST_PROCESSES in os.environ and all(size % shape.shards for size in place.sizes):
             raise LoopError(f"{shape}: the job has {_words(place.sizes)} processes, which are no whole replicas; start "
                             "a multiple")  # fmt: skip
+        if env.MOST_PROCESSES in os.environ and place.sizes[-1] % shape.places:
+            raise LoopError(f"{shape}: the job may come to have {place.sizes[-1]} processes, which are no whole "
+                            "replicas; let the largest world be a multiple (--nnodes, --nproc-per-node)")  # fmt: skip
         return shape, recovery.mesh(shape.shards, likely_rank(os.environ), place.device.type, shape.kind)
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  few scripts shard
 

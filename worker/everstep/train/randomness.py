@@ -201,6 +201,11 @@ class Randomness:
         """Whether a generator is tracked under this name."""
         return name in self._tracked
 
+    @property
+    def generators(self) -> tuple[str, ...]:
+        """The names of those that are tracked."""
+        return tuple(self._tracked)
+
     def start(self) -> None:
         """Note what the script has seeded, before anything is restored."""
         if self.each_step:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
+from everstep.train.randomness import STATE, Randomness
 from everstep.train.recovery import doors, early, forming, patterns
 from everstep.train.recovery.flight import Waiting
 from everstep.train.recovery.group import BACKEND, RecoverableGroup
 from everstep.train.recovery.patterns import Across, Everyone, Inside, Meaning
 from everstep.train.recovery.scope import NO_SUBGROUPS, At, Scope, script_asks
+from everstep.train.shape import MODEL
 from everstep.train.step import LoopError
 
 MOST = 16  # each has connections of its own in each round
@@ -49,11 +51,11 @@ class ProgramGroups:
         self.main = self._make()
         self._own: list[Own] = []
         # Ranks of a replica that hold other things than each other, and the rank that this process takes itself for.
-        self.places, self._here = 1, 0
+        self._divided, self.places, self._here = False, 1, 0
         self._told: Counter[tuple[Meaning, int]] = Counter()  # groups that the script has asked for, of any replica
         self._most = 1
         self.evaluations = 0  # that the script has asked for
-        self.names = ""  # of what is tracked, where each place of a replica tracks its own
+        self._names = ""  # of what is tracked, where each place of a replica tracks its own
         self.refusal = ""  # why no member can go on
 
     def begin(self, most: int) -> None:
@@ -67,9 +69,18 @@ class ProgramGroups:
         doors.put_up(most, lambda: self._asked is not None, self._new)
         early.refuse_training(lambda: self.scope.others and self.scope.where is At.BUILDING)
 
-    def divide(self, places: int, rank: int) -> None:
-        """A replica is so many neighbours in rank. This process keeps the place in it that `rank` has."""
-        self.places, self._here = places, rank % self._most
+    def divide(self, kind: str, places: int, rank: int) -> None:
+        """Of a mesh that was made: if it is of a model that the script divides itself, over so many neighbours in rank,
+        this process keeps the place that `rank` has."""
+        if kind == MODEL:
+            self._divided, self.places, self._here = True, places, rank % self._most
+
+    def tracks(self, state: Mapping[str, Any]) -> None:
+        """What the script tracks: each place its own, by the same names."""
+        if self.places > 1:
+            seeds = state.get(STATE)
+            drawn = seeds.generators if isinstance(seeds, Randomness) else ()
+            self._names = ", ".join(sorted({*state, *drawn}))
 
     @property
     def own(self) -> tuple[RecoverableGroup, ...]:
@@ -107,7 +118,7 @@ class ProgramGroups:
                 "once, between everstep.start() and run.steps()"
             )
         found = patterns.meaning(range(self._most) if ranks is None else ranks, self._most, self.places)
-        if found is None or (self.places == 1 and found[0] != Everyone()):  # nobody has said what a replica is
+        if found is None or not (self._divided or found[0] == Everyone()):
             raise LoopError(f"dist.new_group({list(ranks or ())}){at}: {NO_SUBGROUPS}")
         what, replica = found
         nth = self._told[found]
@@ -172,9 +183,9 @@ class ProgramGroups:
                 f"`for first in range(0, run.world_size, {self.places}): dist.new_group(…)`, or "
                 f"dist.new_subgroups({self.places})"
             )
-        if not (self._told or self.evaluations or self.names):
+        if not (self._told or self.evaluations or self._names):
             return ""
         return (
             f"{self._told.total()} process groups by dist.new_group() and {self.evaluations} evaluations by "
-            "run.evaluate()" + (f" and tracks {self.names}" if self.names else "")
+            "run.evaluate()" + (f" and tracks {self._names}" if self._names else "")
         )

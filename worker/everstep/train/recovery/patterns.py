@@ -42,7 +42,7 @@ def meaning(ranks: Sequence[int], most: int, places: int) -> tuple[Meaning, int]
     if not found or found[0] < 0 or found[-1] >= most or len(set(found)) < len(found) or most % places:
         return None
     # First, because in a job of one replica it says more: each process knows its place.
-    if places > 1 and found[0] // places == found[-1] // places:
+    if most > 1 and found[0] // places == found[-1] // places:
         return Inside(tuple(rank % places for rank in found)), found[0] // places
     if found == list(range(most)):
         return Everyone(), 0

@@ -101,7 +101,7 @@ class Recovery:
         assert self._sharded is None
         made = RecoverableMesh(shards, provisional, device, self.control, self.program.for_mesh, kind)
         self._sharded = Sharded(made, self.members)
-        self.program.divide(made.places, provisional)
+        self.program.divide(kind, shards, provisional)
         return made.device_mesh
 
     def track(self, state: Mapping[str, Any], reducers: Reducers) -> None:
@@ -110,7 +110,7 @@ class Recovery:
         fsdp.check(state, self._sharded.mesh.over if self._sharded is not None else None)
         if self._sharded is not None:
             self._sharded.track(state)
-            self.program.names = ", ".join(sorted(state)) if self._sharded.mesh.places > 1 else ""
+            self.program.tracks(state)
         self._state = state
         self._reducers = reducers
         wrapped.check(reducers.alive(), self.program.places, self.program.is_across)
