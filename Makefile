@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
 DEMO ?= .everstep/demo
 DEMO_STEPS ?= 700
-EXTRAS := operator,worker,s3,gcs,azure,obstore,dev
+EXTRAS := operator,worker,s3,gcs,azure,dev
 
 # The files that are committed are sources: what a tool makes is named in .gitignore.
 GENERATED := '*.stamp' '*.log' '*.pyc'

@@ -7,9 +7,8 @@ there is one). Each measured act is a process of its own, whose clients have sen
 are interleaved, figures are medians of the rounds. CPU seconds are the process's own, all threads, user and system.
 
 Two shapes of the same bytes: `large`, one object of `--mib` MiB; `objects`, objects of 64 MiB, four at once.
-Subjects: `s3fs` (`pipe_file` up, `cat_file` down), `s3fs_open` (a file opened for writing), `fsspec` and `obstore`
-(our two backends; large objects go up in parts of 16 MiB by four threads, and come down in such ranges, as the
-checkpoint engine does it).
+Subjects: `s3fs` (`pipe_file` up, `cat_file` down), `s3fs_open` (a file opened for writing), `fsspec` (our backend;
+large objects go up in parts of 16 MiB by four threads, and come down in such ranges, as the checkpoint engine does it).
 
 Figures:
 - `upload_cpu.SHAPE.SUBJECT`, `download_cpu…`: CPU seconds of s3fs ÷ ours. The goal of the upload is 3.
@@ -46,7 +45,7 @@ PART = 16 * MIB
 OBJECT = 64 * MIB
 THREADS = 4
 BUCKET = "everstep-benchmark"
-SUBJECTS = ("s3fs", "s3fs_open", "fsspec", "obstore")
+SUBJECTS = ("s3fs", "s3fs_open", "fsspec")
 SHAPES = ("large", "objects")
 
 
@@ -99,7 +98,7 @@ def figures(samples: dict[tuple[str, str, str], list[dict[str, float]]], size: i
         found.append(Figure(f"{way}_seconds.{at}", cpu, "CPU s", Better.LOWER, n))
         found.append(Figure(f"{way}_rate.{at}", size / MIB / wall, "MiB/s", Better.HIGHER, n))
         found.append(Figure(f"{way}_memory.{at}", extra / size, "x", Better.LOWER, n))
-        if subject in ("fsspec", "obstore"):
+        if subject == "fsspec":
             theirs = median(a["cpu"] for a in samples[way, shape, "s3fs"])
             goal = 3.0 if way == "upload" else None
             found.append(Figure(f"{way}_cpu.{at}", theirs / cpu, "x", Better.HIGHER, n, goal))
@@ -155,27 +154,23 @@ def _s3fs_open(root: str) -> tuple[Send, Send]:
     return send, fetch
 
 
-def _ours(backend: str) -> Callable[[str], tuple[Send, Send]]:
-    def ways(root: str) -> tuple[Send, Send]:
-        from everstep.storage import RetryingStore, open_store  # noqa: PLC0415
+def _ours(root: str) -> tuple[Send, Send]:
+    from everstep.storage import RetryingStore, open_store  # noqa: PLC0415
 
-        store = RetryingStore(open_store(f"s3://{root}", part_size=PART, backend=backend))
+    store = RetryingStore(open_store(f"s3://{root}", part_size=PART))
 
-        def fetch(name: str, view: memoryview) -> None:
-            with ThreadPoolExecutor(THREADS if len(view) > OBJECT else 1) as pool:
-                starts = range(0, len(view), PART)
-                list(pool.map(lambda at: store.get_into(name, at, view[at : at + PART]), starts))
+    def fetch(name: str, view: memoryview) -> None:
+        with ThreadPoolExecutor(THREADS if len(view) > OBJECT else 1) as pool:
+            starts = range(0, len(view), PART)
+            list(pool.map(lambda at: store.get_into(name, at, view[at : at + PART]), starts))
 
-        return store.create, fetch
-
-    return ways
+    return store.create, fetch
 
 
 WAYS: dict[str, Callable[[str], tuple[Send, Send]]] = {
     "s3fs": _s3fs,
     "s3fs_open": _s3fs_open,
-    "fsspec": _ours("fsspec"),
-    "obstore": _ours("obstore"),
+    "fsspec": _ours,
 }
 
 

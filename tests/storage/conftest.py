@@ -22,10 +22,8 @@ class Place:
     options: Mapping[str, Any] = field(default_factory=dict)
     single_committer: bool = False
 
-    def open(self, part_size: int | None = PART, backend: str | None = None) -> ObjectStore:
-        return open_store(
-            self.url, self.options, single_committer=self.single_committer, part_size=part_size, backend=backend
-        )
+    def open(self, part_size: int | None = PART) -> ObjectStore:
+        return open_store(self.url, self.options, single_committer=self.single_committer, part_size=part_size)
 
 
 @pytest.fixture(autouse=True)

@@ -59,19 +59,3 @@ class TestAzure(StoreContract):
     @pytest.fixture
     def store(self, place: Callable) -> ObjectStore:
         return place("azure_server").open()
-
-
-@pytest.mark.usefixtures("s3_server")
-class TestS3WithObstore(StoreContract):
-    @pytest.fixture
-    def store(self, place: Callable) -> ObjectStore:
-        return place("s3_server").open(backend="obstore")
-
-
-@pytest.mark.usefixtures("azure_server")
-class TestAzureWithObstore(StoreContract):
-    sweeps = False
-
-    @pytest.fixture
-    def store(self, place: Callable) -> ObjectStore:
-        return place("azure_server").open(backend="obstore")

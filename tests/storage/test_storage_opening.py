@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from everstep.storage import ObjectStore, RetryingStore, StoreUnusable, open_store
+from everstep.storage import ObjectStore, RetryingStore, open_store
 from everstep.storage.faults import FaultStore
 
-HEAVY = ("fsspec", "s3fs", "aiohttp", "botocore", "gcsfs", "grpc", "adlfs", "azure", "obstore", "torch", "pytest")
+HEAVY = ("fsspec", "s3fs", "aiohttp", "botocore", "gcsfs", "grpc", "adlfs", "azure", "torch", "pytest")
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -30,19 +30,7 @@ def test_import_loads_nothing_that_a_url_has_not_asked_for(statement: str) -> No
 
 def test_s3_url_loads_no_other_backend() -> None:
     loaded = loaded_after("from everstep.storage import open_store; open_store('s3://bucket/x')")
-    assert not loaded & {"gcsfs", "grpc", "adlfs", "azure", "obstore", "torch"}
-
-
-def test_unknown_backend_is_named_with_those_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERSTEP_STORAGE", "boto")
-    with pytest.raises(StoreUnusable, match="EVERSTEP_STORAGE='boto': the backends are fsspec and obstore"):
-        open_store("s3://bucket/x")
-
-
-def test_missing_obstore_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(StoreUnusable, match=r"install everstep\[obstore\]"):
-        open_store("s3://bucket/x", backend="obstore")
+    assert not loaded & {"gcsfs", "grpc", "adlfs", "azure", "torch"}
 
 
 @pytest.mark.parametrize(

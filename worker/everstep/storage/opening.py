@@ -7,8 +7,6 @@ Imports nothing heavy before a URL asks for it.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +20,6 @@ from everstep.storage.paths import folder, folder_of_url, normal
 if TYPE_CHECKING:
     from everstep.storage.fsspec_store import FsspecStore
 
-BACKEND = "EVERSTEP_STORAGE"
-BACKENDS = ("fsspec", "obstore")
-
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = ForkLock()
 
@@ -35,14 +30,12 @@ def open_store(
     *,
     single_committer: bool = False,
     part_size: int | None = None,
-    backend: str | None = None,
 ) -> ObjectStore:
     """The store below `url`: a path (`~` is the home folder), `file://` (%-encoded), `memory://NAME` (this process
     only) or any fsspec URL.
 
     `options` go to the backend (keys, endpoint and the like); a function is called for each new client, so it can give
-    fresh credentials. `part_size` is in bytes. `backend` is "fsspec" or "obstore", which carries the bytes of s3 and
-    az; by default what `EVERSTEP_STORAGE` says, else fsspec. Opening does no I/O.
+    fresh credentials. `part_size` is in bytes. Opening does no I/O.
 
     Raises `StoreUnusable` for an empty URL, a scheme that cannot be used, a missing package, and a text that looks like
     a URL or a variable but is none: `s3:/bucket`, `$HOME/run`.
@@ -59,11 +52,7 @@ def open_store(
             with _memory_lock:
                 return _memory.setdefault(rest, MemoryStore(rest, part_size))
         case _:
-            chosen = backend or os.environ.get(BACKEND) or BACKENDS[0]
-            if chosen not in BACKENDS:
-                raise StoreUnusable(f"{BACKEND}={chosen!r}: the backends are {' and '.join(BACKENDS)}")
-            store = _remote(url, scheme, options, single_committer, part_size)
-            return store if chosen == "fsspec" else _with_obstore(store)
+            return _remote(url, scheme, options, single_committer, part_size)
 
 
 def _remote(
@@ -98,14 +87,3 @@ def _remote(
             f"{', '.join(conditional)}, or single_committer=True if only one job ever writes there"
         )
     return fsspec_store.FsspecStore(url, options, part_size)
-
-
-def _with_obstore(store: FsspecStore) -> ObjectStore:
-    """The store with obstore carrying its bytes; schemes that obstore has no part in stay as they are."""
-    from everstep.storage import azure, obstore_store, s3  # noqa: PLC0415
-
-    if not isinstance(store, s3.S3Store | azure.AzureStore):
-        return store
-    if importlib.util.find_spec("obstore") is None:
-        raise StoreUnusable(f"{store.url}: {BACKEND}=obstore, and the package is missing; install everstep[obstore]")
-    return obstore_store.ObstoreStore(store)
