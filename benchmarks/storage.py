@@ -3,8 +3,8 @@
     python benchmarks/storage.py [--quick] [--json PATH] [--mib N] [--rounds N] [--data FOLDER]
 
 The server is versitygw on the loopback, over plain HTTP, on the same cores; its objects lie in `--data` (a tmpfs where
-there is one). Each measured act is a process of its own, whose clients have sent and fetched one object before. Acts
-are interleaved, figures are medians of the rounds. CPU seconds are the process's own, all threads, user and system.
+there is one). Each measured act is a process of its own, whose clients have sent and fetched such an object before.
+Acts are interleaved, figures are medians of the rounds. CPU seconds are the process's own: all threads, user, system.
 
 Two shapes of the same bytes: `large`, one object of `--mib` MiB; `objects`, objects of 64 MiB, four at once.
 Subjects: `s3fs` (`pipe_file` up, `cat_file` down), `s3fs_open` (a file opened for writing), `fsspec` (our backend;
@@ -111,8 +111,9 @@ def act(subject: str, shape: str, size: int, folder: str) -> dict[str, dict[str,
     back = memoryview(bytearray(os.urandom(MIB)) * (size // MIB))  # touched, so that its pages are there already
     step = size if shape == "large" else OBJECT
     send, fetch = WAYS[subject](f"{BUCKET}/{folder}")
-    send("warm", data[:OBJECT])
-    fetch("warm", back[:OBJECT])
+    like = OBJECT if shape == "objects" else 2 * OBJECT
+    send("warm", data[:like])
+    fetch("warm", back[:like])
     found = {}
     with ThreadPoolExecutor(THREADS if shape == "objects" else 1) as pool:
         for way, do, bytes_ in (("upload", send, data), ("download", fetch, back)):
@@ -159,12 +160,22 @@ def _ours(root: str) -> tuple[Send, Send]:
 
     store = RetryingStore(open_store(f"s3://{root}", part_size=PART))
 
+    def send(name: str, view: memoryview) -> None:
+        if len(view) <= OBJECT:
+            store.put(name, view)
+            return
+        upload = store.start_upload(name, len(view))
+        with ThreadPoolExecutor(THREADS) as pool:
+            numbers = range(-(-len(view) // PART))
+            list(pool.map(lambda n: upload.write_part(n, view[n * PART : (n + 1) * PART]), numbers))
+        upload.commit()
+
     def fetch(name: str, view: memoryview) -> None:
         with ThreadPoolExecutor(THREADS if len(view) > OBJECT else 1) as pool:
             starts = range(0, len(view), PART)
             list(pool.map(lambda at: store.get_into(name, at, view[at : at + PART]), starts))
 
-    return store.create, fetch
+    return send, fetch
 
 
 WAYS: dict[str, Callable[[str], tuple[Send, Send]]] = {

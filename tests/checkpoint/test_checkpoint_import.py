@@ -22,8 +22,9 @@ from everstep.checkpoint.chunks import CHUNKS
 from everstep.checkpoint.copying import copy
 from everstep.checkpoint.layout import record_name
 from everstep.checkpoint.source_files import open_source
-from everstep.storage import MemoryStore, RetryableError, open_store
-from everstep.storage.faults import Fail, FaultStore
+from everstep.storage import MemoryStore, RetryableError, RetryingStore, RetryPolicy, open_store
+from everstep.storage.faults import Fail, FaultStore, LoseResponse
+from everstep.storage.pace import Pacer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -244,6 +245,18 @@ def test_what_was_interrupted_at_any_request_can_be_repeated(how: str, tmp_path:
         assert (w if how == "copy" else found.state["model"]["w"]).tolist() == [1.0, 1.0]
     assert at > 3
     assert cut_off  # between its two records
+
+
+@pytest.mark.parametrize("how", ["import", "copy"])
+def test_answer_that_is_lost_at_any_request_changes_nothing(how: str, tmp_path: Path) -> None:
+    calls = FaultStore(MemoryStore())
+    bring(how, calls, tmp_path)
+    assert any(call.startswith("put data/") for call in calls.calls)
+    for at in range(len(calls.calls)):
+        store = MemoryStore()
+        retrying = RetryingStore(FaultStore(store, {at: LoseResponse()}), RetryPolicy(first=0.001), pacer=Pacer())
+        bring(how, retrying, tmp_path)
+        assert Catalog(store).find().step == 0
 
 
 @pytest.mark.parametrize("how", ["import", "copy"])

@@ -57,7 +57,7 @@ class Dying:
         counted = FaultStore(opened("count"))
         save(counted, 2, keep=1)
         calls = counted.calls
-        first = next(n for n, call in enumerate(calls) if call.startswith(("start data/", "create data/")))
+        first = next(n for n, call in enumerate(calls) if call.startswith(("start data/", "put data/")))
         commit = calls.index("create log/000000000003.json")
         assert any(call.startswith("delete data/") for call in calls[commit:])
         if opened("count").capabilities.multipart:

@@ -265,9 +265,9 @@ def hurried(root: str) -> Result:
     """Saves that come faster than the store takes them."""
 
     class Slow(type(open_store(root))):  # type: ignore[misc]
-        def create(self, name: str, data: Any) -> None:
+        def put(self, name: str, data: Any) -> None:
             time.sleep(0.1 * (1 + dist.get_rank()))
-            super().create(name, data)
+            super().put(name, data)
 
         def start_upload(self, name: str, size_hint: int | None = None) -> Any:
             time.sleep(0.1 * (2 - dist.get_rank()))

@@ -37,13 +37,8 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_links")
 def test_file_system_without_hard_links_is_refused_with_the_fix(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
     with pytest.raises(StoreUnusable, match=r"no hard links.*single_committer=True"):
-        probe(store)
-    upload = store.start_upload("a")
-    upload.write_part(0, b"x")
-    with pytest.raises(StoreUnusable, match="no hard links"):
-        upload.commit()
+        probe(open_store(str(tmp_path)))
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
 

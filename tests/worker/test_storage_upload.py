@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from everstep.storage import (
-    AlreadyExists,
     Data,
     MemoryStore,
     NotFound,
@@ -85,13 +84,22 @@ def test_writer_without_commit_leaves_nothing(store: ObjectStore, size: int) -> 
 
 
 @pytest.mark.parametrize("size", [10, 2 * PART_SIZE])
-def test_streamed_object_is_created_not_replaced(store: ObjectStore, size: int) -> None:
+def test_streamed_object_replaces_what_had_its_name(store: ObjectStore, size: int) -> None:
     store.create("a", b"first")
-    with pytest.raises(AlreadyExists):
-        write(store, "a", bytes(size), size)
-    assert store.get("a") == b"first"
+    write(store, "a", pattern(size), size)
+    assert store.get("a") == pattern(size)
     assert [i.name for i in store.list()] == ["a"]
     assert store.sweep_uploads(0) == 0
+
+
+def test_commit_that_is_repeated_changes_nothing(store: ObjectStore) -> None:
+    data = pattern(PART_SIZE + 5)
+    upload = store.start_upload("a", len(data))
+    for number in range(2):
+        upload.write_part(number, data[number * PART_SIZE : (number + 1) * PART_SIZE])
+    upload.commit()
+    upload.commit()
+    assert store.get("a") == data
 
 
 def test_object_is_not_visible_before_its_commit(store: ObjectStore) -> None:

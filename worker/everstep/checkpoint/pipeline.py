@@ -1,9 +1,9 @@
 """Turns staged bytes into a durable shard: its parts are written on a few threads while the caller's hashes its chunks.
 
 Knows bytes and the store, no tensors. The threads wait in system calls or hash without the interpreter's lock, so the
-training thread is not held up. Invariants: a shard is created, never replaced, because an attempt that was given up may
-still arrive when the commit exists; when `write_shard` returns or raises, nothing reads the staged bytes any more; no
-memory is used beside them but what the store takes for the parts under way.
+training thread is not held up. Invariants: a shard's name is that of one attempt of one rank, so that a request of it
+that arrives late, when the commit exists, writes the same bytes again; when `write_shard` returns or raises, nothing
+reads the staged bytes any more; no memory is used beside them but what the store takes for the parts under way.
 """
 
 from __future__ import annotations
@@ -12,35 +12,27 @@ import os
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Final
 
-from everstep.checkpoint.chunks import describe, problems
-from everstep.checkpoint.errors import SaveFailed
+from everstep.checkpoint.chunks import describe
 from everstep.checkpoint.manifest import Shard
-from everstep.storage import AlreadyExists, Capabilities, ObjectStore, TerminalError
+from everstep.storage import Capabilities, ObjectStore
 
 THREADS: Final = 4
 
 
 def write_shard(store: ObjectStore, path: str, data: memoryview) -> Shard:
-    """Create the shard and return the manifest's description of it.
+    """Write the shard and return the manifest's description of it. No other shard may ever have this path.
 
-    Meeting oneself, after a lost answer, is success. Raises `SaveFailed` if another shard has the name, and what the
-    store raises.
+    Raises what the store raises.
     """
-    try:
-        # One request for the whole is better where a part is all there is, or where the store takes no parts.
-        if len(data) > store.capabilities.part_size and store.capabilities.multipart:
-            return _in_parts(store, path, data)
-        return _at_once(store, path, data)
-    except AlreadyExists:
-        shard = describe(path, data)
-        if problems(store, shard):
-            raise SaveFailed(f"{path} exists with other content; another writer uses this save id") from None
-        return shard
+    # One request for the whole is better where a part is all there is, or where the store takes no parts.
+    if len(data) > store.capabilities.part_size and store.capabilities.multipart:
+        return _in_parts(store, path, data)
+    return _at_once(store, path, data)
 
 
 def _at_once(store: ObjectStore, path: str, data: memoryview) -> Shard:
     with ThreadPoolExecutor(1, thread_name_prefix="everstep-write") as pool:
-        written = pool.submit(store.create, path, data)
+        written = pool.submit(store.put, path, data)
         shard = describe(path, data)
         written.result()
         return shard
@@ -61,12 +53,7 @@ def _in_parts(store: ObjectStore, path: str, data: memoryview) -> Shard:
             finally:
                 for part in parts:
                     part.cancel()  # those not begun, once one has failed
-        try:
-            upload.commit()
-        except TerminalError:
-            # The answer to an attempt that succeeded may have been lost: the next one meets an upload that is no more.
-            if problems(store, shard):
-                raise
+        upload.commit()
         return shard
     except BaseException:
         upload.abort()

@@ -1,8 +1,8 @@
 """Azure Blob Storage: adlfs gives the credentials and the client, the requests go through Azure's own SDK.
 
 Parts are blocks. Uncommitted blocks belong to the blob's name, not to an upload, so their ids carry a random prefix:
-two writers of one name cannot mix. Whoever commits first wins; the other's blocks vanish. Blocks that nobody commits
-are deleted by the service after a week.
+two writers of one name cannot mix; the blocks of the one that commits last are the blob. Blocks that nobody commits are
+deleted by the service after a week.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ from everstep.storage.base import (
     ObjectInfo,
     check_folder,
     check_name,
-    committed_before,
     part_size_for,
     scatter,
     truncated,
     views_of,
 )
-from everstep.storage.errors import AlreadyExists, NotFound, TerminalError
+from everstep.storage.errors import NotFound, TerminalError
 from everstep.storage.fsspec_store import FsspecStore, bucket_missing
 from everstep.storage.locks import ForkLock
-from everstep.storage.parts import create_in_parts, in_one_piece
 from everstep.storage.translate import server_code
 
 T = TypeVar("T")
 
 SCHEMES: Final = frozenset({"az", "abfs", "abfss"})
-ONE_PIECE: Final = 32 * 2**20
 _ONCE: Final = {"retry_total": 0, "connection_timeout": 5, "read_timeout": 60}
 
 
@@ -41,19 +38,10 @@ class AzureStore(FsspecStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(one_piece=max(ONE_PIECE, self._part_size or 0)).with_part_size(self._part_size)
+        return Capabilities().with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
-        check_name(name)
-        if in_one_piece(self, data):
-            try:
-                self._upload(name, data, overwrite=False)
-                return
-            except AlreadyExists:
-                if self.size(name) is not None:
-                    raise
-            # Blocks of an upload that nobody finished hold the name against a whole blob, not against blocks.
-        create_in_parts(self, name, data)
+        self._upload(check_name(name), data, overwrite=False)
 
     def put(self, name: str, data: Data) -> None:
         self._upload(check_name(name), data, overwrite=True)
@@ -193,22 +181,16 @@ class AzureUpload:
             self._numbers.add(number)
 
     def commit(self) -> None:
-        from azure.core import MatchConditions  # noqa: PLC0415  an extra
-        from azure.storage.blob import BlobBlock  # noqa: PLC0415
+        from azure.storage.blob import BlobBlock  # noqa: PLC0415  an extra
 
+        # Each id stands for its newest block: after a commit whose answer was lost, for that of the blob itself.
         blocks = [BlobBlock(self._block(number)) for number in sorted(self._numbers)]
 
         async def finish(fs: Any) -> None:
             async with self._store.blob(fs, self._name) as blob:
-                await blob.commit_block_list(blocks, match_condition=MatchConditions.IfMissing, **_ONCE)
+                await blob.commit_block_list(blocks, **_ONCE)
 
-        try:
-            self._store.run("committing", self._name, finish)
-        except TerminalError as e:
-            # Another writer's commit, or this one's own whose answer was lost, has taken the blocks away.
-            if e.__cause__ is not None and server_code(e.__cause__)[0] == "InvalidBlockList":
-                raise committed_before(self._store.url, self._name) from e
-            raise
+        self._store.run("committing", self._name, finish)
 
     def abort(self) -> None:
         """Uncommitted blocks cannot be deleted; the service does so after a week."""

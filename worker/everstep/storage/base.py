@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from everstep.storage.errors import AlreadyExists, InvalidName, Truncated
+from everstep.storage.errors import InvalidName, Truncated
 from everstep.storage.writer import ObjectWriter
 
 Data = bytes | bytearray | memoryview
@@ -32,24 +32,20 @@ class ObjectInfo:
 class Capabilities:
     """What a store can do. Known without I/O, so it says what the backend offers, not what the server grants.
 
-    `conditional_create`: `create` and a writer's `commit` are atomic against every other creator. `multipart`: a
-    writer's parts go to the store as they come, so a crash may leave some behind for `sweep_uploads`; without it they
-    wait on the local disk. `parallel_parts`: the parts of one upload may be written in any order and at once.
-    `conditional_upload`: the commit of an upload, too, is atomic against every other creator. `part_size`: bytes of
-    each part but the last, unless a size hint asks for larger ones. `one_piece`: the largest object that `create` sends
-    in one request; a larger one it sends in parts. None: no limit. `read_size`: the bytes that a reader with a choice
-    should ask for at once: less costs requests, more costs memory and caches. `local`: this machine's cores write the
-    parts, so that more threads than there are cores to spare slow down what else runs. `listable`: `list` gives what is
-    there; else objects must be asked for by their names.
+    `conditional_create`: `create` is atomic against every other creator. `multipart`: a writer's parts go to the store
+    as they come, so a crash may leave some behind for `sweep_uploads`; without it they wait on the local disk.
+    `parallel_parts`: the parts of one upload may be written in any order and at once. `part_size`: bytes of each part
+    but the last, unless a size hint asks for larger ones. `read_size`: the bytes that a reader with a choice should ask
+    for at once: less costs requests, more costs memory and caches. `local`: this machine's cores write the parts, so
+    that more threads than there are cores to spare slow down what else runs. `listable`: `list` gives what is there;
+    else objects must be asked for by their names.
     """
 
     conditional_create: bool = True
-    conditional_upload: bool = True
     multipart: bool = True
     parallel_parts: bool = True
     writable: bool = True
     part_size: int = PART_SIZE
-    one_piece: int | None = None
     read_size: int = PART_SIZE
     local: bool = False
     listable: bool = True
@@ -73,8 +69,7 @@ class Upload(Protocol):
         """Part `number`, from 0. `data` may be reused when this returns. Other threads may write other parts."""
 
     def commit(self) -> None:
-        """Make the object exist, whole. Raises `AlreadyExists` as `ObjectStore.create` does; when it is called again
-        after a lost answer, the object that exists may be this upload's own, which only the caller can tell."""
+        """Make the object exist, whole, replacing what had its name. It may be called again after a lost answer."""
 
     def abort(self) -> None:
         """Remove the parts. Harmless if there are none, or after `commit`."""
@@ -86,6 +81,9 @@ class ObjectStore(Protocol):
     - `create` makes the object only if no object has the name, atomically against every other creator, and raises
       `AlreadyExists` otherwise. When it returns the object is durable and whole.
     - `put` writes the object, replacing what was there; a reader sees the old or the new bytes, never a mixture.
+    - Both send one request, so they are for objects of at most 64 MiB; larger ones are uploads. An upload replaces as
+      `put` does: whoever must not meet another's bytes gives each attempt a name of its own, and creates a record that
+      says which name counts.
     - `get` returns bytes `[start, end)`, the whole object by default, and raises `NotFound`.
     - `size` is the object's length in bytes, or None if there is none.
     - `list` gives the objects below a folder (`""` or a name that ends in `/`), sorted by name. It may be stale.
@@ -131,7 +129,7 @@ class ObjectStore(Protocol):
         return SpooledUpload(self, check_name(name), part_size_for(self.capabilities.part_size, size_hint))
 
     def open_write(self, name: str, size_hint: int | None = None) -> ObjectWriter:
-        """A writer whose `commit` has the meaning of `create`. It holds at most one part in memory."""
+        """A writer whose `commit` has the meaning of `put`. It holds at most one part in memory."""
         return ObjectWriter(self, check_name(name), self.capabilities.part_size, size_hint)
 
     def sweep_uploads(self, older_than: float) -> int:
@@ -165,11 +163,6 @@ def part_size_for(part_size: int, size_hint: int | None) -> int:
     """Bytes a part such that an object of `size_hint` bytes has at most `MAX_PARTS`, rounded up to whole MiB."""
     least = -(-(size_hint or 0) // MAX_PARTS)
     return part_size if least <= part_size else -(-least // 2**20) * 2**20
-
-
-def committed_before(url: str, name: str) -> AlreadyExists:
-    """The error of a second `commit` of one upload whose first one has succeeded."""
-    return AlreadyExists(f"{url}: {name} exists; it may be this upload's own, the answer to an earlier attempt lost")
 
 
 def truncated(url: str, name: str, start: int, wanted: int, got: int) -> Truncated:

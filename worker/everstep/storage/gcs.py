@@ -3,7 +3,7 @@
 gcsfs's default class asks for every bucket's kind over gRPC, which waits a minute where it is not allowed to, and whose
 threads do not survive a fork. Its plain class speaks HTTP only; that is the one used. Parts go into a resumable
 session, which takes them in order; the session expires after a week if nobody finishes it. Invariant: the object is
-made by the last request of the session, under the condition that the session began with.
+made by the last request of the session.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from __future__ import annotations
 import types
 from typing import Any, Final
 
-from everstep.storage.base import Capabilities, Data, check_name, committed_before, part_size_for
+from everstep.storage.base import Capabilities, Data, check_name, part_size_for
 from everstep.storage.errors import NotFound, RetryableError, TerminalError
 from everstep.storage.fsspec_store import FsspecStore, bucket_missing
-from everstep.storage.parts import create_in_parts, in_one_piece
 
 SCHEMES: Final = frozenset({"gs", "gcs"})
-ONE_PIECE: Final = 32 * 2**20
 _UNIT: Final = 256 * 2**10  # parts must be multiples of it
 _SECONDS: Final = 60.0
 
@@ -27,14 +25,7 @@ class GcsStore(FsspecStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        known = Capabilities(parallel_parts=False, one_piece=max(ONE_PIECE, self._part_size or 0))
-        return known.with_part_size(self._part_size)
-
-    def create(self, name: str, data: Data) -> None:
-        if in_one_piece(self, data):
-            super().create(name, data)
-        else:
-            create_in_parts(self, check_name(name), data)
+        return Capabilities(parallel_parts=False).with_part_size(self._part_size)
 
     def start_upload(self, name: str, size_hint: int | None = None) -> GcsUpload:
         size = part_size_for(self.capabilities.part_size, size_hint)
@@ -72,7 +63,6 @@ class GcsUpload:
                     "POST",
                     f"{fs._location}/upload/storage/v1/b/{bucket}/o",
                     uploadType="resumable",
-                    ifGenerationMatch="0",
                     json={"name": key},
                     headers={"X-Upload-Content-Type": "application/octet-stream"},
                 )
@@ -95,10 +85,8 @@ class GcsUpload:
         self._send(view[self._sent - start :], "*")
 
     def commit(self) -> None:
-        if not self._open or self._find_out():
-            raise committed_before(self._store.url, self._name)
-        tail = self._tail
-        self._send(memoryview(tail), str(self._sent + len(tail)))
+        if self._open and not self._find_out():
+            self._send(memoryview(self._tail), str(self._sent + len(self._tail)))
         self._open = False
 
     def abort(self) -> None:

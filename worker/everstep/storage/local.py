@@ -24,7 +24,6 @@ from everstep.storage.base import (
     ObjectStore,
     check_folder,
     check_name,
-    committed_before,
     part_size_for,
     truncated,
     views_of,
@@ -224,7 +223,7 @@ class LocalUpload:
         with store._translated(name):
             self._descriptor, self._temporary, self._final = store._temporary(name)
             self._uncached = UncachedWriter(self._temporary)
-        self._open = True
+        self._open, self._named = True, False
 
     @property
     def part_size(self) -> int:
@@ -240,11 +239,13 @@ class LocalUpload:
 
     def commit(self) -> None:
         if not self._open:
-            raise committed_before(self._store.url, self._name)
+            return
         try:
             with self._store._translated(self._name):
-                os.fsync(self._descriptor)
-                self._store._link(self._temporary, self._final)
+                if not self._named:  # what remains of an attempt before this one is to sync the name
+                    os.fsync(self._descriptor)
+                    os.replace(self._temporary, self._final)
+                    self._named = True
                 _sync_folder(self._final.parent)
         except RetryableError:
             raise  # the file stays for the next attempt

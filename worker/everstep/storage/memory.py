@@ -83,8 +83,7 @@ class MemoryUpload:
         self._parts[number] = bytes(data)
 
     def commit(self) -> None:
-        self._store.create(self._name, b"".join(self._parts[n] for n in range(len(self._parts))))
-        self._parts = {}
+        self._store.put(self._name, b"".join(self._parts[n] for n in range(len(self._parts))))
 
     def abort(self) -> None:
         self._parts = {}

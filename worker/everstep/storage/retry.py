@@ -20,7 +20,6 @@ from typing import Final, TypeVar
 from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, Upload
 from everstep.storage.errors import NotFound, RetryableError, Throttled
 from everstep.storage.pace import Pacer, pacer_for
-from everstep.storage.parts import create_in_parts, in_one_piece
 
 T = TypeVar("T")
 
@@ -82,10 +81,7 @@ class RetryingStore(ObjectStore):
         return self._inner.capabilities
 
     def create(self, name: str, data: Data) -> None:
-        if in_one_piece(self, data):
-            self.repeat(lambda: self._inner.create(name, data))
-        else:
-            create_in_parts(self, name, data)  # each part is repeated by itself
+        self.repeat(lambda: self._inner.create(name, data))
 
     def put(self, name: str, data: Data) -> None:
         self.repeat(lambda: self._inner.put(name, data))

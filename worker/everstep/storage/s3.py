@@ -2,8 +2,7 @@
 
 s3fs gives the credentials, the client and its options; the requests are made here, because fsspec's own calls mix
 several of them and answer a bare 404 as a missing object. Many bytes go over presigned URLs (`direct`), unless the
-options ask for something that such a URL does not carry. Invariant: every create, of parts too, carries
-`If-None-Match: *`.
+options ask for something that such a URL does not carry. Invariant: every create carries `If-None-Match: *`.
 """
 
 from __future__ import annotations
@@ -21,27 +20,23 @@ from everstep.storage.base import (
     ObjectInfo,
     check_folder,
     check_name,
-    committed_before,
     part_size_for,
     scatter,
     truncated,
     views_of,
 )
 from everstep.storage.direct import Wire
-from everstep.storage.errors import NotFound, TerminalError
+from everstep.storage.errors import NotFound, RetryableError, TerminalError
 from everstep.storage.fsspec_store import FsspecStore, Options
 from everstep.storage.locks import ForkLock
-from everstep.storage.parts import create_in_parts, in_one_piece, write_parts
 from everstep.storage.translate import UNSUPPORTED_CODES, server_code
 
 log = logging.getLogger("everstep.storage")
 
 SCHEMES: Final = frozenset({"s3", "s3a"})
-ONE_PIECE: Final = 32 * 2**20
 _OWN_CONFIG: Final = {
     "connect_timeout", "read_timeout", "retries", "response_checksum_validation", "signature_version"
 }  # fmt: skip
-_CREATE: Final = {"IfNoneMatch": "*"}
 _CONNECT_SECONDS: Final = 5
 _READ_SECONDS: Final = 30
 _DIRECT_BYTES: Final = 256 * 2**10  # from here on, signing a URL costs less than it saves
@@ -64,21 +59,13 @@ class S3Store(FsspecStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(one_piece=max(ONE_PIECE, self._part_size or 0)).with_part_size(self._part_size)
+        return Capabilities().with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
-        check_name(name)
-        if in_one_piece(self, data):
-            self._put_object(name, data, _CREATE)
-        else:
-            create_in_parts(self, name, data)
+        self._put_object(check_name(name), data, {"IfNoneMatch": "*"})
 
     def put(self, name: str, data: Data) -> None:
-        check_name(name)
-        if in_one_piece(self, data):
-            self._put_object(name, data, {})
-        else:
-            write_parts(S3Upload(self, name, self._upload_part_size(memoryview(data).nbytes), {}), data, 4)
+        self._put_object(check_name(name), data, {})
 
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         check_name(name)
@@ -149,7 +136,7 @@ class S3Store(FsspecStore):
             return
 
     def start_upload(self, name: str, size_hint: int | None = None) -> S3Upload:
-        return S3Upload(self, check_name(name), self._upload_part_size(size_hint), _CREATE)
+        return S3Upload(self, check_name(name), part_size_for(self.capabilities.part_size, size_hint))
 
     def sweep_uploads(self, older_than: float) -> int:
         """Look-alikes that cannot list uploads have nothing that could be swept from here."""
@@ -236,9 +223,6 @@ class S3Store(FsspecStore):
         fs.retries = 1
         return fs, root
 
-    def _upload_part_size(self, size_hint: int | None) -> int:
-        return part_size_for(self.capabilities.part_size, size_hint)
-
     def _put_object(self, name: str, data: Data, condition: dict[str, str]) -> None:
         bucket, key = self.at(name)
         with self.translated("writing", name):
@@ -268,14 +252,14 @@ class S3Store(FsspecStore):
 class S3Upload:
     """A multipart upload. Its id outlives the client, so parts go on after the credentials were refreshed."""
 
-    def __init__(self, store: S3Store, name: str, part_size: int, condition: dict[str, str]) -> None:
+    def __init__(self, store: S3Store, name: str, part_size: int) -> None:
         self._store = store
         self._name = name
         self._part_size = part_size
-        self._condition = condition
         self._bucket, self._key = store.at(name)
         self._lock = ForkLock()
-        self._tags: dict[int, str] = {}
+        self._sent: dict[int, tuple[str, int]] = {}  # tag and bytes
+        self._unsure = False  # a commit was sent, and its answer did not come
         with store.translated("starting the upload of", name):
             made = store.call("create_multipart_upload", Bucket=self._bucket, Key=self._key)
         self._id: str | None = str(made["UploadId"])
@@ -295,26 +279,28 @@ class S3Upload:
                     "ETag"
                 ]
         with self._lock:
-            self._tags[number] = tag
+            self._sent[number] = tag, memoryview(data).nbytes
 
     def commit(self) -> None:
         if self._id is None:
-            raise committed_before(self._store.url, self._name)
-        parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in sorted(self._tags.items())]
+            return
+        parts = [{"PartNumber": number + 1, "ETag": tag} for number, (tag, _) in sorted(self._sent.items())]
         try:
             with self._store.translated("committing", self._name):
                 self._store.call(
                     "complete_multipart_upload", Bucket=self._bucket, Key=self._key, UploadId=self._id,
-                    MultipartUpload={"Parts": parts}, **self._condition,
+                    MultipartUpload={"Parts": parts},
                 )  # fmt: skip
+        except RetryableError:
+            self._unsure = True
+            raise
         except TerminalError as e:
             if not _gone(e):
                 raise
             # An attempt before this one has succeeded and its answer was lost, or somebody swept the upload.
-            if self._store.size(self._name) is None:
+            size = sum(size for _, size in self._sent.values())
+            if not self._unsure or self._store.size(self._name) != size:
                 raise TerminalError(f"{self._store.url}: the upload of {self._name} was swept by another") from e
-            if self._condition:
-                raise committed_before(self._store.url, self._name) from e
         self._id = None
 
     def abort(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SpooledUpload:
-    """Parts in a temporary file; `commit` creates the object from it."""
+    """Parts in a temporary file; `commit` makes the object of it."""
 
     def __init__(self, store: ObjectStore, name: str, part_size: int) -> None:
         self._store = store
@@ -43,12 +43,10 @@ class SpooledUpload:
 
     def commit(self) -> None:
         if self._file.closed:
-            from everstep.storage.base import committed_before  # noqa: PLC0415  base imports this module on use
-
-            raise committed_before(self._store.url, self._name)
+            return
         size = os.fstat(self._file.fileno()).st_size
         with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as pages, memoryview(pages) as data:
-            self._store.create(self._name, data)
+            self._store.put(self._name, data)
         self._file.close()
 
     def abort(self) -> None:

@@ -29,7 +29,7 @@ class _State(enum.Enum):
 class ObjectWriter:
     """A context manager that aborts unless `commit` was called. One thread at a time.
 
-    An object that fits in one part costs one request, `create`; a larger one is a multipart upload, begun with its
+    An object that fits in one part costs one request, `put`; a larger one is a multipart upload, begun with its
     first full part.
     """
 
@@ -56,11 +56,11 @@ class ObjectWriter:
             raise
 
     def commit(self) -> None:
-        """Make the object exist. Raises `AlreadyExists` if there is one; after a lost answer it may be this one."""
+        """Make the object exist, replacing what had its name."""
         self._check()
         self._state = _State.BROKEN
         if self._upload is None:
-            self._store.create(self._name, self._rest)
+            self._store.put(self._name, self._rest)
         else:
             if self._rest:
                 self._send(self._rest)
