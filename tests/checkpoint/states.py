@@ -1,7 +1,8 @@
 """States of all kinds that a script may hold, drawn by Hypothesis.
 
 Hypothesis draws a description. From it the same state can be built as often as needed, or a blank one of the same form,
-as a script has it before it restores. The module also says, by rules of its own, what a commit holds of each value.
+as a script has it before it restores. `states_held.py` says what a commit holds of each value, and `states_placed.py`
+adds tensors that are cut over processes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import collections
 import enum
 import math
-import struct
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,9 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from states_held import shows_twice
+from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.tree import DTYPES
 
+PLAIN = (torch.Tensor, torch.nn.Parameter, DTensor)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 
 
@@ -67,9 +70,10 @@ class Bag:
 
 @dataclass(slots=True)
 class Building:
-    """One state that is being built. What is shared in it is made once."""
+    """One state that is being built. What is shared in it is made once. `moved`: what is cut is cut in another way."""
 
     blank: bool = False
+    moved: bool = False
     bases: dict[Any, torch.Tensor] = field(default_factory=dict)
 
 
@@ -232,7 +236,7 @@ def module_of(value: Any) -> torch.nn.Module:
     extra state."""
     module = _Holding(value)
     for number, tensor in enumerate(tensors_in(value)):
-        if tensor.dtype in FLOATS and not tensor.is_neg() and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        if tensor.dtype in FLOATS and not tensor.is_neg() and type(tensor) in PLAIN:
             module.register_parameter(f"p{number}", torch.nn.Parameter(tensor.detach()))
         else:
             module.register_buffer(f"b{number}", tensor.detach())
@@ -262,13 +266,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []
-
-
-def shows_twice(tensor: torch.Tensor) -> bool:
-    places = torch.zeros(1, dtype=torch.int64)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = (places[:, None] + torch.arange(size) * stride).reshape(-1)
-    return len(places) != len(places.unique())
 
 
 # --- what is drawn
@@ -313,8 +310,10 @@ arrays = st.builds(
 )  # fmt: skip
 
 
+# Mapped, because Hypothesis may look up how a key was drawn, and would take a member of `Name` for a text of its own.
 keys = st.one_of(
-    texts, st.integers(), floats, st.none(), st.booleans(), st.sampled_from(list(Phase)), st.sampled_from(list(Name)),
+    texts.map(str), st.integers().map(int), floats.map(float), st.none(), st.booleans(),
+    st.sampled_from(list(Phase)), st.sampled_from(list(Name)),
     st.lists(st.none() | st.integers() | texts | st.binary(max_size=2) | floats, max_size=2).map(tuple),
 )  # fmt: skip
 named = st.lists(texts | st.sampled_from(["a", "b", "1"]), max_size=3, unique=True).map(tuple)
@@ -340,9 +339,14 @@ ties = st.builds(  # few of them, so that a state often has several in the same 
     st.sampled_from(["whole", "turned", "rows", "flat"]),
 )  # fmt: skip
 leaves = plain | tensors | complexes | ties | arrays
-trees = st.recursive(leaves, boxes, max_leaves=10)
 state_keys = texts.filter(lambda t: t != "" and not t.startswith(("@", "$")))
-objects = st.builds(Object, st.sampled_from(["value", "value", "value", "object", "module"]), trees)
+
+
+def states_of(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Object]]:
+    """States whose values end in these leaves."""
+    trees = st.recursive(leaves, boxes, max_leaves=10)
+    objects = st.builds(Object, st.sampled_from(["value", "value", "value", "object", "module"]), trees)
+    return st.dictionaries(state_keys, objects.filter(_keeps), min_size=1, max_size=3)
 
 
 def _keeps(found: Object) -> bool:
@@ -352,83 +356,10 @@ def _keeps(found: Object) -> bool:
     )
 
 
-states = st.dictionaries(state_keys, objects.filter(_keeps), min_size=1, max_size=3)
+states = states_of(leaves)
 
 
-def build(state: dict[str, Object], *, blank: bool = False) -> dict[str, Any]:
+def build(state: dict[str, Object], *, blank: bool = False, moved: bool = False) -> dict[str, Any]:
     """The state. Deterministic but for where it lies in memory."""
-    into = Building(blank)
+    into = Building(blank, moved)
     return {key: target.build(into) for key, target in state.items()}
-
-
-# --- what a commit holds of a value
-
-
-def held(value: Any) -> Any:
-    """What `everstep.load` without a state gives for a value."""
-    if isinstance(value, torch.nn.Module):
-        return held(dict(value.state_dict()))
-    if isinstance(value, Bag):
-        return held(value.state_dict())
-    if isinstance(value, torch.Tensor):
-        return value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-    if isinstance(value, np.ndarray):
-        return np.array(value, dtype=value.dtype.newbyteorder("="))
-    if isinstance(value, Mapping):
-        return {held(key): held(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(held(item) for item in value)
-    if isinstance(value, list):
-        return [held(item) for item in value]
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, np.generic):
-        return value.item()
-    return bytes(value) if isinstance(value, bytearray) else value
-
-
-def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two values differ in type, form or bits. NaN is NaN where it is Python's; of tensors each bit counts.
-    What `a` is of cannot be filled where an element shows twice, or an array is fixed: then `b` is a plain one."""
-    if not fillable(a):
-        a = held(a)
-    if type(a) is not type(b):
-        return [f"{path}: {type(a)} and {type(b)}"]
-    if isinstance(a, torch.Tensor):
-        alike = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
-        return [] if alike and _bytes(a) == _bytes(b) else [f"{path}: {a} and {b}"]
-    if isinstance(a, np.ndarray):
-        alike = (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
-        return [] if alike else [f"{path}: {a!r} and {b!r}"]
-    if isinstance(a, Mapping):
-        own, other = list(a.items()), list(b.items())
-        if len(own) != len(other):
-            return [f"{path}: keys {list(a)} and {list(b)}"]
-        return [
-            text
-            for (k, v), (m, w) in zip(own, other, strict=True)
-            for text in differences(k, m, f"{path}/key {k!r}") + differences(v, w, f"{path}/{k!r}")
-        ]
-    if isinstance(a, list | tuple):
-        if len(a) != len(b):
-            return [f"{path}: {len(a)} and {len(b)} items"]
-        return [t for i, (x, y) in enumerate(zip(a, b, strict=True)) for t in differences(x, y, f"{path}/{i}")]
-    if isinstance(a, float | np.floating):
-        # The sign of zero counts. NaN comes back as NaN.
-        alike = struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))
-    else:
-        alike = a == b
-    return [] if alike else [f"{path}: {a!r} and {b!r}"]
-
-
-def fillable(value: Any) -> bool:
-    """Whether a tensor or array can be written to."""
-    if isinstance(value, np.ndarray):
-        return bool(value.flags.writeable)
-    return not isinstance(value, torch.Tensor) or not shows_twice(value)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().reshape(-1)
-    plain = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)  # of the strides that a row of bytes has
-    return bytes(plain.view(torch.uint8).numpy()) if plain.numel() else b""

@@ -11,115 +11,22 @@ import enum
 import fractions
 import pathlib
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import states
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
+from states_checked import FEW, MANY, check, committed, times
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import everstep
 from everstep.checkpoint import StateMismatch, tree
 from everstep.checkpoint import state as state_module
-from everstep.checkpoint.memory import span
 from everstep.storage import MemoryStore
-
-FEW, MANY = 200, 10_000
-
-
-def times(examples: int, *phases: Phase) -> settings:
-    """`make test` has the same states each time; other ones are drawn where many are, in `make soak`."""
-    return settings(
-        max_examples=examples, deadline=None, database=None, report_multiple_bugs=False, derandomize=examples < MANY,
-        suppress_health_check=list(HealthCheck), phases=phases or list(Phase),
-    )  # fmt: skip
-
-
-def committed(state: dict[str, Any]) -> MemoryStore:
-    store = MemoryStore()
-    with everstep.Checkpointer(store=store, nonfinite="allow", on_event=lambda kind, **_: None) as run:
-        run.restore(dict(state))
-        run.save(1, state).wait(30)
-    return store
-
-
-def same(was: Any, now: Any) -> None:
-    found = states.differences(was, now)
-    assert not found, "; ".join(found)
-
-
-def parts_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All that is in a value, and itself, with their places."""
-    yield path, value
-    items: Any = value if isinstance(value, list | tuple) else ()
-    if isinstance(value, collections.abc.Mapping):
-        items = value.values()  # by number: NaN is a key that is not found again
-    for place, item in enumerate(items):
-        yield from parts_of(item, (*path, place))
-
-
-def is_filled(value: Any) -> bool:
-    """Whether a script may have a name of its own for it: then it is filled, and not replaced."""
-    filled = torch.Tensor | np.ndarray | bytearray | dict | list | collections.UserDict
-    return isinstance(value, filled) and states.fillable(value)
-
-
-def partly_shared(parts: Iterable[Any]) -> set[int]:
-    """By identity, the tensors and arrays whose memory is partly another's, which may be given memory of their own."""
-    spans = {}
-    for part in parts:
-        if isinstance(part, torch.Tensor) and part.layout is torch.strided:
-            spans[id(part)] = span(part)
-        elif isinstance(part, np.ndarray):
-            spans[id(part)] = np.lib.array_utils.byte_bounds(part)
-    listed = sorted((begin, end, number) for number, (begin, end) in spans.items())
-    pairs = [(a, b) for i, a in enumerate(listed) for b in listed[i + 1 :] if b[0] < a[1] and a[:2] != b[:2]]
-    return {number for pair in pairs for *_, number in pair}
-
-
-def check(described: dict[str, states.Object]) -> None:
-    """Save a state; read it as it is, and into a blank one of the same form. Raises `AssertionError`."""
-    store = committed(states.build(described))
-    want = states.build(described)
-    same({key: states.held(value) for key, value in want.items()}, dict(everstep.load(store=store).state))
-    assert len(everstep.open_commit(store=store).names()) == places(want), "what is one in memory is held once"
-    into = states.build(described, blank=True)
-    plain = [key for key, target in described.items() if target.kind == "value"]
-    before = {key: [(path, part) for path, part in parts_of(into[key]) if is_filled(part)] for key in plain}
-    crossed = partly_shared([part for parts in before.values() for _, part in parts])
-    everstep.load(store=store, state=into)
-    for key, value in want.items():
-        now = into[key]
-        if key in plain:
-            same(value, now)
-            after = dict(parts_of(now))
-            for path, part in before[key]:
-                if after.get(path) is not part and path in after and id(part) not in crossed:
-                    raise AssertionError(f"{key}{path}: {type(part)} was replaced")
-        elif isinstance(value, torch.nn.Module):
-            own_parts, parts = dict(value.state_dict()), dict(now.state_dict())
-            same(states.held(own_parts.pop("_extra_state")), states.held(parts.pop("_extra_state")))
-            same(own_parts, parts)
-        else:
-            same(states.held(value), states.held(now))
-
-
-def places(state: dict[str, Any]) -> int:
-    """How many tensors a commit has to hold."""
-    found: set[Any] = set()
-    for key, value in state.items():
-        parts = value.state_dict() if hasattr(value, "state_dict") else value
-        for path, tensor in parts_of(parts, (key,)):
-            if isinstance(tensor, np.ndarray) or (isinstance(tensor, torch.Tensor) and not tensor.numel()):
-                found.add(path)
-            elif isinstance(tensor, torch.Tensor):
-                views = (tensor.is_conj(), tensor.is_neg(), tensor.dtype)
-                found.add((tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), views))
-    return len(found)
 
 
 @given(states.states)
@@ -318,6 +225,13 @@ def test_memory_that_overlaps_gets_no_mixture_of_two_values() -> None:
     flat = torch.zeros(5)
     now = loaded({"a": torch.ones(3), "b": torch.full((3,), 2.0)}, {"a": flat[:3], "b": flat[2:]})
     assert [now["a"].tolist(), now["b"].tolist()] == [[1] * 3, [2] * 3]
+
+
+def test_member_of_an_enumeration_of_texts_is_held_as_its_text() -> None:
+    # What a commit holds and what a state holds are compared key by key, and a member is written in another way.
+    assert repr(tree.Flattener().flatten({None: 1, states.Name.A: states.Name.B}, "x")) == (
+        "{'$dict': [[None, 1], ['a', 'b/c']]}"
+    )
 
 
 # --- the check can fail

@@ -296,9 +296,10 @@ def _decode_optimizer(state: Mapping[str, Any], key: str, tree: Any, body: Mappi
 def _shows_twice(tensor: torch.Tensor) -> bool:
     """Whether several of its elements are one in memory."""
     odd = tensor.layout is not torch.strided or tensor.is_nested or torch.nn.parameter.is_lazy(tensor)
-    if odd or is_sharded(tensor):
+    if odd:
         return False
-    return shows_twice(tensor.shape, tensor.stride())
+    own = tensor.detach().to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return shows_twice(own.shape, own.stride())
 
 
 class _WithMetadata(dict[str, Any]):

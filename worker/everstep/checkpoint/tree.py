@@ -192,10 +192,10 @@ def _tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor], where: st
 
 
 def _text(value: str, path: str) -> str:
-    """The text, if JSON gives it back as it is. Raises `StateMismatch`."""
+    """The text itself, of a member of an enumeration too, if JSON gives it back as it is. Raises `StateMismatch`."""
     if _TORN.search(value):
         raise StateMismatch(f"{path}: {value[:80]!r} has a character in two halves (surrogates), which are read as one")
-    return value
+    return str.__str__(value)
 
 
 def place(tensor: torch.Tensor) -> tuple[object, ...]:
