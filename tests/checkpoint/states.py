@@ -248,13 +248,13 @@ def module_of(value: Any) -> torch.nn.Module:
 class _Holding(torch.nn.Module):
     def __init__(self, extra: Any) -> None:
         super().__init__()
-        self.extra = extra
+        self.extra = [extra]  # in a list, as a parameter would be registered
 
     def get_extra_state(self) -> Any:
-        return self.extra
+        return self.extra[0]
 
     def set_extra_state(self, state: Any) -> None:
-        self.extra = state
+        self.extra = [state]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
