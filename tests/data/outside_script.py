@@ -4,6 +4,7 @@ writes with the library, and compares what everstep.data.sources reads with what
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ N = 100
 
 
 def make_torchvision_importable() -> Any:
-    """The one that registries have is built for CUDA and has no operators beside a torch for the CPU. Both libraries
-    import it; nothing here uses it."""
+    """Some builds of it are for CUDA, and find no operators beside a torch for the CPU; others have their own, and end
+    the process if there are such by then. Both libraries import it; nothing here uses it."""
+    if subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, check=False).returncode == 0:
+        return None
     spec = importlib.util.find_spec("torchvision")
     assert spec is not None
     text = (Path(spec.origin or "").parent / "_meta_registrations.py").read_text()
@@ -113,17 +116,39 @@ def check_litdata(folder: Path) -> None:
             assert (found["i"], found["s"]) == (wanted["i"], wanted["s"])
             assert torch.equal(found["x"], wanted["x"])
     one_order(lambda: litdata(out, open_limit=2))
+    check_compressed(folder, library)
     index = json.loads((folder / "lit" / "index.json").read_text())
     for change, words in (
         ({"item_loader": "TokensLoader"}, "TokensLoader.*stream of tokens"),
         ({"encryption": {"algorithm": "x"}}, "encrypted"),
-        ({"compression": "zstd"}, "compressed with zstd"),
+        ({"compression": "lz99"}, "compressed with lz99.*pip install zstd"),
+        ({"compression": "zstd"}, "compressed whole .zstd.: pass cache="),
         ({"data_format": ["int", "pickle"]}, "allow_unsafe_types=True"),
     ):
         (folder / "other").mkdir(exist_ok=True)
         changed = {**index, "config": {**index["config"], **change}}
         (folder / "other" / "index.json").write_text(json.dumps(changed))
         refused(lambda: litdata(str(folder / "other")), words)
+
+
+def check_compressed(folder: Path, library: Any) -> None:
+    for level in ("batch", "sample", "chunk"):
+        out = folder / f"lit-{level}"
+        kind = {"compression": "zstd:5", "compression_level": level}
+        library.optimize(fn=item, inputs=list(range(N)), output_dir=str(out), chunk_size=15, num_workers=1, **kind)
+        cache = Cache(folder / "cache", "1 MB")
+        if level == "chunk":
+            refused(lambda out=out: litdata(str(out)), "compressed whole .*pass cache=")
+        for made in (None, cache) if level != "chunk" else (cache,):
+            data = litdata(str(out), cache=made)
+            for i in reversed(range(N)):
+                found = data[i]
+                assert (found["i"], found["s"]) == (i, "a" * i)
+                assert torch.equal(found["x"], item(i)["x"])
+            one_order(lambda out=out, made=made: litdata(str(out), cache=made, open_limit=2))
+    path = next(out.glob("chunk-0-0*.bin"))
+    path.write_bytes(path.read_bytes()[:-9])
+    refused(lambda: litdata(str(out), cache=Cache(folder / "fresh", "1 MB"))[0], "cannot be unpacked")
 
 
 if __name__ == "__main__":

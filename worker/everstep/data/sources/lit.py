@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep.data.cache import Cache
-from everstep.data.errors import DatasetUnusable
+from everstep.data.errors import DataError, DatasetUnusable
 from everstep.data.shards import Shard, ShardedDataset
 from everstep.data.sources.files import Files, Opened, Opener, library, sharded
 
@@ -30,10 +30,10 @@ def litdata(
     """What `litdata.optimize` wrote to `root` (a folder or URL that holds `index.json`): each sample as it was
     returned to it, through `transform`.
 
-    `cache`: needed for a URL, and for chunks that are compressed. `open_limit`: chunks that a process holds open.
-    `allow_unsafe_types`: read values that were pickled, which can run any code; otherwise they are refused. Refused by
-    name: streams of tokens (`TokensLoader`), and chunks that are encrypted. Raises DatasetUnusable, CacheError,
-    DataError.
+    `cache`: needed for a URL, and for chunks that are compressed whole (`compression_level="chunk"`). `open_limit`:
+    chunks that a process holds open. `allow_unsafe_types`: read values that were pickled, which can run any code;
+    otherwise they are refused. Refused by name: streams of tokens (`TokensLoader`), and chunks that are encrypted.
+    Raises DatasetUnusable, CacheError, DataError.
     """
     _library()
     files = Files(root.rstrip("/"), cache)
@@ -72,9 +72,17 @@ def _check(where: str, config: Mapping[str, Any], formats: list[str], files: Fil
             f"{where}: samples hold pickled values ({formats}), and reading those can run any code: pass"
             " allow_unsafe_types=True if you trust who wrote them"
         )
-    if config.get("compression"):
-        raise DatasetUnusable(f"{where}: chunks are compressed with {config['compression']}: write them without "
-                              "compression=")  # fmt: skip
+    codec = config.get("compression")
+    if codec and codec not in _codecs():
+        raise DatasetUnusable(
+            f"{where}: chunks are compressed with {codec}, which the litdata that is installed here does not unpack:"
+            " pip install zstd, or write them with compression='zstd'"
+        )
+    if _is_packed_whole(config) and files.cache is None:
+        raise DataError(
+            f"{where}: chunks are compressed whole ({codec}): pass cache=everstep.data.Cache('/a/local/folder',"
+            " limit='20 GiB') to keep them unpacked, or write them with compression_level='batch'"
+        )
 
 
 class _OpenChunk(Opener):
@@ -84,7 +92,14 @@ class _OpenChunk(Opener):
 
     def __call__(self, name: str) -> Sequence[Any]:
         chunk = self._entries[name]
-        held = self.files.hold(name, size=chunk["chunk_bytes"], version=json.dumps(chunk, sort_keys=True))
+        codec = self._config["compression"] if _is_packed_whole(self._config) else None
+        held = self.files.hold(
+            name,
+            size=chunk["chunk_bytes"],  # of the chunk unpacked, if it is compressed whole
+            version=json.dumps([chunk, codec] if codec else chunk, sort_keys=True),
+            unpack=_Unpack(name, codec) if codec else None,
+            called=name.replace(f".{codec}", "") if codec else None,
+        )
         loader = self._loader(chunk)
 
         def read(index: int) -> Any:
@@ -102,6 +117,29 @@ class _OpenChunk(Opener):
         loader = _library().PyTreeLoader()
         loader.setup(config, [chunk], _get_serializers(None))
         return loader
+
+
+class _Unpack:
+    """From a chunk that is compressed whole to what its index describes."""
+
+    def __init__(self, name: str, codec: str) -> None:
+        self._name, self._codec = name, codec
+
+    def __call__(self, stored: bytes) -> bytes:
+        try:
+            found: bytes = _codecs()[self._codec].decompress(stored)
+        except Exception as e:  # each codec has errors of its own
+            raise DatasetUnusable(f"{self._name} cannot be unpacked ({e!r}): it is cut, or was changed") from e
+        return found
+
+
+def _is_packed_whole(config: Mapping[str, Any]) -> bool:
+    """Whether chunks are compressed as whole files. Other ones hold frames, which the library reads by itself."""
+    return bool(config.get("compression")) and config.get("compression_level") in (None, "chunk")
+
+
+def _codecs() -> Any:
+    return library("litdata.streaming.compression", "litdata() reads with litdata", "litdata")._COMPRESSORS
 
 
 def _library() -> Any:
