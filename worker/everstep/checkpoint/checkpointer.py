@@ -146,6 +146,7 @@ class Checkpointer(Commits):
         self._sequence = 0
         self._keys: frozenset[str] = frozenset()  # of the state that was restored or saved last
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
+        self._told_of_metric = False  # that a save is without the one by which the best are kept
         self._last = -1  # the step that this run has saved or restored last
         self.report = LoadReport()  # what the newest `restore` left out
         self._by_session = False
@@ -275,6 +276,9 @@ class Checkpointer(Commits):
         if isinstance(ready, SaveFailed):
             return SaveHandle(step, Failed(step, ready))
         writer, ranks = ready
+        if ranks.rank == 0 and not self._told_of_metric and self._settings.keep.lacks(metrics):
+            self._told_of_metric = True
+            logger.warning("step %d: %s", step, self._settings.keep.advice(by_session=self._by_session))
         if self._holders.unions is None:
             self._holders.meet(state, Alone() if self._by_session else ranks)  # a session marks on all ranks, or none
         problem: CheckpointError | None = writer.fenced or writer.refused

@@ -65,6 +65,22 @@ class Keep:
         """Whether it keeps anything but the newest."""
         return self.every_steps is not None or self.every_hours is not None or self.best > 0
 
+    def lacks(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a commit with these metrics cannot be among the best."""
+        return self.best > 0 and self.metric not in metrics
+
+    def advice(self, *, by_session: bool) -> str:
+        """What to say of the first such commit."""
+        call = (
+            f"run.log({self.metric}=…) in its step or behind that in the loop, as run.evaluate comes after the save"
+            if by_session
+            else f"save(…, metrics={{{self.metric!r}: …}})"
+        )
+        return (
+            f"a save without a finite number {self.metric!r} is not among those that keep=Keep(best={self.best}, "
+            f"metric={self.metric!r}) keeps. Give each save one: {call}. This is said once"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:

@@ -62,10 +62,11 @@ class Between:
         self.torn = None
         try:
             for function in functions:
-                with unchanged(state, lambda: _seed(state, step)):
-                    found = function()
-                before.check()
-                boundary.log(figures(found))
+                with boundary.evaluating():
+                    with unchanged(state, lambda: _seed(state, step)):
+                        found = function()
+                    before.check()
+                    boundary.log(figures(found))
             check()
         except BaseException:
             self.torn = before.put_back()

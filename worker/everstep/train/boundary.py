@@ -46,6 +46,7 @@ class Boundary:
         self._keeper = keeper
         self._reporter = reporter
         self._metrics = Metrics()
+        self._evaluates = False
         self._stop = StopSignal()
         self._state: Mapping[str, Any] = {}
         self._group: Any = None
@@ -144,9 +145,20 @@ class Boundary:
                 "Leave that handler out: at SIGTERM all ranks finish the step, save and end with exit code 86"
             )
 
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        """Numbers or 0-d tensors for the progress report; never waits for a device."""
-        self._metrics.log({k: v for k, v in metrics.items() if isinstance(v, int | float | torch.Tensor)})
+    def log(self, metrics: Mapping[str, Any], *, of_state: bool = False) -> None:
+        """Numbers or 0-d tensors of the step that `agree` ends, for the progress report and the step's commit; never
+        waits for a device. `of_state`: of the state between two steps, whose save may have begun by now."""
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float | torch.Tensor)}
+        self._metrics.log(numbers, of_state=of_state or self._evaluates)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """What is logged in it belongs to the state as it is, and to no step that follows."""
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self._evaluates = False
 
     def completed(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
         """`step` steps are complete, and the state is what it was after them: `count` and `agree`."""
@@ -156,6 +168,7 @@ class Boundary:
     def count(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
         """`step` steps are complete: report it."""
         self.step = step
+        self._metrics.counted()
         now = time.monotonic()
         self._counted, self._step_seconds = now, now - self._counted
         self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
@@ -169,6 +182,12 @@ class Boundary:
         code 86) on every rank, after a commit, once any was asked to stop; `SystemExit` if this process was fenced;
         `LoopError` on every rank if they have made other numbers of `updates`, optimizer steps, or of `calls`,
         collectives of the program's. Collective."""
+        try:
+            return self._agree(move, updates, calls)
+        finally:
+            self._metrics.over()
+
+    def _agree(self, move: bool, updates: int, calls: int) -> bool:
         with _exit_codes():
             keeper = self._keeper
             wanted = keeper is not None and self._rank == 0 and keeper.due()
@@ -176,7 +195,7 @@ class Boundary:
             if agreed.stop:
                 self._preempt()
             if keeper is not None and (keeper.due_at(self.step) or agreed.save):
-                keeper.save(self.step, self.named(self._state))
+                self._begin_save(keeper)
         if agreed.move:
             self._intent.settle()  # or those that leave first break it for the others
         return agreed.move
@@ -186,7 +205,10 @@ class Boundary:
         self.step = step
         if self._keeper is not None and not self._all(self._keeper.durable(step, None, self._check)):
             with _exit_codes():
-                self._keeper.save(step, self.named(self._state))
+                self._begin_save(self._keeper)
+
+    def _begin_save(self, keeper: Keeper) -> None:
+        keeper.save(self.step, self.named(self._state), self._metrics.of_step() if self._rank == 0 else None)
 
     def same(self, number: int) -> bool:
         """Whether all ranks say this number, of at most 63 bits. Collective."""
@@ -259,7 +281,7 @@ class Boundary:
             return False
         if self._all(self._keeper.durable(self.step, remaining(), self._check)):
             return True
-        self._keeper.save(self.step, self.named(self._state))
+        self._begin_save(self._keeper)
         return self._all(self._keeper.durable(self.step, remaining(), self._check))
 
     def _all(self, done: bool) -> bool:

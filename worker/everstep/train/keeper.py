@@ -138,10 +138,10 @@ class Keeper:
         """Whether all ranks save after `step`. Collective where the answer may be yes."""
         return self.checkpointer.should_save(step)
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Begin to save. Every rank at the same step."""
+    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Begin to save. Every rank at the same step; of `metrics` rank 0's count."""
         self._began = time.monotonic()
-        self._handle = self.checkpointer.save(step, state)
+        self._handle = self.checkpointer.save(step, state, metrics=metrics)
 
     def durable(self, step: int, seconds: float | None, check: Callable[[], None]) -> bool:
         """Wait for the save in flight, at most `seconds`; whether this rank's part of `step` is durable then. `check`

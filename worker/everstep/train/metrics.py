@@ -1,34 +1,46 @@
 """Metrics of a step without waiting for a device: a value on a GPU is copied in the background, and read later.
 
-Invariant: nothing here synchronises a device or keeps an autograd graph alive.
+Invariant: nothing here keeps an autograd graph alive, and nothing waits for a device but `of_step`, which a save calls:
+that waits for the device anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from everstep.contract.messages import MAX_METRICS
 
+MOST_OF_STEP: Final = 64  # a commit's record has room for so many
+
 
 class Metrics:
-    """`log` at any moment; `ready` is what can be read now, by name, of the newest values that have arrived."""
+    """`log` at any moment; `ready` is what can be read now, by name, of the newest values that have arrived; `of_step`
+    is what belongs to the state after the newest step: what was logged in the step, and of the state since."""
 
     def __init__(self) -> None:
         self._ready: dict[str, Any] = {}
         self._coming: dict[str, tuple[torch.Tensor, Any]] = {}  # name → pinned host copy and the event that ends it
+        self._of_step: dict[str, Any] = {}
+        self._of_state: dict[str, Any] = {}
 
-    def log(self, values: Mapping[str, Any]) -> None:
+    def log(self, values: Mapping[str, Any], *, of_state: bool = False) -> None:
+        """`of_state`: they were measured between two steps, and do not belong to the one that comes."""
+        into = self._of_state if of_state else self._of_step
         for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                value = value.detach().clone()  # noqa: PLW2901  the script may add to its own
+            if len(into) < MOST_OF_STEP or name in into:
+                into[name] = value
             if name not in self._ready and len(self._ready) + len(self._coming) >= MAX_METRICS:
                 continue
             if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-                self._ready[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                self._ready[name] = value
             elif name not in self._coming:
                 host = torch.empty((), dtype=torch.float32, pin_memory=True)
-                host.copy_(value.detach().float().reshape(()), non_blocking=True)
+                host.copy_(value.float().reshape(()), non_blocking=True)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
                 self._coming[name] = (host, event)
@@ -39,3 +51,19 @@ class Metrics:
                 self._ready[name] = host
                 del self._coming[name]
         return dict(self._ready)
+
+    def of_step(self) -> dict[str, float]:
+        """The numbers, by name. A tensor of several elements is none."""
+        return {
+            name: value.item() if isinstance(value, torch.Tensor) else value
+            for name, value in (self._of_step | self._of_state).items()
+            if not isinstance(value, torch.Tensor) or (value.numel() == 1 and not value.is_complex())
+        }
+
+    def counted(self) -> None:
+        """A step is complete: the state is another one."""
+        self._of_state.clear()
+
+    def over(self) -> None:
+        """All that a step may log was logged: what comes belongs to another one."""
+        self._of_step.clear()

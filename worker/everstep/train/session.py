@@ -227,8 +227,9 @@ class Run(Loops):
         return self._taken.scale(loss)
 
     def log(self, **metrics: Any) -> None:
-        """Numbers or 0-d tensors of this step, for the progress report. Never waits for a device."""
-        self._boundary.log(metrics)
+        """Numbers or 0-d tensors of this step, logged in it or behind it in the loop: for the progress report and, of
+        rank 0, for the step's commit, where `Keep(best=…, metric="loss")` finds them. Never waits for a device."""
+        self._boundary.log(metrics, of_state=self._nesting.nested and not self._nesting.in_steps)
 
     def close(self) -> None:
         """What the end of the `with` block does, for a script without one: finish the save in flight and leave the

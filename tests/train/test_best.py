@@ -1,0 +1,79 @@
+"""Which commits of a session are kept as the best, by what the script logs anyway."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everstep
+from everstep.checkpoint import Catalog, Keep
+from everstep.storage import open_store
+
+
+def metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
+    return {found.step: dict(found.metrics) for found in Catalog(open_store(str(folder))).list()}
+
+
+def checkpointer(folder: Path, **keep: Any) -> everstep.Checkpointer:
+    return everstep.Checkpointer(str(folder), every_steps=1, keep=Keep(**keep))
+
+
+LOSSES = [5.0, 2.0, 4.0, 1.0, 3.0, 6.0]
+
+
+@pytest.mark.parametrize("where", ["in the step", "behind it"])
+def test_best_commits_by_a_metric_that_the_script_logs_stay(where: str, tmp_path: Path) -> None:
+    weight = torch.zeros(1)
+    made = checkpointer(tmp_path, last=1, best=2, metric="loss")
+    with everstep.start(made) as run:
+        run.track(weight=weight)
+        for step in run.steps(until=6):
+            loss = torch.tensor(LOSSES[step.number], requires_grad=True)
+            with step:
+                weight += 1
+                if where == "in the step":
+                    run.log(loss=loss, vector=torch.zeros(3), text="no number")
+            if where == "behind it":
+                run.log(loss=loss)
+            made.wait(60)  # else a save that comes while one is in flight is left out
+    assert metrics_by_step(tmp_path) == {2: {"loss": 2.0}, 4: {"loss": 1.0}, 6: {"loss": 6.0}}
+
+
+def test_metric_of_an_evaluation_belongs_to_no_commit_of_a_later_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.zeros(1)
+
+    def evaluate() -> dict[str, float]:
+        run.log(also=1.0)
+        return {"error": 9.0 - run.step}
+
+    made = checkpointer(tmp_path, last=9, best=1, metric="error")
+    with everstep.start(made) as run, caplog.at_level(logging.WARNING):
+        run.track(weight=weight)
+        run.evaluate(evaluate, every=2)
+        for step in run.steps(until=4):
+            with step:
+                weight += 1
+            made.wait(60)
+    assert metrics_by_step(tmp_path) == {1: {}, 2: {}, 3: {}, 4: {"error": 5.0, "also": 1.0}}, "the last is saved later"
+    told = [r.getMessage() for r in caplog.records if "Keep(best=1" in r.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("step 1: a save without a finite number 'error' is not among those")
+    assert "run.log(error=…)" in told[0]
+
+
+def test_value_that_the_script_adds_to_later_is_kept_as_it_was_logged(tmp_path: Path) -> None:
+    weight, total = torch.zeros(1), torch.zeros(())
+    with everstep.start(str(tmp_path), every_steps=1, keep=Keep(last=1)) as run:
+        run.track(weight=weight, total=total)
+        for step in run.steps(until=1):
+            with step:
+                weight += 1
+                run.log(total=total, loss=float("nan"))
+                total += 1
+    assert metrics_by_step(tmp_path) == {1: {"total": 0.0}}
