@@ -170,8 +170,8 @@ class Run:
             self.step(**figures(fn(batch)))
 
     def evaluate(self, fn: Callable[[], Any]) -> None:
-        """Call `fn` now. A mapping that it returns is logged."""
-        self._boundary.log(figures(fn()))
+        """Call `fn` now. A mapping that it returns is logged, but for the commits of the steps that follow."""
+        self._boundary.log(figures(fn()), of_state=True)
 
     def step(self, **metrics: Any) -> None:
         """The work on a batch is done. Counts a step if the optimizer has stepped, and may then save, or stop."""

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import StateMismatch
+from everstep.train.adapters.logged import Logged
 from everstep.train.adapters.uncounted import Uncounted
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
@@ -160,6 +161,7 @@ class Fitting:
         self._boundary = boundary
         self._progress = progress
         self._random = Randomness(True, trainer.strategy.root_device)
+        self._logged = Logged()
         self._world: _World
         self._size = 0
         self._round = -1  # of this pass
@@ -192,6 +194,7 @@ class Fitting:
         self._progress.keep()
         if self._behind:
             self._behind = False
+            self._boundary.log(self._logged.new(self._trainer))  # what the step's validation found
             self._world.between()
         if self._number != self._round:
             raise Again
@@ -209,7 +212,7 @@ class Fitting:
         self._in_step, self._behind = False, True
         self._recovery.program.scope.enter(At.STEP)
         total = trainer.max_steps if trainer.max_steps > 0 else None
-        self._boundary.log(trainer.callback_metrics)
+        self._boundary.log(self._logged.new(trainer))
         self._boundary.count(trainer.global_step, total=total, epoch=trainer.current_epoch)
 
     # The passes.
@@ -231,6 +234,7 @@ class Fitting:
                         trainer.fit_loop.run()
                     self._behind = False
                     self._progress.keep()
+                    self._boundary.log(self._logged.new(self._trainer))
                     if self._world.finish():
                         return
                 except Again:

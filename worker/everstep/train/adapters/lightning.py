@@ -25,6 +25,7 @@ from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
 from everstep.data import ElasticLoader
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng, RngAt
+from everstep.train.adapters.logged import Logged
 from everstep.train.boundary import Boundary
 from everstep.train.step import LoopError
 
@@ -104,7 +105,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._recovery = fitting.recovery() if in_process else None
         self._fitting: fitting.Fitting | None = None
         self._boundary = Boundary.find(checkpoint, every_steps, every_seconds, options)
-        self._rng, self._data = LateRng(), Late()
+        self._rng, self._data, self._logged = LateRng(), Late(), Logged()
         self._epoch_rng: RngAt | None = None
         self._skip = 0  # batches to read and drop
         self._chosen: tuple[Callback, ...] = ()  # those that save into a folder that Lightning chooses
@@ -178,7 +179,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             self._begun = True
             self._rng.apply()
         elif trainer.global_step > self._boundary.step:
-            self._boundary.log(trainer.callback_metrics)
+            self._boundary.log(self._logged.new(trainer))
             total = trainer.max_steps if trainer.max_steps > 0 else None
             self._boundary.completed(trainer.global_step, total=total, epoch=trainer.current_epoch)
 
@@ -192,6 +193,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         if isinstance(trainer.train_dataloader, Elastic):
             trainer.train_dataloader.settle()
         self._ended = True
+        self._boundary.log(self._logged.new(trainer))
         try:
             self._boundary.finish(trainer.global_step)
         finally:
