@@ -24,7 +24,7 @@ from states_checked import FEW, MANY, check, committed, times
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import everstep
-from everstep.checkpoint import StateMismatch, tree
+from everstep.checkpoint import StateMismatch, alike, tree
 from everstep.checkpoint import state as state_module
 from everstep.storage import MemoryStore
 
@@ -219,6 +219,11 @@ def test_axis_of_one_element_may_have_any_stride() -> None:
     now = torch.zeros(3)[::4]
     assert now.stride() == (4,)
     assert loaded({"t": torch.ones(1)}, {"t": now})["t"].tolist() == [1]
+
+
+def test_bytes_of_one_element_that_has_a_stride_are_compared_between_ranks() -> None:
+    for one in (torch.arange(6.0)[::6], torch.full((1, 1), 2j, dtype=torch.complex64).imag):
+        assert alike.to_bytes(one).tobytes() == one.clone(memory_format=torch.contiguous_format).numpy().tobytes()
 
 
 def test_memory_that_overlaps_gets_no_mixture_of_two_values() -> None:

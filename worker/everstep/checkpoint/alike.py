@@ -99,4 +99,6 @@ def to_bytes(tensor: torch.Tensor) -> Any:
     if not tensor.numel():
         return np.empty(0, dtype=np.uint8)
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    if len(flat) == 1:  # contiguous for torch with any stride, which a row of bytes may not have
+        flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8).numpy()
