@@ -85,6 +85,13 @@ def test_bare_state_dict_becomes_the_model(form: str, tmp_path: Path) -> None:
     assert same(before.state_dict(), after.state_dict())
 
 
+def test_file_with_a_tensor_of_one_element_that_has_a_stride_is_imported(tmp_path: Path) -> None:
+    torch.save({"model": {"one": torch.arange(1.0, 7.0)[::6]}}, tmp_path / "file.pt")
+    store = MemoryStore()
+    import_checkpoint(tmp_path / "file.pt", store=store)
+    assert everstep.load(store=store).state["model"]["one"].tolist() == [1.0]
+
+
 def test_safetensors_file_and_sharded_folder_become_the_model(tmp_path: Path) -> None:
     before = made(1)["model"].state_dict()
     save_file(before, tmp_path / "weights.safetensors")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
+from everstep.checkpoint.alike import to_bytes
 from everstep.checkpoint.boxes import whole
 from everstep.checkpoint.chunks import chunk_bytes_for
 from everstep.checkpoint.commitlog import CommitLog, now
@@ -139,5 +140,4 @@ def _bytes(source: Source, plan: Plan) -> Iterator[memoryview]:
                 f"{source.what}: {name} is {tensor.dtype} {tuple(tensor.shape)}, and was said to be {form}"
             )
         if end > begin:
-            flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            yield memoryview(flat.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            yield memoryview(to_bytes(tensor))

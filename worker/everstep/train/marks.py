@@ -18,6 +18,7 @@ import torch
 import xxhash
 from torch.nn.parameter import is_lazy
 
+from everstep.checkpoint.alike import to_bytes
 from everstep.checkpoint.sharding import is_sharded
 from everstep.train.holdings import Generator
 
@@ -96,8 +97,7 @@ def full_digest(tensor: torch.Tensor) -> int:
     local: Any = tensor.detach()
     if is_sharded(tensor):
         local = local.to_local()
-    data: Any = local.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return xxhash.xxh3_64_intdigest(data)
+    return xxhash.xxh3_64_intdigest(to_bytes(local))
 
 
 def _part(tensor: torch.Tensor) -> tuple[torch.Tensor, bool] | None:

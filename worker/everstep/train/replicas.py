@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from everstep.checkpoint.alike import first_bytes
 from everstep.checkpoint.modules import bare
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import capture
@@ -196,9 +197,7 @@ def _digest(tensors: Iterable[torch.Tensor]) -> int:
     found = xxhash.xxh3_64()
     for tensor in tensors:
         if not is_lazy(tensor):
-            part = digests.local(tensor).reshape(-1)[: BYTES // tensor.element_size()].contiguous().cpu()
-            data: Any = part.view(torch.uint8).numpy()
-            found.update(data)
+            found.update(first_bytes(digests.local(tensor), BYTES))
     return found.intdigest() >> 1
 
 
