@@ -167,7 +167,9 @@ ROWS = (
         refused="new_group",
         or_same=True,
     ),
-    Row("pipeline_stage_in_step", refused=r"pipelining \(pipeline_stage_in_step\.py:\d+\).*run\.mesh", torchrun=False),
+    Row(
+        "pipeline_stage_in_step", refused=r"PipelineStage \(pipeline_stage_in_step\.py:\d+\).*run\.mesh", torchrun=False
+    ),
     Row("group_by_hand", refused=r"ProcessGroupGloo\(\) \(group_by_hand\.py:\d+\).*dist\.new_group", torchrun=False),
     Row("remote_calls", refused=r"rpc\.init_rpc\(\) \(remote_calls\.py:\d+\).*torchrun", torchrun=False),
     Row(

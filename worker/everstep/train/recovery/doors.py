@@ -89,8 +89,9 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
     @functools.wraps(rank_in)
     def get_rank(group: Any = None) -> int:
         """torch looks the default group's rank up in a table, which does not know a place before the first round."""
-        if here() and str(sys._getframe(1).f_globals.get("__name__")).startswith(_PIPELINING):
-            _refuse("a stage of torch.distributed.pipelining", NO_PIPELINE)
+        asking = sys._getframe(1)
+        if here() and str(asking.f_globals.get("__name__")).startswith(_PIPELINING):
+            _refuse(type(asking.f_locals.get("self")).__name__, NO_PIPELINE)  # the stage that is being made
         if isinstance(group, RecoverableGroup) and group.knows_place:
             return group.rank()
         return int(rank_in(group))
