@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.storage import MemoryStore, ObjectStore, open_store
+from everstep.storage import MemoryStore, NotFound, ObjectStore, StoreUnusable, open_store
+from everstep.storage.fsspec_store import FsspecStore
 from everstep.testing import StoreContract
 
 SMALL = 64 * 2**10
@@ -59,3 +60,29 @@ class TestAzure(StoreContract):
     @pytest.fixture
     def store(self, place: Callable) -> ObjectStore:
         return place("azure_server").open()
+
+
+def test_scheme_with_real_folders_gets_those_of_its_objects(tmp_path: Path) -> None:
+    """As sftp and smb have them; here the local file system, through the backend that serves such schemes."""
+    store = FsspecStore(f"local://{tmp_path}/deep/store")
+    store.create("log/0", b"record")
+    store.put("data/1-a/0", b"shard")
+    with store.open_write("data/1-a/1") as writer:
+        writer.write(b"parts")
+        writer.commit()
+    assert [(o.name, o.size) for o in store.list()] == [("data/1-a/0", 5), ("data/1-a/1", 5), ("log/0", 6)]
+    with pytest.raises(NotFound):
+        store.get("data/1-a")
+
+
+def test_bucket_that_is_missing_is_named_and_not_made() -> None:
+    store = FsspecStore("memory://no-such-bucket/run")
+    file_system, _ = store.fs()
+    file_system.pipe_file = _nothing_there
+    with pytest.raises(StoreUnusable, match="The bucket of this URL does not exist"):
+        store.put("log/0", b"record")
+    assert not file_system.exists("/no-such-bucket")
+
+
+def _nothing_there(path: str, *_: object, **__: object) -> None:
+    raise FileNotFoundError(path)

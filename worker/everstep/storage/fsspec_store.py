@@ -109,13 +109,29 @@ class FsspecStore(ObjectStore):
     def _write(self, name: str, data: Data, mode: str) -> None:
         check_name(name)
         self.check_writable()
+        body = bytes(data) if isinstance(data, memoryview) else data
         try:
-            with self.translated("writing", name):
-                fs, root = self.fs()
-                body = bytes(data) if isinstance(data, memoryview) else data
-                fs.pipe_file(f"{root}/{name}", body, mode=mode)
+            self._pipe(name, body, mode)
         except NotFound as e:
-            raise bucket_missing(e) from e
+            # Behind some schemes (sftp, smb) are real folders, which have to be made.
+            if not self._make_folder(name):
+                raise bucket_missing(e) from e
+            self._pipe(name, body, mode)
+
+    def _pipe(self, name: str, data: bytes | bytearray, mode: str) -> None:
+        with self.translated("writing", name):
+            fs, root = self.fs()
+            fs.pipe_file(f"{root}/{name}", data, mode=mode)
+
+    def _make_folder(self, name: str) -> bool:
+        """Make the folder of an object; but never a bucket. False if there is no bucket."""
+        with self.translated("making the folder of", name):
+            fs, root = self.fs()
+            top = root[: root.find("/", 1)] if "/" in root[1:] else root
+            if not fs.isdir(top):
+                return False
+            fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+            return True
 
     def check_writable(self) -> None:
         if not self.capabilities.writable:
