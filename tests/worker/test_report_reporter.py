@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from everstep.checkpoint import Occupied
 from everstep.contract.messages import MAX_METRICS, REPORT_PATH, Phase, Report
 from everstep.train import report as module
 from everstep.train.report import MAX_PENDING, Reporter
@@ -197,6 +198,16 @@ def test_checkpointer_events_become_reports(operator: Operator) -> None:
     errors = [r.checkpoint_error for r in operator.reports]
     assert errors == [None, None, None, "step 12: disk full", None]
     assert operator.reports[-1].committed_step == 9
+
+
+def test_url_that_is_in_use_is_told_before_the_process_ends(operator: Operator) -> None:
+    """Nobody calls `flush`: the error that is raised next ends the script."""
+    reporter = Reporter(operator.url)
+    reporter.on_event("unusable", error=Occupied("s3://b/run: job 5f1c, process 7 on letters-w0-0 has the log"))
+    assert [(r.phase.value, r.checkpoint_error) for r in operator.reports] == [
+        ("start", None),
+        ("save-failed", "Occupied: s3://b/run: job 5f1c, process 7 on letters-w0-0 has the log"),
+    ]
 
 
 def test_damaged_commit_is_told_with_the_restore_that_passed_it_over(operator: Operator) -> None:

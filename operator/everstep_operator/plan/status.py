@@ -28,6 +28,8 @@ from everstep_operator.plan import names
 from everstep_operator.plan.snapshot import Snapshot
 
 MAX_MESSAGE = 1024
+# Reasons of CheckpointHealthy, by the error of the worker library that a report begins with.
+_UNUSABLE = {"Occupied": "InUse", "StoreUnusable": "Unusable"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,8 @@ def _conditions(
         wanted[type_] = (holds, reason, message if holds else otherwise)
     seen = snapshot.progress
     if seen.checkpoint_error is not None:
-        wanted[ConditionType.CHECKPOINT_HEALTHY] = (False, "CommitFailed", seen.checkpoint_error[:MAX_MESSAGE])
+        why = _UNUSABLE.get(seen.checkpoint_error.partition(":")[0], "CommitFailed")
+        wanted[ConditionType.CHECKPOINT_HEALTHY] = (False, why, seen.checkpoint_error[:MAX_MESSAGE])
     elif seen.checkpoint_damaged is not None:
         wanted[ConditionType.CHECKPOINT_HEALTHY] = (False, "Damaged", seen.checkpoint_damaged[:MAX_MESSAGE])
     elif seen.committed_step is not None:

@@ -164,9 +164,14 @@ class Reporter:
                     self.save_skipped()
                 case "stepped-over":
                     self._damaged(fields["n"], fields.get("error", ""))
-                case "fenced" | "unusable":
-                    # These end the process: with an exit code of their own, and with their reason where it is read.
+                case "fenced":
+                    # It ends the process: with an exit code of its own, and with its reason where that is read.
                     termination.write_error(fields["error"])
+                case "unusable":
+                    error = fields["error"]
+                    termination.write_error(error)
+                    self.save_failed(None, f"{type(error).__name__}: {error}")  # the operator knows it by this name
+                    self.flush()
                 case _:
                     log.debug("no report for checkpoint event %r", kind)
 
