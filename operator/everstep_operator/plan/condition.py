@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
-from everstep_operator.plan import sizing
+from everstep_operator.plan import budget, sizing
 from everstep_operator.plan.carry import blocked
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.roster import Roster
@@ -42,7 +42,8 @@ def verdict(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod]
     ready = sum(p.ready and not p.finished for p in current.values())
     done = {i for i, p in current.items() if p.phase is PodPhase.SUCCEEDED}
     why = blocked(snapshot, current)
-    because = f": {why}" if why else ""
+    said = why or _backs_off(snapshot, wanted, current)
+    because = f": {said}" if said else ""
     stalled = why if why is not None and waited_long(snapshot, current) else None
     at_least = f", min {sizes.minimum}" if job.spec.elastic is not None else ""
     succeeded = f", {len(done)} succeeded" if done else ""
@@ -70,6 +71,15 @@ def verdict(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod]
     else:
         reason = ReadyReason.RECOVERING
     return Verdict(reason, message, stalled, quorum)
+
+
+def _backs_off(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod]) -> str | None:
+    """That missing workers are created later, in words that stay the same until then."""
+    job = snapshot.job
+    start = budget.not_before(job.spec.recovery, job.status.restarts)
+    if start is None or snapshot.now >= start or len(current) >= wanted.wanted:
+        return None
+    return f"no worker is created before {start:%H:%M:%S} UTC, after failures (back-off)"
 
 
 def of_change(now: Verdict, reason: ReadyReason, message: str) -> Verdict:

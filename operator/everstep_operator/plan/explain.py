@@ -1,4 +1,4 @@
-"""A plan as text, for `everstep plan`, logs and the transcript tests."""
+"""A plan as text, for logs and the transcript tests."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Settings:
 
     report_url: str = ""
     checkpoint_url_prefixes: tuple[str, ...] = ()
-    # How long the pod of a lost node may stay before its API object is removed by force.
+    # The others are created in the passes that follow.
     max_pods_per_plan: int = 200
 
 

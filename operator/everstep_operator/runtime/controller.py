@@ -150,7 +150,7 @@ class Controller(Generic[K]):
             outcome = Succeeded(await within(self._clock, self._limits.pass_seconds, self._reconcile(key)))
         except NotLeading as error:
             # The term is ending; the next one starts with every key, so nothing is lost by leaving this one.
-            log.info("pass cut", extra={"controller": self._name, "key": str(key), "error": str(error)})
+            log.info("pass cut", extra={"controller": self._name, "key": _text(key), "error": str(error)})
             return
         except TerminalError as error:
             outcome = Blocked(error, self._limits.terminal_retry)
@@ -186,5 +186,10 @@ class Controller(Generic[K]):
         if self._reasons.get(key) == reason:
             return
         self._reasons[key] = reason
-        extra = {"controller": self._name, "key": str(key), "reason": reason}
+        extra = {"controller": self._name, "key": _text(key), "reason": reason}
         log.log(level, message, extra=extra, exc_info=trace)
+
+
+def _text(key: object) -> str:
+    """As kubectl writes it: namespace/name."""
+    return "/".join(map(str, key)) if isinstance(key, tuple) else str(key)

@@ -55,7 +55,6 @@ class Agent:
         self._switchboard = Switchboard(os.path.join(self._folder, "s"), self._said)
         self._stores_log = Path(self._folder) / "stores.log"
         self._running: dict[int, Running] = {}
-        self._pids: dict[int, int] = {}  # by slot
         self._early: list[tuple[int, Mapping[str, Any] | int]] = []  # of processes whose fork is under way
         self._forking = 0
         self._signals: dict[int, int] = {}  # for slots whose process is under way

@@ -205,7 +205,7 @@ def _import(module: str) -> None:
         if name and not hasattr(found, name):
             importlib.import_module(f"{module}.{name}")
     except Exception as e:  # the program says it again, if it needs the module
-        sys.stderr.write(f"everstep-run: --preload {module}: {type(e).__name__}: {e}\n")
+        sys.stderr.write(f"everstep-run: EVERSTEP_PRELOAD {module}: {type(e).__name__}: {e}\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ KNOWN = frozenset(
         "EVERSTEP_LOG_LEVEL",
         "EVERSTEP_PRELOAD",
         "EVERSTEP_SINGLE_COMMITTER",
-        "EVERSTEP_STORAGE",
     }
 )
 

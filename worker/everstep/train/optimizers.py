@@ -25,12 +25,6 @@ def has_closure(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     return len(arguments) > 1 or bool(options)
 
 
-def after_step(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> Any:
-    """The same after each step that did not raise."""
-    _make_tables(optimizer)
-    return optimizer.register_step_post_hook(call)
-
-
 def _make_tables(optimizer: torch.optim.Optimizer) -> None:
     """A wrapper around another optimizer (Lookahead, torch's own PostLocalSGDOptimizer) may be an `Optimizer` without
     having called its `__init__`: then torch calls no hooks of its steps, and those of the inner one tell."""

@@ -74,10 +74,6 @@ class Process:
         return self._pid
 
     @property
-    def guard_pid(self) -> int:
-        return self._guard.pid
-
-    @property
     def refused(self) -> Refused | None:
         return self._refused
 

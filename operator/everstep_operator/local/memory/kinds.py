@@ -19,7 +19,6 @@ from everstep_operator.local.memory.store import Json, TableId
 NAMESPACES: Resource[Unstructured] = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
 CONFIG_MAPS = custom_resource("", "v1", "configmaps", "ConfigMap", Unstructured)
 SECRETS = custom_resource("", "v1", "secrets", "Secret", Unstructured)
-SERVICE_ACCOUNTS = custom_resource("", "v1", "serviceaccounts", "ServiceAccount", Unstructured)
 # How a scheduler assigns a pod through this client: create one named like the pod, with `target: {kind: Node, name}`.
 BINDINGS = custom_resource("", "v1", "bindings", "Binding", KubeObject)
 
