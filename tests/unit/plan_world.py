@@ -234,8 +234,9 @@ class World:
         exit_ = Exit(int(code), reason, message.replace("\\n", "\n"), self.now)
         self.change(self.current(int(index)), phase=PodPhase.FAILED, ready=False, exit=exit_)
 
-    def do_evict(self, index: str) -> None:
-        self.change(self.current(int(index)), phase=PodPhase.FAILED, ready=False, reason="Evicted")
+    def do_evict(self, index: str, message: str = "") -> None:
+        pod = self.current(int(index))
+        self.change(pod, phase=PodPhase.FAILED, ready=False, reason="Evicted", message=message or None)
 
     def do_delete(self, index: str) -> None:
         self.change(self.current(int(index)), deleted_at=self.now)

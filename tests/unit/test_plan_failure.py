@@ -101,6 +101,29 @@ def test_lost_worker_is_attributed_and_charged(
     assert (loss.index, loss.cause, loss.exit_code, loss.charge) == (1, cause, code, charge)
 
 
+@pytest.mark.parametrize(
+    ("reason", "message", "detail"),
+    [
+        (
+            "Evicted",
+            "The node was low on resource: memory. ",
+            "evicted by the kubelet: The node was low on resource: mem",
+        ),
+        (
+            "UnexpectedAdmissionError",
+            "no healthy devices\npresent",
+            "failed without running: UnexpectedAdmissionError: no",
+        ),
+        ("Evicted", None, "evicted by the kubelet"),
+    ],
+)
+def test_words_of_the_kubelet_are_those_of_the_loss(judge: Any, reason: str, message: str | None, detail: str) -> None:
+    fields = {"phase": PodPhase.FAILED, "reason": reason, "message": message, "disruption": None}
+    [loss] = judge(RUNNING, fields)
+    assert loss.detail.startswith(detail)
+    assert "\n" not in loss.detail
+
+
 def test_every_cause_has_somebody_who_pays() -> None:
     assert set(CHARGES) == set(Cause)
 

@@ -147,14 +147,20 @@ def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> Loss 
         node = nodes.get(pod.node or "")
         detail = f"node {pod.node} " + ("is gone" if node is None else "is not ready")
         return Loss(pod.index, Cause.NODE_LOST, detail, pod.name, pod.node, at=node.changed_at if node else None)
-    if pod.disruption is not None:
-        cause = Cause.EVICTED if pod.reason == "Evicted" else Cause.DISRUPTION_TARGET
-        return Loss(pod.index, cause, f"disrupted: {pod.disruption}", pod.name, pod.node, at=pod.deleted_at)
     if pod.reason == "Evicted":
-        return Loss(pod.index, Cause.EVICTED, "evicted by the kubelet", pod.name, pod.node)
+        detail = f"evicted by the kubelet{_said(pod)}"
+        return Loss(pod.index, Cause.EVICTED, detail, pod.name, pod.node, at=pod.deleted_at)
+    if pod.disruption is not None:
+        detail = f"disrupted: {pod.disruption}"
+        return Loss(pod.index, Cause.DISRUPTION_TARGET, detail, pod.name, pod.node, at=pod.deleted_at)
     if pod.deleted_at is not None and not _ended_before(pod, pod.deleted_at):
         return Loss(pod.index, Cause.POD_DELETED, "its pod was deleted", pod.name, pod.node, at=pod.deleted_at)
     return _loss_of_exit(pod) if pod.phase is PodPhase.FAILED else None
+
+
+def _said(pod: WorkerPod) -> str:
+    """What the kubelet says: which resource the node lacked, which device was not there."""
+    return f": {' '.join(pod.message.split()).rstrip('.')}" if pod.message else ""
 
 
 def _ended_before(pod: WorkerPod, deleted_at: datetime) -> bool:
@@ -168,7 +174,8 @@ def _loss_of_exit(pod: WorkerPod) -> Loss:
     exit_ = pod.exit
     if exit_ is None:
         cause = Cause.NODE_LOST if pod.reason in ("NodeLost", "NodeShutdown", "Terminated") else Cause.START_FAILED
-        return Loss(pod.index, cause, f"failed without running: {pod.reason or 'no reason given'}", pod.name, pod.node)
+        detail = f"failed without running: {pod.reason or 'no reason given'}{_said(pod)}"
+        return Loss(pod.index, cause, detail, pod.name, pod.node)
     record = _record(exit_.message)
     code = min(max(record.exit_code if record is not None else _process_exit_code(exit_), 0), 255)
     cause = _cause(exit_, code, record)

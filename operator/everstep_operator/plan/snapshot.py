@@ -54,6 +54,7 @@ class WorkerPod:
     exit: Exit | None = None
     image: str | None = None
     ready_at: datetime | None = None  # when `ready` became what it is
+    message: str | None = None  # status.message: what the kubelet says of `reason`
 
     @property
     def finished(self) -> bool:

@@ -84,6 +84,7 @@ def _pod(pod: WorkerPod, secrets: tuple[str, ...]) -> WorkerPod:
     return replace(
         pod,
         reason=_shown(pod.reason, secrets),
+        message=_shown(pod.message, secrets),
         disruption=_shown(pod.disruption, secrets),
         waiting=_shown(pod.waiting, secrets),
         unschedulable=_shown(pod.unschedulable, secrets),

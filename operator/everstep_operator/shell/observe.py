@@ -91,6 +91,7 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         created_at=pod.metadata.creation_timestamp,
         exit=_exit(pod),
         ready_at=ready.last_transition_time if ready is not None else None,
+        message=pod.status.message or None,
     )
 
 
