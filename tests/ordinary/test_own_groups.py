@@ -21,7 +21,7 @@ from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 
 pytestmark = pytest.mark.timeout(360)
-PARTS, STAGES = "own_tensor_parallel", "own_pipeline"
+PARTS, STAGES, FOUR = "own_tensor_parallel", "own_pipeline", "own_four_stages"
 NAMES = (PARTS, STAGES)
 
 
@@ -118,7 +118,7 @@ def test_process_that_is_given_another_place_ends_and_a_new_one_builds_that(tmp_
     assert second["found"]["tracked model"]["0.weight"].shape == (16,)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, FOUR])
 def test_undisturbed_run_has_the_bits_of_one_under_torchrun(name: str, tmp_path: Path, folder: Path) -> None:
     parent_is_ready()
     environ = {**os.environ, **_environ(tmp_path, "")}
