@@ -172,16 +172,19 @@ def test_what_cannot_be_right_is_refused_by_name(case: str, tmp_path: Path) -> N
     assert re.search(f"LoopError: .*{said}", log), log[-3000:]
 
 
-def test_ddp_over_the_replicas_of_a_place_has_the_bits_of_averaging_by_hand(tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize(("size", "kill"), [(SIZE, "1@5:backward"), (2, "1@6:backward")])
+def test_ddp_over_the_replicas_of_a_place_has_the_bits_of_averaging_by_hand(
+    size: int, kill: str, tmp_path: Path, folder: Path
+) -> None:
     text = (SCRIPTS / f"{PARTS}.py").read_text()
     by_hand = text[text.index("            for p in model.parameters():") : text.index("            total = ")]
     wrapped = "    model = torch.nn.parallel.DistributedDataParallel(model, process_group=replicas)\n    for step in"
     script = tmp_path / "script.py"
     script.write_text(text.replace(by_hand, "").replace("    for step in", wrapped))
-    code, log = under_agent(tmp_path / "killed", script, "1@5:backward")
+    code, log = under_agent(tmp_path / "killed", script, kill, size=size)
     assert code == 0, log[-3000:]
     assert (tmp_path / "killed" / "killed").exists()
-    ours, theirs = found(tmp_path / "killed"), undisturbed(folder, PARTS)
+    ours, theirs = found(tmp_path / "killed"), undisturbed(folder, PARTS, size=size)
     for one in (*ours, *theirs):
         one["found"] = {key: value for key, value in one["found"].items() if key.startswith("tracked ")}
     assert differences(ours, theirs) == ""

@@ -88,8 +88,10 @@ class ProgramGroups:
         return tuple(one.group for one in self._own)
 
     def is_across(self, group: object) -> bool:
-        """Whether it is one of the script's that has one place of all replicas."""
-        return any(one.group is group and isinstance(one.what, Across) for one in self._own)
+        """Whether it is one of the script's that has one place of all replicas: in a job of one replica that place."""
+        across = (Across, Inside) if self._most == self.places else (Across,)
+        found = next((one.what for one in self._own if one.group is group), None)
+        return isinstance(found, across) and len(patterns.ranks_of(found, 0, self.places, self.places)) == 1
 
     def _make(self) -> RecoverableGroup:
         return RecoverableGroup(self._on_lost, self._waiting, self.scope)
