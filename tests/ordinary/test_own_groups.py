@@ -136,6 +136,11 @@ REFUSED = {
         PARTS, "    torch.manual_seed(0)\n", "    dist.new_group([0, 1])\n    torch.manual_seed(0)\n",
         r"dist\.new_group\(\[2, 3\]\) was left out.*range\(0, run\.world_size, 2\)",
     ),
+    "apart": (  # as many on each rank, and of other meanings
+        PARTS, "    torch.manual_seed(0)\n",
+        "    for r in ([[0, 1], [2, 3]] if dist.get_rank(mine) else [[0, 2], [1, 3]]):\n        dist.new_group(r)\n",
+        "rank 0's script made .*places 0, 1 of a replica: 1.*places 0, 1 of a replica: 2",
+    ),
     "crossed": (
         PARTS, "list(range(first, first + PARTS))", "[0, 3] if first == 0 else [1, 2]",
         r"dist\.new_group\(\[0, 3\]\) \(script\.py:\d+\): a group of some ranks.*run\.mesh\(model=N\)",

@@ -16,6 +16,7 @@ from everstep.train.recovery.patterns import (
     name_of,
     order_of,
     ranks_of,
+    words,
 )
 
 
@@ -80,3 +81,12 @@ def test_group_that_was_made_for_some_replicas_only_is_named() -> None:
     assert lacking(Counter({(whole, 0): 1, (whole, 1): 1, (whole, 2): 1, (Across(0), 0): 2}), 3, 2) is None
     assert lacking(Counter({(whole, 0): 1, (whole, 2): 1}), 3, 2) == [2, 3]
     assert lacking(Counter({(whole, 0): 2, (whole, 1): 2, (whole, 2): 1}), 3, 2) == [4, 5]
+
+
+def test_as_many_groups_of_other_meanings_are_told_apart() -> None:
+    inside, across = Inside((0, 1)), Across(1)
+    some = Counter({(inside, 0): 2, (inside, 1): 2, (across, 0): 1})
+    assert words(some) == "place 1 of all replicas: 1; places 0, 1 of a replica: 2"
+    assert words(Counter({(inside, 0): 1, (inside, 1): 1, (across, 0): 3})) != words(some)
+    assert words(Counter(reversed(list(some.elements())))) == words(some)
+    assert words(Counter({(Everyone(), 0): 1})) == "all ranks: 1"

@@ -187,7 +187,8 @@ class ProgramGroups:
             )
         if not (self._told or self.evaluations or self._names):
             return ""
+        meant = f" ({patterns.words(self._told)})" if self._divided and self._told else ""
         return (
-            f"{self._told.total()} process groups by dist.new_group() and {self.evaluations} evaluations by "
+            f"{self._told.total()} process groups by dist.new_group(){meant} and {self.evaluations} evaluations by "
             "run.evaluate()" + (f" and tracks {self._names}" if self._names else "")
         )

@@ -85,6 +85,21 @@ def order_of(what: Meaning, nth: int) -> tuple[int, tuple[int, ...], int]:
             return 2, (place,), nth
 
 
+def words(made: Counter[tuple[Meaning, int]]) -> str:
+    """How many of each meaning, for people, and for the comparison with another process's. `made`: see `lacking`."""
+    counts: dict[str, int] = {}
+    for (what, _), count in made.items():
+        match what:
+            case Everyone():
+                name = "all ranks"
+            case Inside(inside):
+                name = f"places {', '.join(map(str, inside))} of a replica"
+            case Across(place):
+                name = f"place {place} of all replicas"
+        counts[name] = max(counts.get(name, 0), count)
+    return "; ".join(f"{name}: {counts[name]}" for name in sorted(counts))
+
+
 def lacking(made: Counter[tuple[Meaning, int]], replicas: int, places: int) -> list[int] | None:
     """The ranks of a group that the script has made for some replicas, and not for all; None if there is none. `made`:
     how many of each meaning, by replica."""
