@@ -69,6 +69,10 @@ REFUSED = {
     "dist.get_world_size()": "dist.get_world_size() (<string>:1): before steps() nobody knows",
     "get_rank()": "dist.get_rank() (<string>:1)",
     "dist.get_process_group_ranks(dist.group.WORLD)": "dist.get_process_group_ranks() (<string>:1): before steps()",
+    "dist.group.WORLD.size()": "group.size() (<string>:1): before steps() nobody knows",
+    "dist.new_group().rank()": "group.rank() (<string>:1): before steps() nobody knows",
+    "dist.get_global_rank(dist.new_group(), 0)": "dist.get_global_rank() (<string>:1): before steps()",
+    "dist.get_group_rank(dist.new_group(), 0)": "dist.get_group_rank() (<string>:1): before steps()",
     "dist.split_group(split_ranks=[[0, 1], [2]])": "dist.split_group() (<string>:1): a group of some ranks",
     "dist.shrink_group([2])": "dist.shrink_group() (<string>:1): a group of some ranks",
     "dist.group.WORLD.split_group([0, 1])": "split_group() (<string>:1): a group of some ranks",
@@ -101,6 +105,27 @@ def test_what_a_process_that_builds_alone_cannot_know_is_refused_with_the_line(t
         found = [t["why"] for t in told if t["line"] == line]
         assert len(found) == 3, f"{line}: {found}"  # on all ranks
         assert all(words in why for why in found), f"{line}: {found}"
+
+
+def test_rank_that_the_world_does_not_have_is_refused_with_the_line(tmp_path: Path) -> None:
+    ended = play(
+        tmp_path,
+        """
+with everstep.start() as run:
+    peers = [run.world_size, run.world_size + 1]  # kept from a larger world
+    for step in run.steps(until=2):
+        with step:
+            if run.rank == 0:
+                dist.send(torch.ones(1), peers[0])
+            elif run.rank == 1:
+                dist.recv(torch.ones(1), peers[1])
+""",
+    )
+    assert ended.returncode == 1
+    for words in (r"dist.send\(\) with rank 3 \(train.py:\d+\)", r"dist.recv\(\) with rank 4 \(train.py:\d+\)"):
+        if re.search(f"LoopError: {words}: this world has 3 ranks.*`run.rank \\+ 1`", ended.stderr):
+            return  # the first of them ends the job
+    raise AssertionError(ended.stderr)
 
 
 def test_a_group_made_before_the_session_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from everstep.train.recovery.group import RecoverableGroup
 from everstep.train.recovery.mesh import RecoverableMesh
+from everstep.train.recovery.scope import Scope
 from everstep.train.shape import SHARD
 
 _asked: list[RecoverableGroup] = []
@@ -28,9 +29,9 @@ def world_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def mesh_of(shards: int, provisional: int = 0, kind: str = SHARD) -> RecoverableMesh:
+def mesh_of(shards: int, provisional: int = 0, kind: str = SHARD, scope: Scope | None = None) -> RecoverableMesh:
     def new_group(description: str) -> RecoverableGroup:
-        _asked.append(RecoverableGroup())
+        _asked.append(RecoverableGroup(scope=scope))
         dist.new_group([0], backend="meshtest", group_desc=description)
         return _asked[-1]
 

@@ -15,6 +15,7 @@ from everstep.train.recovery import forming, tensor_parallel
 from everstep.train.recovery.flight import PeerLost
 from everstep.train.recovery.fsdp import NotRecoverable, ShardedObjects, check
 from everstep.train.recovery.mesh import RecoverableMesh
+from everstep.train.recovery.scope import Scope
 from everstep.train.shape import MODEL, TENSOR, Shape
 from everstep.train.step import LoopError
 from everstep.train.world import Place
@@ -44,6 +45,20 @@ def sharded(mesh: RecoverableMesh) -> Any:
 
 def shapes(model: Any) -> list[torch.Size]:
     return [p.to_local().shape for p in model.parameters()]
+
+
+def test_number_of_replicas_is_known_from_the_first_round_on() -> None:
+    mesh = mesh_of(2, 1, MODEL, Scope())
+    made, replicate = mesh.device_mesh, mesh.device_mesh["replicate"]
+    assert (made.size(1), made["model"].size()) == (2, 2)
+    for ask in (
+        made.size, lambda: made.size(0), replicate.size, lambda: made.get_local_rank("replicate"),
+        made["replicate"].get_local_rank,
+    ):  # fmt: skip
+        with pytest.raises(LoopError, match=r"mesh\.\w+\(\) \(test_recovery_mesh\.py:\d+\): before steps\(\) nobody"):
+            ask()
+    mesh.move(3, 6)
+    assert (made.size(), made.size(0), replicate.size()) == (6, 3, 3)
 
 
 @pytest.mark.parametrize(("rank", "world", "shards"), [(0, 2, 2), (3, 4, 2), (4, 6, 3), (5, 8, 4), (1, 3, 1)])

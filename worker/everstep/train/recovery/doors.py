@@ -63,7 +63,7 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
     world = dist.group.WORLD
     new_group = distributed_c10d._new_group_with_tag
     barrier = distributed_c10d.monitored_barrier
-    ranks_of, rank_in = distributed_c10d.get_process_group_ranks, distributed_c10d.get_rank
+    rank_in = distributed_c10d.get_rank
 
     def here() -> bool:
         return world is not None and dist.group.WORLD is world
@@ -79,13 +79,6 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
             return dist.barrier(group)
         return barrier(group, *arguments, **named)
 
-    @functools.wraps(ranks_of)
-    def get_process_group_ranks(group: Any = None) -> list[int]:
-        """torch keeps them in a table, and asks no group."""
-        if isinstance(asked := group or dist.group.WORLD, RecoverableGroup):
-            asked.ask_ranks("get_process_group_ranks")
-        return ranks_of(group)
-
     @functools.wraps(rank_in)
     def get_rank(group: Any = None) -> int:
         """torch looks the default group's rank up in a table, which does not know a place before the first round."""
@@ -100,7 +93,8 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
     _replace(distributed_c10d, "get_rank", get_rank)
     _replace(distributed_c10d, "new_subgroups", _new_subgroups(dist.new_subgroups, here, most))
     _replace(distributed_c10d, "new_subgroups_by_enumeration", _by_enumeration(dist.new_subgroups_by_enumeration, here))
-    _replace(distributed_c10d, "get_process_group_ranks", get_process_group_ranks)
+    for name in ("get_process_group_ranks", "get_global_rank", "get_group_rank"):
+        _replace(distributed_c10d, name, _of_table(getattr(distributed_c10d, name)))
     _replace(distributed_c10d, "monitored_barrier", monitored_barrier)
     for holder, name, what, why in (
         (distributed_c10d, "split_group", "dist.split_group()", NO_SUBGROUPS),
@@ -117,6 +111,18 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
         if hasattr(distributed_c10d, kind):
             _not_by_hand(getattr(distributed_c10d, kind), here)
     _meshes(here)
+
+
+def _of_table(torchs: Any) -> Any:
+    """What torch answers from a table of each group's ranks in the world, and asks no group."""
+
+    @functools.wraps(torchs)
+    def asking(group: Any = None, *arguments: Any, **named: Any) -> Any:
+        if isinstance(asked := group or dist.group.WORLD, RecoverableGroup):
+            asked.ask_ranks(f"dist.{torchs.__name__}")
+        return torchs(group, *arguments, **named)
+
+    return asking
 
 
 def _new_subgroups(torchs: Any, here: Callable[[], bool], most: int) -> Any:

@@ -55,6 +55,7 @@ class RecoverableGroup(dist.ProcessGroup):
         self._inner: Any = None
         self._abort: Callable[[], None] | None = None
         self.on_begin: Callable[[str, Any], None] | None = None  # its name, and the tensors that it writes into
+        self.on_point: Callable[[str, int], None] | None = None  # "send" or "recv", and to or from which rank
         # Whether a collective is to end as if all members had what this one has. May raise `PeerLost`.
         self.stands_in: Callable[[str], bool] | None = None
         self.on_rank: Callable[[], None] | None = None  # called when this member's rank is asked for
@@ -215,18 +216,18 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def rank(self) -> int:
         if self._scope is not None and not self.knows_place:
-            self._scope.place()
+            self._scope.place("rank")
         if self.on_rank is not None:
             self.on_rank()
         return self._rank
 
     def size(self) -> int:
         if self._scope is not None and not self.knows_place:
-            self._scope.place()
+            self._scope.place("size")
         return self._size
 
     def ask_ranks(self, function: str) -> None:
-        """`dist.<function>` is asked which ranks there are. Raises `LoopError` if the script asks, and nobody knows."""
+        """`function` is asked which ranks there are. Raises `LoopError` if the script asks, and nobody knows."""
         if self._scope is not None:
             self._scope.unknown(function)
 
@@ -319,9 +320,13 @@ class RecoverableGroup(dist.ProcessGroup):
     # From one member to another: the rest of the world runs no such call.
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
+        if self.on_point is not None:
+            self.on_point("send", to)
         return self._run("send", tensors, (), tensors, to, tag)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        if self.on_point is not None:
+            self.on_point("recv", source)
         return self._run("recv", tensors, (), tensors, source, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:

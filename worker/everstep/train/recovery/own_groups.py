@@ -49,6 +49,7 @@ class ProgramGroups:
         self._asked: RecoverableGroup | None = None  # that c10d makes a group of just now
         self.scope = Scope()
         self.main = self._make()
+        self.main.on_point = self._check_peer
         self._own: list[Own] = []
         # Ranks of a replica that hold other things than each other, and the rank that this process takes itself for.
         self._divided, self.places, self._here = False, 1, 0
@@ -162,6 +163,21 @@ class ProgramGroups:
         ranks = patterns.ranks_of(what, rank, world_size, self.places)
         group.place(ranks.index(rank), len(ranks))
         distributed_c10d._world.pg_group_ranks[group] = {one: i for i, one in enumerate(ranks)}
+
+    def _check_peer(self, name: str, rank: int) -> None:
+        """The script sends to a rank of the world, or receives from it. Raises `LoopError` if the world has no such
+        rank: gloo would wait for it."""
+        size = self.main._size
+        if rank < size or self.scope.where is not At.STEP or not self.scope.others:
+            return
+        asked = script_asks(sys._getframe(1))
+        at = asked.at if asked is not None else ""
+        raise LoopError(
+            f"dist.{name}() with rank {rank}{at}: this world has {size} ranks. Those that a script has kept from "
+            "before its loop, as it passed them to dist.new_group(), are of the largest world, and change when a "
+            f"peer is lost. Name the rank in the step, `run.rank + 1`; or by its place in a group of one replica: "
+            f"`dist.{name}(…, group=replica, group_{'dst' if name == 'send' else 'src'}=1)`"
+        )
 
     def stand_in(self, stands_in: Callable[[str], bool] | None, on_rank: Callable[[], None] | None) -> None:
         """Ask `stands_in` for each collective from now on, and call `on_rank` when the rank is asked for."""

@@ -124,25 +124,25 @@ class Scope:
             case _:
                 return
 
-    def place(self) -> None:
-        """A group is asked for its rank or size. Raises `LoopError` if the script asks, and nobody knows."""
+    def place(self, name: str) -> None:
+        """A group is asked for its `name`, rank or size. Raises `LoopError` if the script asks, and nobody knows."""
         if self.where is not At.BUILDING or not self.others:
             return
         asked = script_asks(sys._getframe(1))
-        if asked is None:
-            return
-        if asked.library:
+        if asked is None or asked.library:
             return
         if asked.function in ("get_rank", "get_world_size"):
             raise LoopError(f"dist.{asked.function}(){asked.at}: {UNKNOWN}")
+        if not asked.function:  # the group's own method; torch, as DDP does, may ask what the world is for now
+            raise LoopError(f"group.{name}(){asked.at}: {UNKNOWN}")
 
     def unknown(self, function: str) -> None:
-        """The script asks `dist.<function>` which ranks there are. Raises `LoopError` while nobody knows."""
+        """The script asks `function` which ranks there are. Raises `LoopError` while nobody knows."""
         if self.where is not At.BUILDING or not self.others:
             return
         asked = script_asks(sys._getframe(1))
         if asked is not None and not asked.function and not asked.library:  # torch itself does not ask
-            raise LoopError(f"dist.{function}(){asked.at}: {UNKNOWN}")
+            raise LoopError(f"{function}(){asked.at}: {UNKNOWN}")
 
 
 UNKNOWN = (
