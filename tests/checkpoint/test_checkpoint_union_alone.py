@@ -1,14 +1,18 @@
 """Unions in one process: trees are merged and taken apart, and optimizers go by name."""
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 import everstep
-from everstep.checkpoint import StateMismatch
-from everstep.checkpoint.holders import agreed
+from everstep.checkpoint import Fenced, StateMismatch
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.holders import Holders, agreed
+from everstep.checkpoint.ranks import Alone
 from everstep.checkpoint.tree import Flattener, unflatten
 from everstep.checkpoint.union import merged, paths, pruned, unasked
 from everstep.storage import MemoryStore
@@ -155,3 +159,34 @@ def test_commit_that_was_saved_whole_is_read_in_parts() -> None:
     part = torch.nn.ModuleDict({"b": torch.nn.Linear(2, 2)})
     assert everstep.Checkpointer(store=store).restore({"m": everstep.Union(part)}) == 1
     assert torch.equal(part["b"].weight, saved["b"].weight)
+
+
+class Two(Alone):
+    """Two ranks, threads of this process, that agree on numbers."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self._all, self._told = threading.Barrier(2, timeout=60), list[int]()
+
+    def maximum(self, value: int) -> int:
+        self._told.append(value)
+        self._all.wait()
+        return max(self._told)
+
+
+@pytest.mark.parametrize(
+    ("problem", "other"), [(Fenced("a newer writer"), Fenced), (StateMismatch("lacks model"), CheckpointError)]
+)
+def test_rank_that_saves_nothing_ends_the_others_as_it_ends(problem: CheckpointError, other: type) -> None:
+    ranks, state = Two(), {"model": everstep.Union({"a": torch.ones(2)})}
+
+    def save(why: CheckpointError | None) -> type:
+        holders = Holders()
+        holders.unions = True
+        with pytest.raises(CheckpointError) as raised:
+            holders.capture(state, ranks, why)
+        return raised.type
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(save, [problem, None])) == [type(problem), other]

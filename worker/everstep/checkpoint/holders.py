@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.checkpoint.boxes import Box, whole
-from everstep.checkpoint.errors import CheckpointError, FormatError, StateMismatch
+from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, StateMismatch
 from everstep.checkpoint.manifest import DTYPE_BYTES, Entry, Piece, check_tiling
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.sharding import holding, is_sharded
@@ -25,7 +25,7 @@ from everstep.checkpoint.union import Union
 
 Teams = Mapping[str, tuple[int, ...]]  # by name: the ranks that hold what this rank holds of the tensor, in order
 
-_SAME, _CHANGED, _BROKEN = 0, 1, 2
+_SAME, _CHANGED, _BROKEN, _FENCED = 0, 1, 2, 3
 
 
 def any_union(state: Any, ranks: Ranks) -> bool:
@@ -84,28 +84,32 @@ class Holders:
         except CheckpointError as e:
             problem = e
         try:
-            teams = self.teams(found, ranks)
+            teams = self.teams(found, ranks, fenced=isinstance(problem, Fenced))
         except CheckpointError as e:
             raise problem or e from None
         assert found is not None
         return found, teams
 
-    def teams(self, captured: Captured | None, ranks: Ranks) -> Teams:
+    def teams(self, captured: Captured | None, ranks: Ranks, *, fenced: bool = False) -> Teams:
         """The holders of each tensor of this rank's unions. Collective; a rank whose state cannot be saved passes None.
 
         Raises `StateMismatch`, on every rank, if ranks hold one name with other shapes or types, or only parts of it;
-        `CheckpointError` if another rank passed None.
+        `CheckpointError` if another rank passed None; `Fenced` if it did because it is `fenced`.
         """
         signature = None if captured is None else _signature(captured)
-        changed = signature is None or signature != self._signature
-        worst = ranks.maximum(_BROKEN if captured is None else _CHANGED if changed else _SAME)
-        if worst == _BROKEN or captured is None:
+        here = _CHANGED if signature is None or signature != self._signature else _SAME
+        if captured is None:
+            here = _FENCED if fenced else _BROKEN
+        worst = ranks.maximum(here)
+        if worst >= _BROKEN or captured is None:
             self._signature = None
+            if worst == _FENCED:  # each process ends by it, and with its exit code
+                raise Fenced("another rank was fenced by a newer writer, which owns the log now: no rank saves")
             raise CheckpointError("the state of another rank cannot be saved, and that rank says why: no rank saves it")
         if worst == _CHANGED:
             self._signature = None
-            here = {name: _described(name, captured.tensors[name], ranks) for name in sorted(captured.united)}
-            told = gather(ranks, zlib.compress(json.dumps(here).encode(), 1))
+            described = {name: _described(name, captured.tensors[name], ranks) for name in sorted(captured.united)}
+            told = gather(ranks, zlib.compress(json.dumps(described).encode(), 1))
             self._teams = agreed([json.loads(zlib.decompress(data)) for data in told], ranks.rank)
             self._signature = signature
         return self._teams
