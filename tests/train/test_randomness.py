@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from everstep.train.randomness import (
     mix,
     words,
 )
+from everstep.train.shape import MODEL, Shape
 from everstep.train.step import LoopError
 from everstep.train.twister import PythonTwister
 
@@ -214,6 +216,48 @@ def test_ranks_that_were_seeded_alike_draw_alike_and_others_by_rank() -> None:
     # Whichever process is rank 1 draws what rank 1 draws.
     assert at(apart[2], 4, 1) == at(apart[0], 4, 1)
     assert at(alike[0], 4, 0) == at(apart[0], 4, 0), "the seed of a run is rank 0's"
+
+
+def divided(*seeds: int, restored: Any = None) -> list[tuple[Randomness, torch.Generator]]:
+    """Ranks of replicas of two places; each rank's script seeds the global generators and one that it tracks so."""
+    found = []
+    for value in seeds:
+        member, generator = Randomness(True, CPU), torch.Generator().manual_seed(value)
+        member.shape = Shape(MODEL, 2)
+        member.track("masks", generator)
+        seed_all(value)
+        member.start()
+        if restored is not None:
+            member.load_state_dict(restored)
+        found.append((member, generator))
+    agree([member for member, _ in found])
+    return found
+
+
+def masks(ranks: list[tuple[Randomness, torch.Generator]], step: int) -> list[float]:
+    drawn = []
+    for rank, (member, generator) in enumerate(ranks):
+        member.begin(step, rank)
+        drawn.append(float(torch.rand((), generator=generator)))
+    return drawn
+
+
+def test_tracked_generator_that_differs_by_place_goes_on_to_and_the_global_ones_draw_by_replica() -> None:
+    by_place = divided(7, 8, 7, 8)
+    drawn = masks(by_place, 3)
+    assert len(set(drawn)) == 4
+    torchs = [at(member, 3, rank)[0] for rank, (member, _) in enumerate(by_place)]
+    assert (torchs[0], torchs[2]) == (torchs[1], torchs[3])
+    assert torchs[0] != torchs[2]
+    saved = json.loads(json.dumps(by_place[0][0].state_dict()))
+    assert masks(divided(1, 1, restored=saved), 3) == drawn[:2], "also where new scripts have seeded otherwise"
+
+
+def test_tracked_generator_that_differs_by_replica_alone_draws_alike_in_each() -> None:
+    drawn = masks(divided(7, 7, 8, 8), 3)
+    assert (drawn[0], drawn[2]) == (drawn[1], drawn[3])
+    assert drawn[0] != drawn[2]
+    assert len(set(masks(divided(7, 7, 7, 7), 3))) == 1
 
 
 def test_option_lets_ranks_that_were_seeded_alike_draw_by_rank() -> None:

@@ -40,6 +40,7 @@ Rng = bool | Literal["rank", "saved"]
 
 STATE: Final = "seeds"  # the name in a commit
 AHEAD: Final = 64  # steps
+REPLICA, ALL, NONE = 0, 1, 2  # ranks that draw the same numbers: those of a replica, all, none
 WORD: Final = 2**32 - 1
 # Near 2^32 divided by the golden ratio, and such that no partial quotient of its continued fraction over 2^32 is above
 # 3: then the k-th multiple differs from 0, modulo 2^32, by more than 2^32 / 5k (Khinchin, Continued Fractions, ch. II).
@@ -163,8 +164,8 @@ class Randomness:
         self._generators: dict[str, Any] = {}  # what the sources of `_tracked` set: the census looks for them here
         self._own: dict[str, int] = {}  # what this process's script has left in each
         self._seeds: dict[str, int] = {}  # the run's
-        self._alike: dict[str, bool] = {}  # whether all ranks had the same; unknown in a world of one
-        self._ready: list[tuple[Source, tuple[int, int], bool]] = []
+        self._alike: dict[str, int] = {}  # who draws the same numbers: one of the three; unknown in a world of one
+        self._ready: list[tuple[Source, tuple[int, int], int]] = []
         # For `AHEAD` steps from the first on, of this rank: what sets each generator. Made together, because in a step
         # it would be computed by a processor whose caches hold the model.
         self._ahead: list[tuple[Callable[[int], object], list[int]]] = []
@@ -209,7 +210,7 @@ class Randomness:
     def start(self) -> None:
         """Note what the script has seeded, before anything is restored."""
         if self.each_step:
-            self._sources = global_sources(self._device) | {f"tracked {n}": s for n, s in self._tracked.items()}
+            self._sources = global_sources(self._device) | {_tracked(n): s for n, s in self._tracked.items()}
         self._own = {name: source.fingerprint() for name, source in self._sources.items()}
         self._own["shared"] = Source(_nothing, torch.default_generator.get_state).fingerprint()
         if self._shared is not None and bytes(self._shared.get_state().numpy()) != self._untouched:
@@ -226,9 +227,9 @@ class Randomness:
             seeds, alike, own = ([rank[3 * i + j] for rank in told] for j in range(3))
             self._seeds[name] = next((s for s in seeds if s >= 0), own[0])
             if (known := max(alike)) >= 0:
-                self._alike[name] = bool(known)
+                self._alike[name] = known
             elif len(told) > 1:
-                self._alike[name] = len(set(own)) == 1
+                self._alike[name] = self._who(name, own)
         self._make_ready()
         log.debug("random numbers by step: %s", self.state_dict())
 
@@ -255,7 +256,7 @@ class Randomness:
         reader = rank // self.shape.readers
         self._ahead, self._numpy, self._python = [], [], []
         for source, key, alike in self._ready:
-            which = (key, step, 0 if alike else reader, AHEAD)
+            which = (key, step, {ALL: 0, REPLICA: reader, NONE: rank}[alike], AHEAD)
             match source.twister:
                 case NumpyTwister() as twister:
                     self._numpy.append((twister, twister.ahead(*which)))
@@ -277,25 +278,43 @@ class Randomness:
         return self._shared
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": 1, "seeds": dict(self._seeds), "alike": dict(self._alike)}
+        version = 2 if NONE in self._alike.values() else 1
+        alike = {name: who if who == NONE else bool(who) for name, who in self._alike.items()}
+        return {"version": version, "seeds": dict(self._seeds), "alike": alike}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["version"] != 1:
-            raise ValueError(f"version {state['version']}; this Everstep reads 1")
-        self._seeds, self._alike = dict(state["seeds"]), dict(state["alike"])
+        if state["version"] not in (1, 2):
+            raise ValueError(f"version {state['version']}; this Everstep reads 1 and 2")
+        self._seeds, self._alike = dict(state["seeds"]), {name: int(who) for name, who in state["alike"].items()}
 
     def _heard(self, name: str) -> int:
-        return int(self._alike[name]) if name in self._alike else -1
+        return self._alike.get(name, -1)
+
+    def _who(self, name: str, own: Sequence[int]) -> int:
+        """Of what the ranks' scripts have left in a generator. Where a script divides its model over the ranks of a
+        replica, one that it tracks and seeds otherwise in each is for masks of parts; the global ones it may have
+        seeded so for the parts' first values."""
+        places = self.shape.places
+        replicas = [own[first : first + places] for first in range(0, len(own), places)]
+        if len(set(own)) == 1:
+            return ALL
+        return NONE if name in self._named_tracked() and any(len(set(r)) > 1 for r in replicas) else REPLICA
+
+    def _named_tracked(self) -> set[str]:
+        return {_tracked(name) for name in self._tracked}
 
     def _make_ready(self) -> None:
         self._rank = -1  # what is made ahead is of another world
         self._ready = [
-            (source, words(self._seeds[name], name), not self._by_rank and self._alike.get(name, False))
-            for name, source in self._sources.items()
+            (source, words(self._seeds[name], name), self._drawn_by(name)) for name, source in self._sources.items()
         ]
         if self._shared is not None:
             source = Source(self._shared.manual_seed, self._shared.get_state)
-            self._ready.append((source, words(self._seeds["shared"], "shared"), True))
+            self._ready.append((source, words(self._seeds["shared"], "shared"), ALL))
+
+    def _drawn_by(self, name: str) -> int:
+        who = self._alike.get(name, REPLICA)
+        return REPLICA if self._by_rank and who == ALL else who
 
 
 def settle(state: Mapping[str, Any], gather: Gather) -> None:
@@ -332,6 +351,11 @@ def _seed_python(value: int) -> None:
     """`random.seed(value)`, without what it does for values of other kinds."""
     _seed(_python, value)
     _python.gauss_next = None
+
+
+def _tracked(name: str) -> str:
+    """What a generator is called that the script tracks under `name`."""
+    return f"tracked {name}"
 
 
 def _nothing(_: int) -> None:
