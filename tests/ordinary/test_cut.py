@@ -51,8 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cut")
 
 
-@cache
 def undisturbed(folder: Path, name: str, size: int = SIZE) -> list[dict[str, Any]]:
+    return _undisturbed(folder, name, size)
+
+
+@cache  # of all arguments, however a test passes them: a folder is made once
+def _undisturbed(folder: Path, name: str, size: int) -> list[dict[str, Any]]:
     code, log = under_agent(folder / f"{name}-{size}", SCRIPTS / f"{name}.py", size=size)
     assert code == 0, log[-3000:]
     return found(folder / f"{name}-{size}")
