@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from everstep.checkpoint import Checkpointer, StateMismatch
-from everstep.train.places import Placed, check
+from everstep.train.boundary import Boundary
+from everstep.train.places import Placed, advice, check
 from everstep.train.step import LoopError
 
 
@@ -78,3 +79,32 @@ def test_what_a_commit_would_keep_of_rank_0_alone_is_refused_by_name() -> None:
         check({"weight": weight})
     with pytest.raises(LoopError, match=r"optimizer trains a tensor of shape \[2\].*Track the module"):
         check({"model": torch.nn.Linear(1, 1), "optimizer": torch.optim.SGD([weight], lr=0.1)})
+
+
+@pytest.mark.parametrize(
+    ("saved", "restoring", "words"),
+    [
+        (2, 4, r"had run\.mesh\(model=2\).*Write run\.mesh\(model=2\) here too"),
+        (2, 1, r"had run\.mesh\(model=2\).*Write run\.mesh\(model=2\) here too"),
+        (1, 2, r"had no run\.mesh\(model=N\).*Write none here too"),
+    ],
+)
+def test_commit_of_another_division_is_refused_with_the_mesh_that_it_needs(
+    saved: int, restoring: int, words: str, tmp_path: Path
+) -> None:
+    def named(places: int) -> Any:
+        return lambda state: state if places == 1 else Placed(state, 0, places)
+
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.restore(named(saved)(trained(1)))
+        checkpointer.save(3, named(saved)(trained(1)))
+    boundary = Boundary.find(str(tmp_path), None, None, {}, None)
+    boundary.named = named(restoring)
+    with pytest.raises(StateMismatch, match=words):
+        boundary.restore(trained(2))
+
+
+def test_refusal_for_another_reason_is_left_as_it_is() -> None:
+    assert advice("model/0.weight: shape (3,) in the commit, and (4,) here", 2) == ""
+    assert advice("the commit has no 'average@0of2'; it has model@0of2, model@1of2", 2) == ""
+    assert advice("the commit has no 'average'; it has model", 1) == ""

@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import Checkpointer, Fenced, SaveFailed
+from everstep.checkpoint import Checkpointer, Fenced, SaveFailed, StateMismatch
 from everstep.checkpoint.ranks import Ranks
 from everstep.storage.errors import StoreUnusable
-from everstep.train import termination
+from everstep.train import places, termination
 from everstep.train.intent import Intent, Wish, gather_over, group_of_its_own, reduce_into
 from everstep.train.keeper import Keeper
 from everstep.train.metrics import Metrics
@@ -105,7 +105,13 @@ class Boundary:
         self._state = state
         if self._keeper is not None:
             with _exit_codes():
-                self.step = self._keeper.restore(self.named(state))
+                named = self.named(state)
+                try:
+                    self.step = self._keeper.restore(named)
+                except StateMismatch as e:
+                    if not (more := places.advice(str(e), named.places if isinstance(named, places.Placed) else 1)):
+                        raise
+                    raise StateMismatch(f"{e}{more}") from e
         return self.step
 
     @property

@@ -8,6 +8,7 @@ same on all ranks. Invariant: a rank is never given what another place has saved
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -33,6 +34,7 @@ class Placed(MutableMapping[str, Any]):
     def __init__(self, state: Mapping[str, Any], place: int, places: int) -> None:
         check(state)
         self._state: Any = state
+        self.places = places
         self._suffix = f"@{place}of{places}"
 
     def __getitem__(self, name: str) -> Any:
@@ -65,6 +67,20 @@ def naming(shape: Shape, mesh: Any) -> Naming:
         return lambda state: state
     place, places = mesh.get_local_rank(MODEL), shape.places
     return lambda state: Placed(state, place, places)
+
+
+def advice(refusal: str, places: int) -> str:
+    """What to say behind the refusal of a commit, in a run of replicas of `places` ranks, if that has another number of
+    them; else nothing."""
+    saved = {int(n) for n in re.findall(r"@\d+of(\d+)\b", refusal.partition("; it has ")[2])}
+    if "; it has " not in refusal or saved == ({places} if places > 1 else set()):
+        return ""
+    mesh = "run.mesh(model=N)"
+    had = f"run.mesh(model={min(saved)})" if saved else f"no {mesh}"
+    return (
+        f". The run that saved it had {had}: a commit of a model that a script divides loads in a run that divides it "
+        f"alike. Write {had if saved else 'none'} here too, or give this run another URL"
+    )
 
 
 def check(state: Mapping[str, Any]) -> None:
