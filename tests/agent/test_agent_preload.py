@@ -71,6 +71,8 @@ def test_users_own_module_of_such_a_name_is_left_alone(tmp_path: Path, monkeypat
     assert preloaded(path) == ("datasets",)
     script(tmp_path, "", "datasets.py")
     assert preloaded(path) == ()
+    brings = script(tmp_path, "from accelerate import Accelerator\n", "other.py")
+    assert preloaded(brings) == ("accelerate:Accelerator",), "the file beside it is what `prepare` would import"
     (tmp_path / "datasets.py").unlink()
     other = tmp_path / "other"
     other.mkdir()

@@ -126,13 +126,15 @@ def _used_up(recovery: Recovery) -> str:
     return f"{number} {within} {'is' if allowed == 1 else 'are'} used up (spec.recovery.maxRestarts)"
 
 
-def not_before(recovery: Recovery, restarts: Restarts) -> datetime | None:
-    """When the workers of the present round may be created: exponential back-off after charged restarts only."""
+def held_until(now: datetime, recovery: Recovery, restarts: Restarts) -> datetime | None:
+    """When the workers of the present round may be created, if that is later than `now`: exponential back-off after
+    charged restarts only."""
     if restarts.last_at is None or restarts.in_window == 0:
         return None
     back_off = recovery.backoff_seconds
     seconds = min(back_off.max, back_off.initial * 2 ** min(restarts.in_window - 1, 30))
-    return restarts.last_at + timedelta(seconds=seconds)
+    start = restarts.last_at + timedelta(seconds=seconds)
+    return start if now < start else None
 
 
 def _is_charged(restarts: Restarts) -> bool:

@@ -63,8 +63,8 @@ def carry(
         actions[StageName.NETWORK] = [service]
     if not missing:
         return Carried(actions)
-    start = budget.not_before(job.spec.recovery, wanted.restarts)
-    if start is not None and snapshot.now < start:
+    start = budget.held_until(snapshot.now, job.spec.recovery, wanted.restarts)
+    if start is not None:
         left = start - snapshot.now
         return Carried(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
     actions[StageName.CREATE] = [create(index) for index in missing[: snapshot.settings.max_pods_per_plan]]

@@ -76,8 +76,8 @@ def verdict(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod]
 def _backs_off(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod]) -> str | None:
     """That missing workers are created later, in words that stay the same until then."""
     job = snapshot.job
-    start = budget.not_before(job.spec.recovery, job.status.restarts)
-    if start is None or snapshot.now >= start or len(current) >= wanted.wanted:
+    start = budget.held_until(snapshot.now, job.spec.recovery, job.status.restarts)
+    if start is None or len(current) >= wanted.wanted:
         return None
     return f"no worker is created before {start:%H:%M:%S} UTC, after failures (back-off)"
 

@@ -41,11 +41,13 @@ def preloaded(script: str) -> tuple[str, ...]:
             return ()
         for module, name in _imports(tree):
             top = module.partition(".")[0]
-            if top in SLOW and any(_beside(folder, top) for folder in (Path(script).parent, Path.cwd())):
-                return ()  # one of the user's own that is named so
+            if top in SLOW and _is_users_own(top, script):
+                return ()
             if top in SLOW or f"{module}.".startswith(f"{OURS}.train.adapters."):
                 found.append(f"{module}:{name}" if name else module)
-                found += [late for library, late in LATE.items() if library in module.split(".") and _is_there(late)]
+                found += [
+                    late for library, late in LATE.items() if library in module.split(".") and _is_there(late, script)
+                ]
             else:
                 waiting += _beside(Path(script).parent, module)
     return tuple(dict.fromkeys(found))[:MOST_NAMES]
@@ -60,9 +62,14 @@ def _read(path: Path) -> ast.Module | None:
         return None
 
 
-def _is_there(module: str) -> bool:
-    """Whether the library is installed, and no file of the user's is named so."""
-    return importlib.util.find_spec(module) is not None and not _beside(Path.cwd(), module)
+def _is_users_own(module: str, script: str) -> bool:
+    """Whether a file of the user's is named like the library."""
+    return any(_beside(folder, module) for folder in (Path(script).parent, Path.cwd()))
+
+
+def _is_there(module: str, script: str) -> bool:
+    """Whether it is the library that the script would import, and installed."""
+    return importlib.util.find_spec(module) is not None and not _is_users_own(module, script)
 
 
 def _beside(folder: Path, module: str) -> list[Path]:

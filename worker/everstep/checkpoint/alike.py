@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from everstep.checkpoint.holders import Teams
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.sharding import is_sharded, local_of
 from everstep.checkpoint.state import Captured
 from everstep.checkpoint.tree import references
 from everstep.checkpoint.union import canonical, inside
@@ -53,9 +53,8 @@ def digests_of_union(state: Mapping[str, Any], captured: Captured, teams: Teams)
     held: dict[str, torch.Tensor] = {}
     for name in (name for key in sorted(known) for name in references(captured.values[key])):
         if len(team := teams.get(name, ())) > 1 and name not in captured.buffers:
-            tensor: Any = captured.tensors[name].detach()
-            local = tensor.to_local() if is_sharded(tensor) else tensor
-            held[f"{name} of ranks {', '.join(str(rank) for rank in team)}"] = local
+            part = local_of(captured.tensors[name].detach())
+            held[f"{name} of ranks {', '.join(str(rank) for rank in team)}"] = part
     most = bytes_of_each(held.values())
     return {name: xxhash.xxh3_64_intdigest(first_bytes(tensor, most)) >> 2 for name, tensor in held.items()}
 

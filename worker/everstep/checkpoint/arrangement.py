@@ -18,7 +18,7 @@ from everstep.checkpoint.manifest import Entry
 from everstep.checkpoint.portions import slices
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.shard import Plan, entries_of, plan_shard
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.sharding import local_of
 from everstep.checkpoint.state import Captured
 
 
@@ -54,7 +54,9 @@ class Arranger:
         self, captured: Captured, ranks: Ranks, teams: Teams | None = None
     ) -> tuple[Arrangement, dict[str, torch.Tensor]]:
         """The arrangement and the views of the live tensors, by their keys in the file."""
-        local = {name: _local(t) for tensors in (captured.tensors, captured.own_tensors) for name, t in tensors.items()}
+        local = {
+            name: local_of(t) for tensors in (captured.tensors, captured.own_tensors) for name, t in tensors.items()
+        }
         signature = (
             ranks.rank, ranks.world_size, captured.parameters, captured.buffers, teams,
             [_shape(name, t, local[name]) for name, t in captured.tensors.items()],
@@ -79,11 +81,6 @@ def _arrange(
         for s in mine
     )
     return Arrangement(plan, entries_of(plan, mine), checked), views
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return found
 
 
 def _shape(name: str, tensor: Any, local: torch.Tensor) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.fit import Fit
 from everstep.checkpoint.fit_optimizer import tensors_of
 from everstep.checkpoint.ranks import Ranks
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.sharding import local_of
 from everstep.checkpoint.state import Captured, parameters_of
 from everstep.checkpoint.tree import DTYPES
 from everstep.checkpoint.union import inside
@@ -30,7 +30,7 @@ def check_cast(
     odd = []
     for own, name, dtype in sorted(set(_conversions(state, captured, fitted)), key=lambda found: found[:2]):
         tensor = tensors.get(name)
-        if tensor is not None and tensor.dtype != dtype and (what := _lost(_local(tensor), dtype)) is not None:
+        if tensor is not None and tensor.dtype != dtype and (what := _lost(local_of(tensor), dtype)) is not None:
             kinds = f"{DTYPES.get(tensor.dtype)} in the commit"
             odd.append(f"{own}: {kinds}, and {what} does not exist in {DTYPES.get(dtype)}, the state's")
     if ranks.maximum(int(bool(odd))):
@@ -51,10 +51,6 @@ def _conversions(state: Mapping[str, Any], captured: Captured, fitted: Fit) -> I
             if parameter is not None and parameter.is_floating_point():
                 # The step is not brought to the parameter's type.
                 yield from ((name, name, parameter.dtype) for name in names if not name.endswith("/step"))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _lost(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.sharding import local_of
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -57,11 +57,6 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         return torch.equal(row_of(one), row_of(other))
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; another one itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def row_of(tensor: torch.Tensor) -> torch.Tensor:

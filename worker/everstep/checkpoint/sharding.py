@@ -46,6 +46,12 @@ def is_sharded(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's part of a sharded tensor; another one itself."""
+    found: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return found
+
+
 def holding(name: str, tensor: Any, group: Any = None) -> Holding | None:
     """What this rank holds of a DTensor; None if it is not in the tensor's mesh. Ranks are those in `group`."""
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan  # noqa: PLC0415

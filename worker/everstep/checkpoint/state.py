@@ -25,7 +25,7 @@ from everstep.checkpoint.fit_optimizer import names_in
 from everstep.checkpoint.memory import shows_twice
 from everstep.checkpoint.modules import Answer, bare, fill
 from everstep.checkpoint.refilling import Taken, is_alike, is_array, refilled
-from everstep.checkpoint.sharding import is_sharded, placed_as
+from everstep.checkpoint.sharding import local_of, placed_as
 from everstep.checkpoint.tree import Flattener, join, references, unflatten
 from everstep.checkpoint.union import Union, inside, levels_of, pruned, pruned_to_parameters
 from everstep.checkpoint.wire import Json
@@ -298,7 +298,7 @@ def _shows_twice(tensor: torch.Tensor) -> bool:
     odd = tensor.layout is not torch.strided or tensor.is_nested or torch.nn.parameter.is_lazy(tensor)
     if odd:
         return False
-    own = tensor.detach().to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    own = local_of(tensor.detach())
     return shows_twice(own.shape, own.stride())
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from everstep.checkpoint.errors import StateMismatch
-from everstep.checkpoint.memory import local_of, row_of, same_bits, shows_twice, span
+from everstep.checkpoint.memory import row_of, same_bits, shows_twice, span
 from everstep.checkpoint.ranks import Ranks
-from everstep.checkpoint.sharding import placed_as
+from everstep.checkpoint.sharding import local_of, placed_as
 from everstep.checkpoint.state import Captured
 
 

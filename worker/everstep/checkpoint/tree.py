@@ -17,7 +17,7 @@ import torch
 import torch.utils._python_dispatch
 
 from everstep.checkpoint.errors import StateMismatch
-from everstep.checkpoint.sharding import check_placements, is_sharded
+from everstep.checkpoint.sharding import check_placements, is_sharded, local_of
 from everstep.checkpoint.wire import Json
 
 DTYPES: Final[dict[torch.dtype, str]] = {
@@ -209,7 +209,7 @@ def place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _check_memory(tensor: torch.Tensor, path: str) -> None:
     """Raises `StateMismatch` for a tensor whose elements do not lie in memory of its own: it has no bytes to save."""
-    whole = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    whole = local_of(tensor)
     if not whole.numel():
         return
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(whole) or _address(whole) == 0:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.sharding import is_sharded, local_of
 from everstep.train.shape import REPLICATE
 
 BYTES = 2**25  # of one sum, or a single larger tensor
@@ -66,7 +66,7 @@ def _is_cut(parameter: Any) -> bool:
 
 def _local(grad: Any) -> torch.Tensor:
     """Of which a change is one of the gradient."""
-    local: Any = grad.to_local() if is_sharded(grad) else grad
+    local: Any = local_of(grad)
     found: torch.Tensor = local.trigger_wait() if hasattr(local, "trigger_wait") else local
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.sharding import local_of
 from everstep.train.holdings import walk
 from everstep.train.step import LoopError
 from everstep.train.switches import SWITCHES
@@ -160,7 +160,7 @@ def keyword(name: str, taken: Collection[str]) -> str:
 
 
 def _memory(tensor: Any) -> int | None:
-    local = tensor.to_local() if is_sharded(tensor) else tensor
+    local = local_of(tensor)
     if torch.nn.parameter.is_lazy(local) or local.is_meta or local.layout is not torch.strided or not local.numel():
         return None
     return int(local.untyped_storage()._cdata)

@@ -298,10 +298,8 @@ class Randomness:
         replicas = [own[first : first + places] for first in range(0, len(own), places)]
         if len(set(own)) == 1:
             return ALL
-        return NONE if name in self._named_tracked() and any(len(set(r)) > 1 for r in replicas) else REPLICA
-
-    def _named_tracked(self) -> set[str]:
-        return {_tracked(name) for name in self._tracked}
+        is_tracked = name in map(_tracked, self._tracked)
+        return NONE if is_tracked and any(len(set(r)) > 1 for r in replicas) else REPLICA
 
     def _make_ready(self) -> None:
         self._rank = -1  # what is made ahead is of another world

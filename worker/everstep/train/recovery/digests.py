@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from everstep.checkpoint.alike import bytes_of_each, first_bytes, to_bytes
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.sharding import local_of
 from everstep.checkpoint.state import capture
 from everstep.train.randomness import STATE
 from everstep.train.recovery.reducers import BUCKETS
@@ -69,5 +69,4 @@ def reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 def local(tensor: Any) -> torch.Tensor:
     """What this process holds of it."""
-    found: torch.Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()
-    return found
+    return local_of(tensor.detach())
