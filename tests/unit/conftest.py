@@ -1,4 +1,4 @@
-"""The toy cluster of the planner tests, shared as a fixture because test modules cannot import one another."""
+"""The simulated cluster of the planner tests. Its modules are fixtures, which the tests take by name."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from types import ModuleType
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent))  # of the helpers that test modules here import
 
-import elastic_world as toy_agents
-import plan_world as toy_cluster
+from everstep_cli.simulation import agents, cluster
 
 
 @pytest.fixture(scope="session")
 def plan_world() -> ModuleType:
-    return toy_cluster
+    return cluster
 
 
 @pytest.fixture(scope="session")
 def elastic_world() -> ModuleType:
-    return toy_agents
+    return agents

@@ -13,22 +13,11 @@ from types import ModuleType
 
 import pytest
 
+from everstep_cli.simulation.cluster import World
+from everstep_cli.simulation.transcript import replay
+
 FOLDER = Path(__file__).with_name("transcripts")
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
-
-
-def replay(world: object, text: str) -> str:
-    """The transcript with every block's output replaced by what is printed now."""
-    blocks = []
-    for block in text.strip("\n").split("\n\n"):
-        commands = block.split("\n----", 1)[0]
-        printed = []
-        for line in commands.splitlines():
-            if line.strip() and not line.startswith("#"):
-                printed.append(world.run(line))  # type: ignore[attr-defined]
-        output = "\n".join(p for p in printed if p)
-        blocks.append(f"{commands}\n----\n{output}".rstrip("\n"))
-    return "\n\n".join(blocks) + "\n"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda p: p.stem)
@@ -41,7 +30,7 @@ def test_transcript_of_agents_that_form_rounds_prints_the_same(path: Path, elast
     compare(path, elastic_world.ElasticWorld())
 
 
-def compare(path: Path, world: object) -> None:
+def compare(path: Path, world: World) -> None:
     text = path.read_text()
     now = replay(world, text)
     if os.environ.get("EVERSTEP_REWRITE"):

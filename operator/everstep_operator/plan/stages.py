@@ -5,7 +5,8 @@ succeed or fail. A stage begins when every action of the stages before it has en
 that it needs has failed. A stage that is left out counts as failed. Nothing else is stopped by a failure.
 
 So an operator that dies leaves this behind, and nothing else: the status, the stages before the running one, and any
-subset of the running one. The property tests cut plans in exactly these places (`tests/unit/plan_world.py`).
+subset of the running one. The property tests cut plans in exactly these places
+(`operator/everstep_cli/simulation/cluster.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A toy cluster around the pure planner: it applies plans at once and lets a test break things between passes."""
+"""A simulated cluster around the pure planner: plans are carried out at once, and commands break things between passes.
+
+`everstep plan --replay` and the planner's tests play transcripts on it.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""The toy cluster with agents that form rounds, as the round store's document would show it."""
+"""The simulated cluster with agents that form rounds, as the round store's document would show it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from plan_world import TEMPLATE, WHOLE, Cut, World
-
 from everstep.contract.document import Sizes
+from everstep_cli.simulation.cluster import TEMPLATE, WHOLE, Cut, World
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan import roster, sizing
