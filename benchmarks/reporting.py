@@ -23,13 +23,13 @@ from figures import Better, Figure, finish, parser, quantile
 from everstep.contract import labels
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.train.report import Reporter
+from everstep_operator.endpoint.auth import Gate, GateLimits, Leading
+from everstep_operator.endpoint.server import IntakeSettings, ReportIntake
+from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.endpoint.token_reviews import IdentityCache
+from everstep_operator.endpoint.token_signatures import SigningKeys
 from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import SystemClock
-from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.gate import Gate, GateLimits, Leading
-from everstep_operator.shell.identity import IdentityCache
-from everstep_operator.shell.intake import IntakeSettings, ReportIntake
-from everstep_operator.shell.signatures import SigningKeys
 from everstep_operator.telemetry.metrics import Metrics
 
 WORKERS = 200

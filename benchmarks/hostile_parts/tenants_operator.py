@@ -26,7 +26,7 @@ from everstep_operator.local.memory.client import MemoryClient
 from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import SystemClock
-from everstep_operator.runtime.memory import settle
+from everstep_operator.runtime.garbage_collection import settle
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import Metrics
 

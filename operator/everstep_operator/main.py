@@ -15,32 +15,8 @@ from collections.abc import Callable, Sequence
 from everstep.contract import labels, variables
 from everstep.contract.messages import Report
 from everstep_operator.arguments import Invocation, read
-from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.errors import CredentialsError
-from everstep_operator.kube.resources import NODES, PDBS, PODS, SERVICES, custom_resource
-from everstep_operator.kube.transport import HttpKubeClient
-from everstep_operator.kube.wire import Unstructured
-from everstep_operator.plan.snapshot import Settings
-from everstep_operator.runtime.clock import Clock, SystemClock
-from everstep_operator.runtime.controller import Controller, Limits, Outcome, Succeeded
-from everstep_operator.runtime.expectations import Expectations
-from everstep_operator.runtime.informer import Informer
-from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
-from everstep_operator.runtime.memory import settle
-from everstep_operator.runtime.queue import WorkQueue
-from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
-from everstep_operator.shell import gate, intake
-from everstep_operator.shell.apply import Applier, Key
-from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.identity import IdentityCache
-from everstep_operator.shell.neighbour import Neighbour
-from everstep_operator.shell.reconcile import BY_NODE, BY_OWNER, Caches, Reconciler
-from everstep_operator.shell.record import Recorder
-from everstep_operator.shell.round_documents import JobRef, RoundDocuments
-from everstep_operator.shell.round_routes import RoundRoutes
-from everstep_operator.shell.rounds import Rounds
-from everstep_operator.shell.signatures import SigningKeys
-from everstep_operator.shell.wiring import (
+from everstep_operator.controller.apply import Applier, Key
+from everstep_operator.controller.event_handlers import (
     BY_UID,
     Wiring,
     authenticator,
@@ -49,6 +25,30 @@ from everstep_operator.shell.wiring import (
     index_uid,
     round_views,
 )
+from everstep_operator.controller.reconcile import BY_NODE, BY_OWNER, Caches, Reconciler
+from everstep_operator.controller.record import Recorder
+from everstep_operator.endpoint import auth, server
+from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.endpoint.token_reviews import IdentityCache
+from everstep_operator.endpoint.token_signatures import SigningKeys
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.errors import CredentialsError
+from everstep_operator.kube.resources import NODES, PDBS, PODS, SERVICES, custom_resource
+from everstep_operator.kube.transport import HttpKubeClient
+from everstep_operator.kube.wire import Unstructured
+from everstep_operator.plan.snapshot import Settings
+from everstep_operator.rounds.documents import JobRef, RoundDocuments
+from everstep_operator.rounds.routes import RoundRoutes
+from everstep_operator.rounds.store import Rounds
+from everstep_operator.runtime.clock import Clock, SystemClock
+from everstep_operator.runtime.controller import Controller, Limits, Outcome, Succeeded
+from everstep_operator.runtime.expectations import Expectations
+from everstep_operator.runtime.garbage_collection import settle
+from everstep_operator.runtime.informer import Informer
+from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
+from everstep_operator.runtime.leader_probe import Neighbour
+from everstep_operator.runtime.queue import WorkQueue
+from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
 from everstep_operator.telemetry.logs import setup
 from everstep_operator.telemetry.metrics import Metrics
 
@@ -151,14 +151,14 @@ class Operator:
             monotonic=clock.monotonic,
             exists=wiring.exists,
         )
-        checks = gate.Gate(self._identities, self._leadership, tenant=wiring.tenant)
-        self.intake = intake.ReportIntake(
+        checks = auth.Gate(self._identities, self._leadership, tenant=wiring.tenant)
+        self.intake = server.ReportIntake(
             gate=checks,
             accept=accept,
             routes=RoundRoutes(self.rounds, checks, agent=wiring.agent, metrics=metrics).add_to,
             metrics=metrics,
             ready={"caches": self._caches_synced},
-            settings=intake.IntakeSettings(host=settings.host, port=settings.port),
+            settings=server.IntakeSettings(host=settings.host, port=settings.port),
         )
 
     async def run(self) -> None:
@@ -185,14 +185,14 @@ class Operator:
             self.reconciler.forget_all()
             self._identities.forget()
 
-    def _leadership(self) -> gate.Leadership:
+    def _leadership(self) -> auth.Leadership:
         if self.elector.is_leader():
-            return gate.Leading()
+            return auth.Leading()
         address = self.elector.holder_address()
         if address is not None:
-            return gate.Following(f"http://{address}")
+            return auth.Following(f"http://{address}")
         starting = self._caches_synced()
-        return gate.NoLeader(f"this replica starts: it {starting}") if starting else gate.NoLeader()
+        return auth.NoLeader(f"this replica starts: it {starting}") if starting else auth.NoLeader()
 
     def _caches_synced(self) -> str | None:
         waiting = [

@@ -6,10 +6,10 @@ import pytest
 from conformity.bodies import pod
 from conformity.world import World
 
+from everstep_operator.endpoint.token_claims import ClaimsRefused, PodIdentity, read_claims
+from everstep_operator.endpoint.token_signatures import Proof, SigningKeys
 from everstep_operator.kube.client import TokenIdentity, TokenRefused
 from everstep_operator.kube.resources import PODS
-from everstep_operator.shell.claims import ClaimsRefused, PodIdentity, read_claims
-from everstep_operator.shell.signatures import Proof, SigningKeys
 
 AUDIENCE = "everstep.dev/operator"
 

@@ -50,7 +50,7 @@ from everstep.rendezvous.rounds import (
     Stop,
     apply,
 )
-from everstep_operator.shell.round_rules import under
+from everstep_operator.rounds.rules import under
 
 # --- forming
 

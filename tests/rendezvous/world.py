@@ -23,7 +23,7 @@ from everstep.rendezvous.rounds import (
     StepOut,
     Stop,
 )
-from everstep_operator.shell.round_rules import under, with_wishes
+from everstep_operator.rounds.rules import under, with_wishes
 
 MOST_AGENTS = 8
 TURNS = 60  # in which a world without faults must come to rest

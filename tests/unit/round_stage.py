@@ -12,11 +12,11 @@ from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.main import JOBS
+from everstep_operator.rounds.documents import JobRef, RoundDocuments
+from everstep_operator.rounds.presence import Worker
+from everstep_operator.rounds.store import Agent, Rounds
 from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.runtime.errors import NotLeading
-from everstep_operator.shell.presence import Worker
-from everstep_operator.shell.round_documents import JobRef, RoundDocuments
-from everstep_operator.shell.rounds import Agent, Rounds
 
 SIZES = Sizes(1, 2)
 A, B = Member(0, "a"), Member(1, "b")

@@ -12,7 +12,7 @@ import pytest
 
 from everstep.rendezvous.configuration import Configuration
 from everstep.rendezvous.joining import Settings
-from everstep_operator.shell.presence import LEASE
+from everstep_operator.rounds.presence import LEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -11,8 +11,8 @@ from round_stage import Stage
 
 from everstep.contract.document import Document, DocumentInvalid, Member, Seat, Sizes, encode
 from everstep.contract.fields import PIECE
-from everstep_operator.shell.document_reader import DocumentReader
-from everstep_operator.shell.round_documents import JobRef
+from everstep_operator.rounds.document_reader import DocumentReader
+from everstep_operator.rounds.documents import JobRef
 
 MANY = 4096
 LARGE = Document(

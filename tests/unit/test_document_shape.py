@@ -21,8 +21,8 @@ from everstep.contract.document import (
     decode,
     encode,
 )
-from everstep_operator.shell import document_shape
-from everstep_operator.shell.document_shape import SMALL, check_shape
+from everstep_operator.rounds import document_shape
+from everstep_operator.rounds.document_shape import SMALL, check_shape
 
 NAMES = st.from_regex(r"[a-z0-9._-]{1,8}", fullmatch=True)
 TEXTS = st.text(max_size=20)

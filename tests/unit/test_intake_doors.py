@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokens import POD, Authority, Reviewer
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
-from everstep_operator.shell.doors import BURST, LONGEST, MAX_ADDRESSES, RATE, STRANGERS, Doors
-from everstep_operator.shell.gate import Following, Gate, Leading
-from everstep_operator.shell.intake import IntakeSettings, ReportIntake
+from everstep_operator.endpoint.auth import Following, Gate, Leading
+from everstep_operator.endpoint.connection_limits import BURST, LONGEST, MAX_ADDRESSES, RATE, STRANGERS, Doors
+from everstep_operator.endpoint.server import IntakeSettings, ReportIntake
 from everstep_operator.telemetry.metrics import Metrics
 
 CLUSTER = Authority()

@@ -9,9 +9,9 @@ from typing import cast
 import pytest
 from tokens import AUDIENCE, POD, Authority, Reviewer, pod
 
-from everstep_operator.kube.client import KubeClient, TokenIdentity
-from everstep_operator.shell.claims import MAX_TOKEN, PodIdentity
-from everstep_operator.shell.identity import (
+from everstep_operator.controller.event_handlers import authenticator
+from everstep_operator.endpoint.token_claims import MAX_TOKEN, PodIdentity
+from everstep_operator.endpoint.token_reviews import (
     MAX_OF_POD,
     IdentityCache,
     IdentityLimits,
@@ -19,8 +19,8 @@ from everstep_operator.shell.identity import (
     Refusal,
     TooManyChecks,
 )
-from everstep_operator.shell.signatures import MAX_OF_ID, RETRY
-from everstep_operator.shell.wiring import authenticator
+from everstep_operator.endpoint.token_signatures import MAX_OF_ID, RETRY
+from everstep_operator.kube.client import KubeClient, TokenIdentity
 
 CLUSTER, FORGER = Authority(), Authority()
 

@@ -11,9 +11,9 @@ import pytest
 from tokens import POD, Authority, Reviewer, pod
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, Phase, Report
-from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.gate import Following, Gate, GateLimits, Leadership, Leading, NoLeader
-from everstep_operator.shell.intake import IntakeSettings, ReportIntake, ReportRefused
+from everstep_operator.endpoint.auth import Following, Gate, GateLimits, Leadership, Leading, NoLeader
+from everstep_operator.endpoint.server import IntakeSettings, ReportIntake, ReportRefused
+from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.telemetry.metrics import Metrics
 
 CLUSTER = Authority()

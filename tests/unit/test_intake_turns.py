@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from tokens import Authority, Reviewer, pod
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
-from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.doors import BURST
-from everstep_operator.shell.gate import Gate, Leading
-from everstep_operator.shell.intake import IntakeSettings, ReportIntake
-from everstep_operator.shell.turns import OF_ALL, OF_ONE, Queue, Turns
+from everstep_operator.endpoint.auth import Gate, Leading
+from everstep_operator.endpoint.connection_limits import BURST
+from everstep_operator.endpoint.server import IntakeSettings, ReportIntake
+from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.runtime.fair_queueing import OF_ALL, OF_ONE, Queue, Turns
 from everstep_operator.telemetry.metrics import Metrics
 
 CLUSTER = Authority()

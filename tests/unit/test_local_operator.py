@@ -32,11 +32,11 @@ from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
 from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.local.memory.faults import Delay, Expire, Faults, LoseAnswer, Refuse
 from everstep_operator.main import JOBS, Operator
+from everstep_operator.rounds.documents import JobRef
+from everstep_operator.rounds.presence import Worker
+from everstep_operator.rounds.store import Agent
 from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.settings import OperatorSettings
-from everstep_operator.shell.presence import Worker
-from everstep_operator.shell.round_documents import JobRef
-from everstep_operator.shell.rounds import Agent
 from everstep_operator.telemetry.metrics import ROUND_CALLS, Metrics
 
 LIMIT = 30.0  # seconds of the test's own time that any wait may take
@@ -138,7 +138,7 @@ def test_settled_memory_is_left_out_of_collections() -> None:
     program = """
 import gc, inspect
 from everstep_operator.main import Operator
-from everstep_operator.runtime.memory import YOUNG, settle
+from everstep_operator.runtime.garbage_collection import YOUNG, settle
 
 assert inspect.signature(Operator).parameters["synced"].default is settle
 before = len(gc.get_objects())

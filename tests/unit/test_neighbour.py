@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from everstep_operator.shell.neighbour import Neighbour
+from everstep_operator.runtime.leader_probe import Neighbour
 
 LIMIT = 20.0
 

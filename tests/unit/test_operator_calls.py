@@ -9,8 +9,8 @@ from tokens import POD, Authority, Reviewer
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
 from everstep.rendezvous.http_calls import Limits, OperatorCalls
-from everstep_operator.shell.gate import Gate, Leading
-from everstep_operator.shell.intake import IntakeSettings, ReportIntake
+from everstep_operator.endpoint.auth import Gate, Leading
+from everstep_operator.endpoint.server import IntakeSettings, ReportIntake
 from everstep_operator.telemetry.metrics import Metrics
 
 BODY = Report(Phase.TRAIN, rank=0, world_size=2, at=100.0, step=5).encode()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from virtual_time import in_virtual_time
 
-from everstep_operator.shell.round_watches import Urgency, Watches
+from everstep_operator.rounds.watches import Urgency, Watches
 
 MANY = 100
 

@@ -13,10 +13,10 @@ from virtual_time import in_virtual_time
 
 from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
 from everstep.rendezvous.rounds import CloseJob, Join, apply, join_all
-from everstep_operator.shell.presence import Worker
-from everstep_operator.shell.round_rules import urgency, with_wishes
-from everstep_operator.shell.round_watches import Urgency
-from everstep_operator.shell.rounds import Agent, Rounds, Sight
+from everstep_operator.rounds.presence import Worker
+from everstep_operator.rounds.rules import urgency, with_wishes
+from everstep_operator.rounds.store import Agent, Rounds, Sight
+from everstep_operator.rounds.watches import Urgency
 
 LIMIT = 10.0
 

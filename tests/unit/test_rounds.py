@@ -20,9 +20,9 @@ from everstep.rendezvous.rounds import Close, CloseJob, Done, Event, Evict, Join
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
 from everstep_operator.plan.snapshot import RoundView
-from everstep_operator.shell.presence import Worker
-from everstep_operator.shell.round_documents import JobRef, RoundsRefused, RoundsUnavailable
-from everstep_operator.shell.rounds import Agent, Rounds
+from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable
+from everstep_operator.rounds.presence import Worker
+from everstep_operator.rounds.store import Agent, Rounds
 
 
 async def change(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from everstep.contract.document import Sizes
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
+from everstep_operator.controller.apply import Applied, Applier
 from everstep_operator.kube.errors import (
     AlreadyExists,
     Conflict,
@@ -30,7 +31,6 @@ from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.runtime.expectations import Expectations
-from everstep_operator.shell.apply import Applied, Applier
 
 SPEC = TrainingJobSpec.model_validate({"replicas": 2, "template": {"spec": {"containers": [{"name": "worker"}]}}})
 JOB = JobView("ns", "digits", "job-1", 1, "1", SPEC, Status(), datetime(2026, 1, 1, tzinfo=UTC))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from everstep.contract import labels
+from everstep_operator.controller.observe import worker_pod
 from everstep_operator.kube.wire import Pod
-from everstep_operator.shell.observe import worker_pod
 
 
 def test_evicted_pod_is_told_with_the_words_of_the_kubelet() -> None:

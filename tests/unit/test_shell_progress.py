@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from everstep.contract.messages import Phase, Report
 from everstep_operator.api.status import Status
+from everstep_operator.controller.progress import JobProgress
 from everstep_operator.plan.snapshot import Progress
-from everstep_operator.shell.progress import JobProgress
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep_operator.api.status import Status
+from everstep_operator.controller.record import Recorder, merge_patch
 from everstep_operator.kube.wire import ObjectMeta, Unstructured
-from everstep_operator.shell.record import Recorder, merge_patch
 
 values = st.recursive(
     st.one_of(st.booleans(), st.integers(-3, 3), st.text("ab", max_size=2), st.lists(st.integers(0, 2), max_size=2)),

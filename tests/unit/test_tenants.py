@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_operator.shell.tenants import Rates, Shares, Tenant
+from everstep_operator.endpoint.tenant_limits import Rates, Shares, Tenant
 
 HOSTILE = st.builds(
     Tenant,

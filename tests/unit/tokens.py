@@ -10,10 +10,10 @@ from typing import Any
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.endpoint.token_reviews import IdentityCache, IdentityLimits
+from everstep_operator.endpoint.token_signatures import SigningKeys
 from everstep_operator.kube.errors import Forbidden
-from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.identity import IdentityCache, IdentityLimits
-from everstep_operator.shell.signatures import SigningKeys
 
 AUDIENCE = "everstep.dev/operator"
 POD = PodIdentity("team-a", "digits-w0-0", "uid-1")

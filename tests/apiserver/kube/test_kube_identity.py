@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from everstep.contract.labels import TOKEN_AUDIENCE
+from everstep_operator.controller.event_handlers import authenticator
+from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.endpoint.token_reviews import IdentityCache, Refusal
+from everstep_operator.endpoint.token_signatures import SigningKeys
 from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.transport import HttpKubeClient
-from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.identity import IdentityCache, Refusal
-from everstep_operator.shell.signatures import SigningKeys
-from everstep_operator.shell.wiring import authenticator
 
 pytestmark = pytest.mark.apiserver
 

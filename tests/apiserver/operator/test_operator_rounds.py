@@ -13,10 +13,10 @@ from everstep.rendezvous.closing import Waited
 from everstep.rendezvous.rounds import Close, Event, Join, Refused, apply
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
+from everstep_operator.rounds.documents import JobRef, RoundDocuments
+from everstep_operator.rounds.presence import Worker
+from everstep_operator.rounds.store import Agent, Rounds
 from everstep_operator.runtime.clock import SystemClock
-from everstep_operator.shell.presence import Worker
-from everstep_operator.shell.round_documents import JobRef, RoundDocuments
-from everstep_operator.shell.rounds import Agent, Rounds
 
 pytestmark = pytest.mark.apiserver
 

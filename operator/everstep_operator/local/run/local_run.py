@@ -21,6 +21,8 @@ from pathlib import Path
 
 from everstep.contract import labels
 from everstep.contract.messages import Phase, Report
+from everstep_operator.controller import observe
+from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import EVENTS, PODS, Resource
@@ -36,8 +38,6 @@ from everstep_operator.runtime.cache import Deleted, Delta
 from everstep_operator.runtime.clock import SystemClock, cancel
 from everstep_operator.runtime.informer import Informer
 from everstep_operator.settings import OperatorSettings
-from everstep_operator.shell import observe
-from everstep_operator.shell.claims import PodIdentity
 from everstep_operator.telemetry.metrics import Metrics
 
 OPERATOR_NAMESPACE = "everstep-system"

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
+from everstep_operator.controller import observe
 from everstep_operator.kube.wire import Pod, Unstructured
 from everstep_operator.local.run.history import StepSeen
-from everstep_operator.shell import observe
 
 EVENTS = 12  # newest events that are kept in a view
 

@@ -27,13 +27,13 @@ from everstep.contract.rounds import (
     TTL_HEADER,
     VERSION_HEADER,
 )
+from everstep_operator.endpoint.auth import Answer, Gate, Sender, later
+from everstep_operator.endpoint.tenant_limits import Shares
+from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.rounds.documents import RoundsRefused, RoundsUnavailable
+from everstep_operator.rounds.presence import PresenceFull, PresenceRefused
+from everstep_operator.rounds.store import Agent, Rounds, Sight
 from everstep_operator.runtime.errors import NotLeading
-from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.gate import Answer, Gate, Sender, later
-from everstep_operator.shell.presence import PresenceFull, PresenceRefused
-from everstep_operator.shell.round_documents import RoundsRefused, RoundsUnavailable
-from everstep_operator.shell.rounds import Agent, Rounds, Sight
-from everstep_operator.shell.tenants import Shares
 from everstep_operator.telemetry.metrics import Metrics, ReportResult
 
 log = logging.getLogger("everstep.rounds")

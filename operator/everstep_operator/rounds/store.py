@@ -18,13 +18,11 @@ from dataclasses import dataclass, replace
 from everstep.contract.document import Document, DocumentInvalid, Sizes, decode_wish, encode
 from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.plan.snapshot import RoundView
-from everstep_operator.runtime.clock import Clock
-from everstep_operator.runtime.errors import NotLeading
-from everstep_operator.shell.document_reader import DocumentReader
-from everstep_operator.shell.presence import Worker
-from everstep_operator.shell.round_documents import JobRef, Kept, RoundDocuments, RoundsRefused, RoundsUnavailable
-from everstep_operator.shell.round_memory import Memory, RememberedJob
-from everstep_operator.shell.round_rules import (
+from everstep_operator.rounds.document_reader import DocumentReader
+from everstep_operator.rounds.documents import JobRef, Kept, RoundDocuments, RoundsRefused, RoundsUnavailable
+from everstep_operator.rounds.memory import Memory, RememberedJob
+from everstep_operator.rounds.presence import Worker
+from everstep_operator.rounds.rules import (
     corrected,
     renumbered,
     require_lawful,
@@ -33,7 +31,9 @@ from everstep_operator.shell.round_rules import (
     with_sizes,
     with_wishes,
 )
-from everstep_operator.shell.round_watches import Urgency
+from everstep_operator.rounds.watches import Urgency
+from everstep_operator.runtime.clock import Clock
+from everstep_operator.runtime.errors import NotLeading
 
 log = logging.getLogger("everstep.rounds")
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from everstep.contract.document import Document
+from everstep_operator.rounds.documents import JobRef, Kept, RoundsUnavailable
+from everstep_operator.rounds.presence import Presences, Worker
+from everstep_operator.rounds.watches import Urgency, Watches
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.errors import NotLeading
-from everstep_operator.shell.presence import Presences, Worker
-from everstep_operator.shell.round_documents import JobRef, Kept, RoundsUnavailable
-from everstep_operator.shell.round_watches import Urgency, Watches
 
 BURST, RATE = 200.0, 20.0  # documents written for one job: at once, and a second
 

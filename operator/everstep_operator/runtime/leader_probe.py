@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable
 from typing import TypeAlias
 
-log = logging.getLogger("everstep.neighbour")
+log = logging.getLogger("everstep.leader_probe")
 
 BEAT = 0.4  # seconds between an answer and the next question
 SILENT = 1.0  # seconds in which what was sent is acknowledged

@@ -20,8 +20,8 @@ from typing import Any
 
 import jwt
 
+from everstep_operator.endpoint.token_claims import Claims
 from everstep_operator.kube.errors import Forbidden, KubeError
-from everstep_operator.shell.claims import Claims
 
 log = logging.getLogger("everstep.signatures")
 

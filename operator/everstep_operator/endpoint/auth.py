@@ -17,14 +17,14 @@ from typing import TypeAlias, assert_never
 
 from aiohttp import web
 
-from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.doors import door_of
-from everstep_operator.shell.identity import IdentityCache, Refusal, TooManyChecks
-from everstep_operator.shell.tenants import Rates, Shares, Tenant
-from everstep_operator.shell.turns import Queue, Turns
+from everstep_operator.endpoint.connection_limits import door_of
+from everstep_operator.endpoint.tenant_limits import Rates, Shares, Tenant
+from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.endpoint.token_reviews import IdentityCache, Refusal, TooManyChecks
+from everstep_operator.runtime.fair_queueing import Queue, Turns
 from everstep_operator.telemetry.metrics import ReportResult
 
-log = logging.getLogger("everstep.gate")
+log = logging.getLogger("everstep.auth")
 
 MANY = 1e9
 # What the sender can help: all else a worker may meet in good faith, and many at once.

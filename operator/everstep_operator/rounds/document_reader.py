@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 
 from everstep.contract.document import Document, DocumentInvalid, decode, decoding
-from everstep_operator.shell.document_shape import SMALL, check_shape
-from everstep_operator.shell.round_documents import JobRef
-from everstep_operator.shell.turns import Queue, Turns
+from everstep_operator.rounds.document_shape import SMALL, check_shape
+from everstep_operator.rounds.documents import JobRef
+from everstep_operator.runtime.fair_queueing import Queue, Turns
 
 
 class DocumentReader:

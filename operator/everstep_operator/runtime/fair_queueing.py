@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-log = logging.getLogger("everstep.turns")
+log = logging.getLogger("everstep.fair_queueing")
 
 OF_ONE, OF_ALL = 2, 8  # requests
 

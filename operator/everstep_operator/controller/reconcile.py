@@ -16,6 +16,10 @@ from everstep_operator.api.base import SpecError
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Condition, Status
+from everstep_operator.controller import observe
+from everstep_operator.controller.apply import Applied, Applier, Key
+from everstep_operator.controller.progress import JobProgress
+from everstep_operator.controller.record import Recorder
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
 from everstep_operator.plan import names, recovery
@@ -28,10 +32,6 @@ from everstep_operator.runtime.clock import Clock, within
 from everstep_operator.runtime.controller import Result
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.informer import Informer
-from everstep_operator.shell import observe
-from everstep_operator.shell.apply import Applied, Applier, Key
-from everstep_operator.shell.progress import JobProgress
-from everstep_operator.shell.record import Recorder
 from everstep_operator.telemetry.metrics import Metrics
 
 log = logging.getLogger("everstep.reconcile")

@@ -15,8 +15,8 @@ from everstep.rendezvous.closing import Waited
 from everstep.rendezvous.participant import above, outcome, without_lapsed
 from everstep.rendezvous.rounds import Close, Join, Refused, apply, join_all
 from everstep_operator.plan.snapshot import RoundView
-from everstep_operator.shell.round_documents import RoundsRefused
-from everstep_operator.shell.round_watches import Urgency
+from everstep_operator.rounds.documents import RoundsRefused
+from everstep_operator.rounds.watches import Urgency
 
 
 def require_lawful(before: Document | None, after: Document) -> None:

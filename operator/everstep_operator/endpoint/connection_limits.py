@@ -17,8 +17,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 
-from everstep_operator.shell.tenants import Shares, Tenant
-from everstep_operator.shell.turns import Queue, Turns
+from everstep_operator.endpoint.tenant_limits import Shares, Tenant
+from everstep_operator.runtime.fair_queueing import Queue, Turns
 
 RATE, BURST = 20.0, 100.0  # of one address, what is refused or not known yet: a second, and at once
 LONGEST = 5.0  # seconds

@@ -9,27 +9,27 @@ import logging
 
 from everstep.contract import labels
 from everstep.contract.messages import Report
+from everstep_operator.controller import observe
+from everstep_operator.controller.apply import Key
+from everstep_operator.controller.reconcile import BY_NODE, Caches, Reconciler
+from everstep_operator.endpoint.server import ReportRefused
+from everstep_operator.endpoint.tenant_limits import Tenant
+from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.endpoint.token_reviews import Authenticate
 from everstep_operator.kube.client import KubeClient, TokenIdentity
 from everstep_operator.kube.errors import KubeError, NotFound
 from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
 from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable, published_round
+from everstep_operator.rounds.presence import Worker
+from everstep_operator.rounds.store import Agent, Rounds
 from everstep_operator.runtime.cache import Added, Deleted, Delta, Updated
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.queue import WorkQueue
-from everstep_operator.shell import observe
-from everstep_operator.shell.apply import Key
-from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.identity import Authenticate
-from everstep_operator.shell.intake import ReportRefused
-from everstep_operator.shell.presence import Worker
-from everstep_operator.shell.reconcile import BY_NODE, Caches, Reconciler
-from everstep_operator.shell.round_documents import JobRef, RoundsRefused, RoundsUnavailable, published_round
-from everstep_operator.shell.rounds import Agent, Rounds
-from everstep_operator.shell.tenants import Tenant
 
-log = logging.getLogger("everstep.wiring")
+log = logging.getLogger("everstep.event_handlers")
 
 BY_UID = "uid"
 BACKEND = "everstep"  # of spec.rendezvous, and its default

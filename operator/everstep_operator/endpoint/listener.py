@@ -15,9 +15,9 @@ import logging
 import socket
 import struct
 
-from everstep_operator.shell.doors import Door, Doors
+from everstep_operator.endpoint.connection_limits import Door, Doors
 
-log = logging.getLogger("everstep.entrance")
+log = logging.getLogger("everstep.listener")
 
 # In one turn of the event loop: whoever is let in costs as much as several who are not.
 SERVED, REFUSED = 4, 32

@@ -18,14 +18,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, MessageError, Report
-from everstep_operator.shell.claims import PodIdentity
-from everstep_operator.shell.doors import Doors, door_of
-from everstep_operator.shell.entrance import Entrance
-from everstep_operator.shell.gate import WELCOME, Answer, Gate, Sender
-from everstep_operator.shell.tenants import Shares
+from everstep_operator.endpoint.auth import WELCOME, Answer, Gate, Sender
+from everstep_operator.endpoint.connection_limits import Doors, door_of
+from everstep_operator.endpoint.listener import Entrance
+from everstep_operator.endpoint.tenant_limits import Shares
+from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics, ReportResult
 
-log = logging.getLogger("everstep.intake")
+log = logging.getLogger("everstep.endpoint")
 
 SCRAPE_SECONDS = 0.25  # for which one rendering of the metrics is given to all who ask
 

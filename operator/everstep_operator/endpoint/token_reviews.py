@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from everstep_operator.shell.claims import ClaimsRefused, PodIdentity, read_claims
-from everstep_operator.shell.signatures import Proof, SigningKeys
-from everstep_operator.shell.tenants import Shares, Tenant
+from everstep_operator.endpoint.tenant_limits import Shares, Tenant
+from everstep_operator.endpoint.token_claims import ClaimsRefused, PodIdentity, read_claims
+from everstep_operator.endpoint.token_signatures import Proof, SigningKeys
 
 Authenticate = Callable[[str], Awaitable[PodIdentity | None]]
 
