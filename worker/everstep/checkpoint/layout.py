@@ -95,6 +95,11 @@ def is_deletion(name: str) -> bool:
     return _DELETION.fullmatch(name) is not None
 
 
+def withdrawal_name(deletion: str) -> str:
+    """The object that says that the deletion whose object has this name was given up."""
+    return deletion.replace("/deleting", "/withdrawn")
+
+
 def pin_name(identifier: str) -> str:
     """The object by which earlier releases kept this save from being deleted, one for all who did."""
     return f"{PINS}{identifier}.json"

@@ -9,10 +9,12 @@ the other and gives way: a deletion that sees a pin withdraws, a pin that sees a
 granted holds until it is taken back, and no clock is in it; it rests on a store that lists its own writes.
 
 Several may do either at once, so each has an object of its own, with a random part in its name, and who gives way takes
-no other's away. A deletion's stands until everything is deleted; one that a deleter left when it died refuses pins
-until the save is deleted, which the next clean-up that does not keep it does. A hold that was granted replaces those of
-the same kind that were listed before its own was first written: of two at once not both can have come before the other,
-so one that was granted always stays.
+no other's away. A deletion's object stands until everything is deleted. A deletion that withdraws first writes
+`data/<save id>/withdrawn-<the same random part>.json`, which makes its object void: a request that was repeated may
+arrive late and bring the object back, and nobody would remove it. The object of a deleter that died refuses pins until
+the save is deleted, which the next clean-up that does not keep it does. A hold that was granted replaces those of the
+same kind that were listed before its own was first written: of two at once not both can have come before the other, so
+one that was granted always stays.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from everstep.checkpoint.layout import (
     save_folder,
     tag_in,
     tag_of,
+    withdrawal_name,
 )
 from everstep.checkpoint.manifest import VERSION, CommitRecord, Shard
 from everstep.checkpoint.wire import Fields
@@ -246,8 +249,11 @@ def delete_save(
     """Delete a save's objects, `names`, unless something holds it, and then do `last`; whether that was done. What
     would hold the save meanwhile is refused. Repeating it is harmless."""
     mark = deletion_name(identifier, _random())
-    store.put(mark, wire.encode({"version": VERSION, "save_id": identifier}))
+    body = wire.encode({"version": VERSION, "save_id": identifier})
+    store.put(mark, body)
     if is_held(store, [identifier]):
+        # The save stays, perhaps for good. A repeated `put` may still bring the mark back: this object says it is void.
+        store.put(withdrawal_name(mark), body)
         store.delete(mark)
         return False
     for name in sorted(names, key=is_deletion):  # those of others, of which most have died, after what they stand for
@@ -264,7 +270,8 @@ def _is_compacted(store: ObjectStore, n: int) -> bool:
 
 
 def _is_being_deleted(store: ObjectStore, identifier: str) -> bool:
-    return any(is_deletion(info.name) for info in store.list(save_folder(identifier)))
+    names = {info.name for info in store.list(save_folder(identifier))}
+    return any(is_deletion(name) and withdrawal_name(name) not in names for name in names)
 
 
 def _delete(store: ObjectStore, names: Iterable[str]) -> None:
