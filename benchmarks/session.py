@@ -36,8 +36,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from figures import Better, Figure, finish, parser, quantile
 
 import everstep
+from everstep.recovery.state.randomness import Randomness
 from everstep.train.boundary import Boundary
-from everstep.train.randomness import Randomness
 
 STEPS, TURNS = 100, 6
 SCRIPT = ROOT / "benchmarks" / "session_parts" / "step_script.py"

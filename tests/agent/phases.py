@@ -160,13 +160,14 @@ class Chunks:
 def arm(folder: Path) -> Points:
     """In a training process, before its run begins."""
     from everstep.checkpoint import exchange  # noqa: PLC0415  imports torch
+    from everstep.recovery.announcements import AgentRounds  # noqa: PLC0415
+    from everstep.recovery.ddp.reducers import Reducers  # noqa: PLC0415
+    from everstep.recovery.engine import Recovery  # noqa: PLC0415
+    from everstep.recovery.forming import forming  # noqa: PLC0415
+    from everstep.recovery.group.members import Members  # noqa: PLC0415
+    from everstep.recovery.group.recoverable import RecoverableGroup  # noqa: PLC0415
+    from everstep.recovery.transfer import broadcast  # noqa: PLC0415
     from everstep.train.keeper import Keeper  # noqa: PLC0415
-    from everstep.train.recovery import forming, transfer  # noqa: PLC0415
-    from everstep.train.recovery.group import RecoverableGroup  # noqa: PLC0415
-    from everstep.train.recovery.members import Members  # noqa: PLC0415
-    from everstep.train.recovery.recovery import Recovery  # noqa: PLC0415
-    from everstep.train.recovery.reducers import Reducers  # noqa: PLC0415
-    from everstep.train.recovery.rounds import AgentRounds  # noqa: PLC0415
 
     points = Points(folder)
     _know(points, AgentRounds, RecoverableGroup, Recovery, forming)
@@ -175,17 +176,17 @@ def arm(folder: Path) -> Points:
     wrap(points, forming, "_form", "forming", "connected")
     wrap(points, Recovery, "_join", "formed")
     wrap(points, Members, "gather", "agreeing", "agreed")
-    wrap(points, transfer, "apply", "applying", "applied")
+    wrap(points, broadcast, "apply", "applying", "applied")
     wrap(points, Reducers, "rebuild", "rebuilding")
     wrap(points, Keeper, "save", "save")
     wrap(points, Keeper, "restore", "load", "loaded")
-    inner = transfer.exchange
+    inner = broadcast.exchange
 
     def send(divided: Any, buffers: Any, members: Any) -> None:
         count = sum(1 for tasks in divided for _ in exchange._messages(tasks, buffers))
         inner(divided, buffers, Chunks(members, points, count))
 
-    transfer.exchange = send  # type: ignore[attr-defined]
+    broadcast.exchange = send  # type: ignore[attr-defined]
     return points
 
 

@@ -33,7 +33,7 @@ from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 from everstep.train import session
 from everstep.train import step as steps
-from everstep.train.recovery.restart_check import NEXT
+from everstep.train.guards.comparison.restart_check import NEXT
 
 # Where in its step a rank dies; "backward2" is in the step's second backward pass, and so on.
 #   begin       the block has begun             backward    the loss is being differentiated, nothing is averaged yet

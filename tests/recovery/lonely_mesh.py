@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from everstep.train.recovery.group import RecoverableGroup
-from everstep.train.recovery.mesh import RecoverableMesh
-from everstep.train.recovery.scope import Scope
-from everstep.train.shape import SHARD
+from everstep.recovery.group.recoverable import RecoverableGroup
+from everstep.recovery.group.scope import Scope
+from everstep.recovery.sharding.mesh import RecoverableMesh
+from everstep.recovery.state.shape import SHARD
 
 _asked: list[RecoverableGroup] = []
 

@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, Weig
 from everstep.checkpoint.state import apply, capture
 from everstep.data import ElasticLoader
 from everstep.data.assignment import World
+from everstep.recovery.digests import content, state_digest
+from everstep.recovery.group.in_flight import PeerLost
+from everstep.recovery.rollback.rollback import Replay
+from everstep.recovery.transfer.agreement import Standing, agree
+from everstep.recovery.validity import Quality
 from everstep.train.feeding import Feed, feed_of
-from everstep.train.recovery.agreement import Quality, Standing, agree
-from everstep.train.recovery.digests import content, state_digest
-from everstep.train.recovery.flight import PeerLost
-from everstep.train.recovery.replay import Replay
 
 STEPS = 9
 BETWEEN = 0  # in place of a collective's number, from 1

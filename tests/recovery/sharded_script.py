@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy, gelu
 from torch.utils.data import Dataset
 
 import everstep
-from everstep.train.recovery.flight import PeerLost
+from everstep.recovery.group.in_flight import PeerLost
 
 SAMPLES = 4096
 FEATURES = 24

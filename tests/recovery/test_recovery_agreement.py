@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.train.recovery.agreement import Agreement, NoState, Quality, Standing, agree
+from everstep.recovery.transfer.agreement import Agreement, NoState, Standing, agree
+from everstep.recovery.validity import Quality
 
 standings = st.lists(
     st.builds(Standing, st.integers(0, 3), st.sampled_from(list(Quality)), st.integers(0, 1)), min_size=1, max_size=6

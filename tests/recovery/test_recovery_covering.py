@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.train.recovery.agreement import Quality
-from everstep.train.recovery.covering import NEW, Cover, Held, cover, fresh, missing, undecided, was_made
+from everstep.recovery.transfer.shard_transfer_plan import NEW, Cover, Held, cover, fresh, missing, undecided, was_made
+from everstep.recovery.validity import Quality
 
 
 def held(step: int, shard: int, *, made: int = 1, quality: Quality = Quality.WHOLE, digest: int = 7) -> Held:

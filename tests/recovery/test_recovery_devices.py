@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everstep.train.recovery import forming
-from everstep.train.recovery.flight import DEVICE_WORKS, PeerLost
-from everstep.train.recovery.group import RecoverableGroup
-from everstep.train.recovery.rounds import Round
+from everstep.recovery.announcements import Round
+from everstep.recovery.forming import forming
+from everstep.recovery.group.in_flight import DEVICE_WORKS, PeerLost
+from everstep.recovery.group.recoverable import RecoverableGroup
 
 
 class Kernel(dist.Work):

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from everstep.train.recovery import links
+from everstep.recovery.forming import gloo_sockets
 
 
-def connected() -> tuple[socket.socket, socket.socket, links.Address]:
+def connected() -> tuple[socket.socket, socket.socket, gloo_sockets.Address]:
     """The two ends of a TCP connection, and the address that one of them listened at."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
@@ -27,7 +27,7 @@ def test_connections_of_the_addresses_are_shut_and_others_go_on() -> None:
     (near, far, address), (other, other_far, _) = connected(), connected()
     closer = threading.Thread(target=lambda: (near.recv(1), near.close(), far.close()))
     closer.start()
-    assert links.shut({address}, never, 10.0)
+    assert gloo_sockets.shut({address}, never, 10.0)
     closer.join(10)
     other.sendall(b"x")
     assert other_far.recv(1) == b"x"
@@ -37,8 +37,8 @@ def test_connections_of_the_addresses_are_shut_and_others_go_on() -> None:
 
 def test_connection_that_its_owner_keeps_is_told() -> None:
     near, far, address = connected()
-    assert links.shut({address}, never, 0.05) is False
-    assert links.shut({address}, lambda: True, 60.0) is True
+    assert gloo_sockets.shut({address}, never, 0.05) is False
+    assert gloo_sockets.shut({address}, lambda: True, 60.0) is True
     assert near.recv(1) == b""
     for s in (near, far):
         s.close()
@@ -46,7 +46,7 @@ def test_connection_that_its_owner_keeps_is_told() -> None:
 
 def test_listener_at_one_of_the_addresses_goes_on_listening() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    assert links.shut({listener.getsockname()}, never, 1.0)
+    assert gloo_sockets.shut({listener.getsockname()}, never, 1.0)
     near = socket.create_connection(listener.getsockname())
     listener.accept()[0].close()
     for s in (near, listener):
@@ -58,7 +58,7 @@ def test_ipv4_in_ipv6_is_the_same_address() -> None:
     port = listener.getsockname()[1]
     near = socket.create_connection(("127.0.0.1", port))
     far, _ = listener.accept()
-    links.shut({("127.0.0.1", port)}, never, 0.01)
+    gloo_sockets.shut({("127.0.0.1", port)}, never, 0.01)
     assert far.recv(1) == b""
     for s in (near, far, listener):
         s.close()
@@ -73,7 +73,7 @@ def test_address_that_something_listens_at_is_found_and_two_at_once_are_tried_ag
             made.append(socket.create_server(("127.0.0.1", 0)))  # another thread's
         return made[-1]
 
-    found, address = links.listening(make)
+    found, address = gloo_sockets.listening(make)
     assert (found, address) == (made[-1], made[-1].getsockname())
     assert len(made) == 3
     for s in made:
@@ -86,7 +86,7 @@ def test_listeners_that_keep_coming_are_an_error() -> None:
     def make() -> None:
         made.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(2))
 
-    with pytest.raises(links.LinksUnknown, match="another thread"):
-        links.listening(make)
+    with pytest.raises(gloo_sockets.LinksUnknown, match="another thread"):
+        gloo_sockets.listening(make)
     for s in made:
         s.close()

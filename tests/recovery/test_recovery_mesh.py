@@ -10,14 +10,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from everstep.recovery.errors import LoopError
+from everstep.recovery.forming import forming
+from everstep.recovery.group.in_flight import PeerLost
+from everstep.recovery.group.scope import Scope
+from everstep.recovery.sharding import tensor_parallel
+from everstep.recovery.sharding.fsdp import NotRecoverable, ShardedObjects, check
+from everstep.recovery.sharding.mesh import RecoverableMesh
+from everstep.recovery.state.shape import MODEL, TENSOR, Shape
 from everstep.train.meshes import likely_rank, make_mesh
-from everstep.train.recovery import forming, tensor_parallel
-from everstep.train.recovery.flight import PeerLost
-from everstep.train.recovery.fsdp import NotRecoverable, ShardedObjects, check
-from everstep.train.recovery.mesh import RecoverableMesh
-from everstep.train.recovery.scope import Scope
-from everstep.train.shape import MODEL, TENSOR, Shape
-from everstep.train.step import LoopError
 from everstep.train.world import Place
 
 pytestmark = pytest.mark.usefixtures("world_of_one")

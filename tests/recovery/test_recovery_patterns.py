@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from everstep.train.recovery.patterns import (
+from everstep.recovery.group.meanings import (
     Across,
     Everyone,
     Inside,

@@ -13,9 +13,9 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from everstep.recovery.announcements import Round
+from everstep.recovery.forming import forming
 from everstep.rendezvous.quiet import warnings_off
-from everstep.train.recovery import forming
-from everstep.train.recovery.rounds import Round
 
 HOST = """
 import sys, time

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.train.recovery.reducers import Reducers, rebuild
+from everstep.recovery.ddp.reducers import Reducers, rebuild
 
 VARIANTS = [
     {},

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from everstep.recovery.ddp.checks import check_hooks
+from everstep.recovery.ddp.reducers import Reducers, rebuild
+from everstep.recovery.errors import LoopError
 from everstep.train.census import Census
-from everstep.train.recovery.reducers import Reducers, rebuild
-from everstep.train.recovery.wrapped import check_hooks
 from everstep.train.reduction import Reduction
 from everstep.train.replicas import Replicas
-from everstep.train.step import LoopError
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

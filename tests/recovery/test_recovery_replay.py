@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from everstep.checkpoint.state import capture
-from everstep.train.recovery import undo
-from everstep.train.recovery.agreement import Quality
-from everstep.train.recovery.digests import content
-from everstep.train.recovery.replay import Replay
+from everstep.recovery.digests import content
+from everstep.recovery.rollback import undo_copy
+from everstep.recovery.rollback.rollback import Replay
+from everstep.recovery.validity import Quality
 
 
 def parts(optimizers: int = 1) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def test_step_of_a_process_that_has_not_seen_the_collective_behind_its_optimizer
 def test_state_that_has_no_room_for_a_copy_is_torn_and_the_log_names_the_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(undo, "free_memory", lambda device: 64)
+    monkeypatch.setattr(undo_copy, "free_memory", lambda device: 64)
     state = parts()
     replay = Replay(state, lambda: None)
     for step in range(3):

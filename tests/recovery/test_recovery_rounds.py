@@ -13,12 +13,12 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from everstep.contract.calls import Call
-from everstep.train.recovery import forming
-from everstep.train.recovery.agreement import Quality
-from everstep.train.recovery.ahead import Ahead
-from everstep.train.recovery.recovery import Recovery
-from everstep.train.recovery.reducers import Reducers
-from everstep.train.recovery.rounds import AgentRounds, Dismissed, Round, RoundsOver
+from everstep.recovery.announcements import AgentRounds, Dismissed, Round, RoundsOver
+from everstep.recovery.ddp.reducers import Reducers
+from everstep.recovery.engine import Recovery
+from everstep.recovery.forming import forming
+from everstep.recovery.forming.background import Ahead
+from everstep.recovery.validity import Quality
 
 
 class Agent:

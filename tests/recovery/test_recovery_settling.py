@@ -12,15 +12,17 @@ from lonely_mesh import mesh_of
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import fully_shard
 
-from everstep.train.recovery import forming, transfer
-from everstep.train.recovery.agreement import NoState, Quality
-from everstep.train.recovery.covering import NEW, Held
-from everstep.train.recovery.flight import PeerLost
-from everstep.train.recovery.fsdp import NotRecoverable
-from everstep.train.recovery.recovery import Recovery
-from everstep.train.recovery.reducers import Reducers
-from everstep.train.recovery.rounds import Round, RoundsOver
-from everstep.train.recovery.sharded import Sharded
+from everstep.recovery.announcements import Round, RoundsOver
+from everstep.recovery.ddp.reducers import Reducers
+from everstep.recovery.engine import Recovery
+from everstep.recovery.forming import forming
+from everstep.recovery.group.in_flight import PeerLost
+from everstep.recovery.sharding.fsdp import NotRecoverable
+from everstep.recovery.transfer import broadcast
+from everstep.recovery.transfer.agreement import NoState
+from everstep.recovery.transfer.shard_transfer_plan import NEW, Held
+from everstep.recovery.transfer.sharded import Sharded
+from everstep.recovery.validity import Quality
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -86,7 +88,7 @@ class Wrapped:
 def test_shards_inside_an_object_of_the_scripts_own_are_never_sent_as_if_they_were_the_whole() -> None:
     module = fully_shard(torch.nn.Linear(4, 7), mesh=mesh_of(2).device_mesh)
     with pytest.raises(NotRecoverable, match=r"weight is sharded.* run\.mesh\(shard=N\)"):
-        transfer.send({"app": Wrapped(module)}, 0, (1,), Others())  # type: ignore[arg-type]
+        broadcast.send({"app": Wrapped(module)}, 0, (1,), Others())  # type: ignore[arg-type]
 
 
 class OneRound:

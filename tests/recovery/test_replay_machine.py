@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, Phase, event, example, find, given, settings
 from hypothesis import strategies as st
 from replayed import BETWEEN, LOADERS, OPTIMIZERS, PLACES, Shape, disturbed, possible, undisturbed
 
+from everstep.recovery.errors import LoopError
+from everstep.recovery.rollback import snapshots, tracked_objects, undo_copy
+from everstep.recovery.rollback.rollback import Replay
+from everstep.recovery.rollback.snapshots import Held
+from everstep.recovery.state.gradients import Gradients
+from everstep.recovery.transfer.agreement import NoState
+from everstep.recovery.validity import Quality
 from everstep.train.feeding import Feed
-from everstep.train.gradients import Gradients
-from everstep.train.recovery import things, trees, undo
-from everstep.train.recovery.agreement import NoState, Quality
-from everstep.train.recovery.replay import Replay
-from everstep.train.recovery.trees import Held
-from everstep.train.step import LoopError
 
 REPLAYS = int(os.environ.get("EVERSTEP_REPLAYS", "60"))
 pytestmark = pytest.mark.timeout(60 + REPLAYS)
@@ -73,7 +74,7 @@ def play(shape: Shape, lost: list[tuple[int, int, int]]) -> str:
     """How it ended."""
     with pytest.MonkeyPatch.context() as patch:
         if shape.large:
-            patch.setattr(trees, "SMALL", 4)
+            patch.setattr(snapshots, "SMALL", 4)
         try:
             still = undisturbed(shape)
         except LoopError as e:
@@ -103,21 +104,21 @@ def test_run_that_lost_peers_ends_as_an_undisturbed_one_or_says_that_it_cannot(
 
 # What the machine is to find: a judge that is broken in one way.
 def _takes_back_only_what_is_small(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(undo.Undo, "keep", lambda self, held: None)
-    patch.setattr(things.Module, "moved", lambda self: None)
-    patch.setattr(things.Optimizer, "moved", lambda self: None)
+    patch.setattr(undo_copy.Undo, "keep", lambda self, held: None)
+    patch.setattr(tracked_objects.Module, "moved", lambda self: None)
+    patch.setattr(tracked_objects.Optimizer, "moved", lambda self: None)
 
 
 def _takes_a_copy_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    def keep(self: undo.Undo, held: list[Held]) -> None:
+    def keep(self: undo_copy.Undo, held: list[Held]) -> None:
         old = [t.clone() for t in self._kept]
         whole(self, held)
         if len(old) == len(self._kept):
             for new, was in zip(self._kept, old, strict=True):
                 new.copy_(was)
 
-    whole = undo.Undo.keep
-    patch.setattr(undo.Undo, "keep", keep)
+    whole = undo_copy.Undo.keep
+    patch.setattr(undo_copy.Undo, "keep", keep)
 
 
 def _repeats_from_any_state(patch: pytest.MonkeyPatch) -> None:
@@ -137,8 +138,10 @@ def _keeps_the_batch(patch: pytest.MonkeyPatch) -> None:
 
 
 def _leaves_dictionaries(patch: pytest.MonkeyPatch) -> None:
-    whole = things.Tree.put_back
-    patch.setattr(things.Tree, "put_back", lambda self: whole(self) if type(self) is not things.Tree else None)
+    whole = tracked_objects.Tree.put_back
+    patch.setattr(
+        tracked_objects.Tree, "put_back", lambda self: whole(self) if type(self) is not tracked_objects.Tree else None
+    )
 
 
 def _does_not_look_behind_torchs_count(patch: pytest.MonkeyPatch) -> None:
@@ -155,14 +158,14 @@ def _gives_newcomers_no_gradients(patch: pytest.MonkeyPatch) -> None:
 
 BROKEN = {
     "takes back only what is small": _takes_back_only_what_is_small,
-    "leaves the state of optimizers": _forgets(things.Optimizer),
+    "leaves the state of optimizers": _forgets(tracked_objects.Optimizer),
     "takes a copy of the step before": _takes_a_copy_of_the_step_before,
     "repeats from any state": _repeats_from_any_state,
-    "forgets hyperparameters": _forgets(things.Hyperparameters),
-    "leaves schedules": _forgets(things.Schedule),
-    "leaves buffers": _forgets(things.Module),
+    "forgets hyperparameters": _forgets(tracked_objects.Hyperparameters),
+    "leaves schedules": _forgets(tracked_objects.Schedule),
+    "leaves buffers": _forgets(tracked_objects.Module),
     "keeps the batch": _keeps_the_batch,
-    "leaves gradient scalers": _forgets(things.Scaler),
+    "leaves gradient scalers": _forgets(tracked_objects.Scaler),
     "leaves dictionaries": _leaves_dictionaries,
     "leaves gradients": _leaves_gradients,
     "gives newcomers no gradients": _gives_newcomers_no_gradients,
@@ -233,7 +236,7 @@ def test_what_becomes_of_a_script_of_this_shape(row: str) -> None:
         last = -shape.tails
     with pytest.MonkeyPatch.context() as patch:
         if shape.large:
-            patch.setattr(trees, "SMALL", 4)
+            patch.setattr(snapshots, "SMALL", 4)
         try:
             called = undisturbed(shape).called[step]
         except LoopError:

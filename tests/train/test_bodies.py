@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from everstep.recovery.errors import LoopError
 from everstep.train.bodies import check_loop
-from everstep.train.step import LoopError
 
 BEFORE = """
 import torch

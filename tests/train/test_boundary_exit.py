@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from everstep.recovery.group.in_flight import PeerLost
 from everstep.train.boundary import Boundary
-from everstep.train.recovery.flight import PeerLost
 from everstep.train.stopping import Preempted
 
 # Two ranks, forked from here so that torch is imported once. Each keeps the exception, as Python does until it has left

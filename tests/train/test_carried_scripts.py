@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from everstep.recovery.errors import LoopError
 from everstep.train import holdings
 from everstep.train.bodies import UNREAD
-from everstep.train.step import LoopError
 
 BEFORE = """
 import collections, functools, itertools

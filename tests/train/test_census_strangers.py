@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from everstep.train.step import LoopError
+from everstep.recovery.errors import LoopError
 
 SCRIPTS = Path(__file__).with_name("strangers")
 

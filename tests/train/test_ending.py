@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import everstep
-from everstep.train.step import LoopError
+from everstep.recovery.errors import LoopError
 
 
 def train_and_catch(folder: str) -> None:

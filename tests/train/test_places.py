@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from everstep.checkpoint import Checkpointer, StateMismatch
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.places import Placed, advice, check
 from everstep.train.boundary import Boundary
-from everstep.train.places import Placed, advice, check
-from everstep.train.step import LoopError
 
 
 def trained(seed: int) -> dict[str, Any]:

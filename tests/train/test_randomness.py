@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.checkpoint import Checkpointer, RngState
-from everstep.train.randomness import (
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.mersenne_twister import PythonTwister
+from everstep.recovery.state.randomness import (
     AHEAD,
     GOLDEN,
     WORD,
@@ -30,9 +32,7 @@ from everstep.train.randomness import (
     mix,
     words,
 )
-from everstep.train.shape import MODEL, Shape
-from everstep.train.step import LoopError
-from everstep.train.twister import PythonTwister
+from everstep.recovery.state.shape import MODEL, Shape
 
 CPU = torch.device("cpu")
 GLOBAL = ("numpy", "python", "torch")

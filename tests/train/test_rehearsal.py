@@ -19,10 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.train.guards.comparison.local_gradients import LocalGradients
+from everstep.train.guards.comparison.shadow_step import Rehearsal
 from everstep.train.plain import differences, plain_values
 from everstep.train.playable import may_be_left
-from everstep.train.recovery.local_gradients import LocalGradients
-from everstep.train.recovery.rehearsal import Rehearsal
 
 Block = Callable[[torch.nn.Module, LocalGradients], None]
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from everstep.checkpoint.state import apply
+from everstep.recovery.errors import LoopError
 from everstep.train.covered import Covered
 from everstep.train.once import KEY, Onces
 from everstep.train.replicas import Replicas
-from everstep.train.step import LoopError
 
 
 class Averaged:

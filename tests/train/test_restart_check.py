@@ -21,8 +21,8 @@ import torch
 from torch.nn.functional import mse_loss
 
 import everstep
-from everstep.train.recovery import restart_check
-from everstep.train.recovery.restart_check import AGAIN, NEXT
+from everstep.train.guards.comparison import restart_check
+from everstep.train.guards.comparison.restart_check import AGAIN, NEXT
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 DATA = torch.utils.data.TensorDataset(X, X.sum(1, keepdim=True))

@@ -7,7 +7,7 @@ import torch
 
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.state import apply, capture
-from everstep.train.switches import SWITCHES, Switches
+from everstep.recovery.state.switches import SWITCHES, Switches
 
 
 class Net(torch.nn.Module):

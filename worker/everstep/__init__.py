@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from everstep.checkpoint.union import Union
     from everstep.data.loader import ElasticLoader
     from everstep.data.sampler import ElasticSampler
+    from everstep.recovery.errors import LoopError
     from everstep.storage.errors import StoreUnusable
     from everstep.train.report import report
     from everstep.train.session import Run, current, start
-    from everstep.train.step import LoopError
     from everstep.train.stopping import Preempted
 
 __all__ = [
@@ -49,7 +49,7 @@ _HOME = {
     "ElasticLoader": "data.loader",
     "ElasticSampler": "data.sampler",
     "Fenced": "checkpoint.errors",
-    "LoopError": "train.step",
+    "LoopError": "recovery.errors",
     "Preempted": "train.stopping",
     "RngState": "checkpoint.rng",
     "Run": "train.session",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint.sharding import is_sharded, local_of
-from everstep.train.shape import REPLICATE
+from everstep.recovery.state.shape import REPLICATE
 
 BYTES = 2**25  # of one sum, or a single larger tensor
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 
 from everstep.checkpoint.ranks import Ranks
+from everstep.recovery.group.members import Members
+from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.train.boundary import Boundary
 from everstep.train.evaluation import Before, Evaluations, figures, unchanged
 from everstep.train.nesting import Nesting
 from everstep.train.once import Onces
-from everstep.train.randomness import STATE, Randomness
-from everstep.train.recovery.members import Members
 
 # Added to the step for the random numbers of its evaluations: half of the numbers that the seeds tell apart.
 EVALUATION = 2**31

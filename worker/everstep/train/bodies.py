@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from everstep.recovery.errors import LoopError
 from everstep.train.advice import text_of
 from everstep.train.carried import Carried, carried
 from everstep.train.covered import Covered, word
@@ -32,7 +33,6 @@ from everstep.train.patterns import path_of
 from everstep.train.read_ranks import bound, read_ranks
 from everstep.train.scripts import Script
 from everstep.train.sources import code_of, definition, tree_of
-from everstep.train.step import LoopError
 from everstep.train.taints import PARAMETERS, RETURNED, SAVED
 
 log = logging.getLogger("everstep.train")

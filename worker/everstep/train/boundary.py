@@ -22,14 +22,16 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Fenced, SaveFailed, StateMismatch
 from everstep.checkpoint.ranks import Ranks
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.collectives import gather_over, reduce_into
+from everstep.recovery.state import places
 from everstep.storage.errors import StoreUnusable
-from everstep.train import places, termination
-from everstep.train.intent import Intent, Wish, gather_over, group_of_its_own, reduce_into
+from everstep.train import termination
+from everstep.train.intent import Intent, Wish, group_of_its_own
 from everstep.train.keeper import Keeper
 from everstep.train.metrics import Metrics
 from everstep.train.parting import part
 from everstep.train.report import Reporter, default_reporter
-from everstep.train.step import LoopError
 from everstep.train.stopping import Left, Preempted, StopSignal
 
 log = logging.getLogger("everstep.train")

@@ -22,8 +22,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from everstep.data import ElasticLoader
 from everstep.data.fetching import Fetching
+from everstep.recovery.errors import LoopError
 from everstep.train.feeding import Feed
-from everstep.train.step import LoopError
 
 _advance = _BaseDataLoaderIter.__next__
 

@@ -27,11 +27,11 @@ import xxhash
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from everstep.recovery.errors import LoopError
 from everstep.train.covered import Covered, tensors_of
 from everstep.train.flow import Flow, is_safe
 from everstep.train.holdings import Generator, Held, variables, walk
 from everstep.train.marks import state_of_generator
-from everstep.train.step import LoopError
 from everstep.train.verdicts import Finding, Looks, Seen, judge, look, subject_of, track
 
 log = logging.getLogger("everstep.train")

@@ -9,27 +9,29 @@ from typing import Any
 
 from everstep.checkpoint.errors import NewerCommit
 from everstep.contract import exit_codes
+from everstep.recovery.announcements import Dismissed, Round
+from everstep.recovery.ddp.reducers import Reducers
+from everstep.recovery.engine import Recovery
+from everstep.recovery.errors import LoopError
+from everstep.recovery.forming.forming import Unformed
+from everstep.recovery.group.in_flight import is_of_lost_peer
+from everstep.recovery.state.randomness import settle
+from everstep.recovery.transfer.agreement import NoState
+from everstep.recovery.transfer.broadcast import TransferFailed
+from everstep.recovery.validity import Quality
 from everstep.train import ending
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
 from everstep.train.census import Census
 from everstep.train.cuts import Cuts
 from everstep.train.feeding import Feed
+from everstep.train.guards.comparison.restart_check import RestartCheck
+from everstep.train.guards.comparison.shadow_step import Rehearsal
 from everstep.train.hooks import Hooks
 from everstep.train.pace import Pace, Slow
-from everstep.train.randomness import settle
-from everstep.train.recovery.agreement import NoState, Quality
-from everstep.train.recovery.flight import is_of_lost_peer
-from everstep.train.recovery.forming import Unformed
-from everstep.train.recovery.recovery import Recovery
-from everstep.train.recovery.reducers import Reducers
-from everstep.train.recovery.rehearsal import Rehearsal
-from everstep.train.recovery.restart_check import RestartCheck
-from everstep.train.recovery.rounds import Dismissed, Round
-from everstep.train.recovery.transfer import TransferFailed
 from everstep.train.reduction import Reduction
 from everstep.train.replicas import Replicas
-from everstep.train.step import LoopError, Phase
+from everstep.train.step import Phase
 
 log = logging.getLogger("everstep.train")
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.sharding import local_of
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.switches import SWITCHES
 from everstep.train.holdings import walk
-from everstep.train.step import LoopError
-from everstep.train.switches import SWITCHES
 
 OWN_NAMES = ("step", "data", "rng")  # what the session tracks by these names is its own
 

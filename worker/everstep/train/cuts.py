@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from torch.utils.data import DistributedSampler
 
 from everstep.data.assignment import World
-from everstep.train.shape import Shape
-from everstep.train.step import LoopError
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.shape import Shape
 
 _make = DistributedSampler.__init__
 _iterate = DistributedSampler.__iter__

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from everstep.train.step import LoopError, Phase, Step, failed
+from everstep.recovery.errors import LoopError
+from everstep.train.step import Phase, Step, failed
 
 LEAST_SECONDS = 20.0  # for the others to come to the end of the same step
 SLOWEST_STEPS = 10.0  # or so many times the slowest step

@@ -20,10 +20,10 @@ from everstep.checkpoint import RngState
 from everstep.data import DataError
 from everstep.data.assignment import World
 from everstep.data.takeover import TakenOver
-from everstep.train.recovery import digests
-from everstep.train.recovery.reducers import BUCKETS, Reducers, buffer_syncs, restore_buffer_syncs
-from everstep.train.recovery.things import Module, Optimizer, Thing, things
-from everstep.train.step import LoopError
+from everstep.recovery import digests
+from everstep.recovery.ddp.reducers import BUCKETS, Reducers, buffer_syncs, restore_buffer_syncs
+from everstep.recovery.errors import LoopError
+from everstep.recovery.rollback.tracked_objects import Module, Optimizer, Thing, things
 
 MOST = 64
 _UNKNOWN, _PENDING, _DONE = 2, 0, 1

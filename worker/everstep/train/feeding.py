@@ -17,9 +17,9 @@ from everstep.data.assignment import World
 from everstep.data.batch import Weight
 from everstep.data.stream import Mark
 from everstep.data.takeover import TakenOver, name_of
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.randomness import Gather
 from everstep.train import mistakes
-from everstep.train.randomness import Gather
-from everstep.train.step import LoopError
 
 
 class Feed:

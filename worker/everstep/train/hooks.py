@@ -16,8 +16,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from everstep.checkpoint.modules import bare
+from everstep.recovery.errors import LoopError
 from everstep.train.holdings import is_script
-from everstep.train.step import LoopError
 
 _OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
-from everstep.train.step import LoopError
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.collectives import reduce_into
 
 COST = 0.005  # of a step's time that agreeing may take: half of what the session may
 MAX_STRIDE = 64  # boundaries from one agreement to the next
@@ -135,21 +135,6 @@ class Intent:
 
 def _smooth(old: float, new: float) -> float:
     return new if old == 0 else old + SMOOTHING * (new - old)
-
-
-def reduce_into(values: torch.Tensor, operation: Any, group: Any) -> Any:
-    """Begin to reduce `values` over the group, which c10d's functions need not know of; `wait()` ends it."""
-    options = c10d.AllreduceOptions()
-    options.reduceOp = operation
-    return group.allreduce([values], options)
-
-
-def gather_over(values: Sequence[int], group: Any) -> list[tuple[int, ...]]:
-    """Every rank's values, by rank; as many of each, of at most 63 bits."""
-    mine = torch.tensor(values, dtype=torch.int64)
-    found = [torch.zeros_like(mine) for _ in range(group.size())]
-    group.allgather([found], [mine]).wait()
-    return [tuple(t.tolist()) for t in found]
 
 
 def group_of_its_own(seconds: float) -> Any:

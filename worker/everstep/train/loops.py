@@ -16,6 +16,12 @@ import torch.distributed as dist
 from everstep.checkpoint import RngState
 from everstep.contract import exit_codes
 from everstep.data.assignment import World as Cut
+from everstep.recovery.ddp.reducers import BUCKETS, Reducers
+from everstep.recovery.engine import Recovery
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.randomness import STATE, Randomness, Rng
+from everstep.recovery.state.shape import Shape
+from everstep.recovery.state.switches import SWITCHES, Switches
 from everstep.train import bodies, ending, mistakes, once
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
@@ -25,19 +31,14 @@ from everstep.train.changing import Recovering
 from everstep.train.cuts import Cuts
 from everstep.train.evaluation import Evaluations
 from everstep.train.feeding import Feed, feed_of
+from everstep.train.guards.comparison.restart_check import RestartCheck
+from everstep.train.guards.comparison.shadow_step import Rehearsal
 from everstep.train.meshes import make_mesh
 from everstep.train.nesting import Nesting
 from everstep.train.one_more import OneMore
 from everstep.train.playable import may_be_left
-from everstep.train.randomness import STATE, Randomness, Rng
-from everstep.train.recovery.recovery import Recovery
-from everstep.train.recovery.reducers import BUCKETS, Reducers
-from everstep.train.recovery.rehearsal import Rehearsal
-from everstep.train.recovery.restart_check import RestartCheck
-from everstep.train.shape import Shape
-from everstep.train.step import LoopError, Phase, Scope, Step, failed
+from everstep.train.step import Phase, Scope, Step, failed
 from everstep.train.stopping import Left, Preempted
-from everstep.train.switches import SWITCHES, Switches
 from everstep.train.world import Place
 from everstep.train.worlds import Steady, World
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from everstep.contract import env
-from everstep.train.places import Naming, naming
-from everstep.train.recovery.recovery import Recovery
-from everstep.train.shape import REPLICATE, Shape
-from everstep.train.step import LoopError
+from everstep.recovery.engine import Recovery
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.places import Naming, naming
+from everstep.recovery.state.shape import REPLICATE, Shape
 from everstep.train.world import Place
 
 

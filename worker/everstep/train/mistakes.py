@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from everstep.recovery.errors import LoopError
 from everstep.train.covered import word
 from everstep.train.holdings import variables, walk
-from everstep.train.step import LoopError
 
 
 def unnamed(objects: Iterable[Any], named: Mapping[str, Any], frame: FrameType) -> str:

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.members import Members
+from everstep.recovery.rollback.tracked_objects import Tree, things
 from everstep.train.feeding import Feed
-from everstep.train.recovery.members import Members
-from everstep.train.recovery.things import Tree, things
-from everstep.train.step import LoopError
 
 STEPS = 2**20  # of a place: the steps have begun. What is below: 2n + 1 in evaluation n, 2n behind so many
 _EPOCH = 2**22

@@ -20,7 +20,7 @@ from typing import Any
 
 from everstep.checkpoint.ranks import Ranks
 from everstep.contract import env
-from everstep.train.step import LoopError
+from everstep.recovery.errors import LoopError
 
 KEY = "once"  # in the tracked state
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from everstep.train.optimizers import before_step, has_closure
-from everstep.train.recovery.flight import PeerLost
+from everstep.recovery.group.in_flight import PeerLost
+from everstep.recovery.state.optimizers import before_step, has_closure
 
 log = logging.getLogger("everstep.train")
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.modules import bare
+from everstep.recovery.ddp.averaged import parameters_of
+from everstep.recovery.ddp.reducers import Reducers, parallel
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.optimizers import before_step
 from everstep.train.census import Census
-from everstep.train.optimizers import before_step
-from everstep.train.recovery.reduced import parameters_of
-from everstep.train.recovery.reducers import Reducers, parallel
 from everstep.train.replicas import cared_for
-from everstep.train.step import LoopError
 
 
 class Reduction:

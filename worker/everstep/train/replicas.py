@@ -29,11 +29,11 @@ from everstep.checkpoint.alike import first_bytes
 from everstep.checkpoint.modules import bare
 from everstep.checkpoint.sharding import is_sharded
 from everstep.checkpoint.state import capture
-from everstep.train.randomness import Gather
-from everstep.train.recovery import digests
-from everstep.train.recovery.things import ELSEWHERE
-from everstep.train.shape import Shape
-from everstep.train.step import LoopError
+from everstep.recovery import digests
+from everstep.recovery.errors import LoopError
+from everstep.recovery.rollback.tracked_objects import ELSEWHERE
+from everstep.recovery.state.randomness import Gather
+from everstep.recovery.state.shape import Shape
 
 BYTES = 2**16  # of each tensor: what drifts, drifts everywhere
 TENSORS = 256

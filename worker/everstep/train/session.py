@@ -30,21 +30,21 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Union
 from everstep.data import ElasticLoader
+from everstep.recovery.announcements import AgentRounds
+from everstep.recovery.ddp.reducers import BUCKETS
+from everstep.recovery.engine import Recovery
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.scope import UNKNOWN
+from everstep.recovery.state.randomness import STATE, Rng, source_of
+from everstep.recovery.state.shape import SHARD, asked
+from everstep.recovery.state.switches import SWITCHES
 from everstep.train import ending, evaluation, mistakes, once
 from everstep.train.averaging import average
 from everstep.train.boundary import Boundary
 from everstep.train.covered import OWN_NAMES
 from everstep.train.loops import Loops
 from everstep.train.parting import leave_group
-from everstep.train.randomness import STATE, Rng, source_of
-from everstep.train.recovery.recovery import Recovery
-from everstep.train.recovery.reducers import BUCKETS
-from everstep.train.recovery.rounds import AgentRounds
-from everstep.train.recovery.scope import UNKNOWN
 from everstep.train.report import Reporter
-from everstep.train.shape import SHARD, asked
-from everstep.train.step import LoopError
-from everstep.train.switches import SWITCHES
 from everstep.train.world import most_processes, take_place
 
 log = logging.getLogger("everstep.train")

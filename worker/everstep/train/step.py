@@ -14,14 +14,11 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 from everstep.data import Batch, BatchUnusable
+from everstep.recovery.errors import LoopError
 
 MAX_ERROR = 500  # characters of an error that is told with ours
 _OF_BATCH = frozenset({field.name for field in fields(Batch)} | {"last", "to", "weight"})
 _ENTER = "a step gives its batch when it is entered. Write `with step as batch:`, and in it"
-
-
-class LoopError(RuntimeError):
-    """The training loop uses the session in a way that cannot be right; the text says what to write instead."""
 
 
 class StepUnusable(LoopError, AttributeError, TypeError):

@@ -15,21 +15,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from everstep.checkpoint.ranks import Alone, Ranks, join
+from everstep.recovery.ddp import checks
+from everstep.recovery.ddp.reducers import Reducers
+from everstep.recovery.state.gradients import Gradients
+from everstep.recovery.state.optimizers import before_step, has_closure
+from everstep.recovery.state.randomness import settle
+from everstep.recovery.state.shape import Shape
 from everstep.train import ending
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
 from everstep.train.census import Census
 from everstep.train.feeding import Feed
-from everstep.train.gradients import Gradients
+from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.hooks import Hooks
-from everstep.train.optimizers import before_step, has_closure
-from everstep.train.randomness import settle
-from everstep.train.recovery import wrapped
-from everstep.train.recovery.reducers import Reducers
-from everstep.train.recovery.restart_check import RestartCheck
 from everstep.train.reduction import Reduction
 from everstep.train.replicas import Replicas
-from everstep.train.shape import Shape
 from everstep.train.step import Phase, Scope
 
 
@@ -101,9 +101,9 @@ class Steady:
         if kept := self._boundary.saves:
             self._census.start()
             self._hooks = Hooks(self._state, self._census.is_untracked)
-            wrapped.check_hooks(self._reducers.alive(), self._census.is_untracked)
+            checks.check_hooks(self._reducers.alive(), self._census.is_untracked)
         places = self._shape.places
-        wrapped.check_places(self._reducers.alive(), places, lambda group: _is_across(group, places))
+        checks.check_places(self._reducers.alive(), places, lambda group: _is_across(group, places))
         alive, is_free = self._reducers.alive(), self._census.is_untracked
         self._replicas = Replicas(self._state, alive, is_free, kept=kept, shape=self._shape)
         if self._size > 1:

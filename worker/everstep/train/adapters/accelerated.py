@@ -23,10 +23,10 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
-from everstep.train.recovery.recovery import Recovery
-from everstep.train.recovery.rounds import AgentRounds
-from everstep.train.recovery.scope import At
-from everstep.train.step import LoopError
+from everstep.recovery.announcements import AgentRounds
+from everstep.recovery.engine import Recovery
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.scope import At
 from everstep.train.world import most_processes
 
 

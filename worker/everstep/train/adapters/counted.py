@@ -10,9 +10,9 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+from everstep.recovery.errors import LoopError
 from everstep.train.holdings import is_script
 from everstep.train.sources import tree_of
-from everstep.train.step import LoopError
 
 _ADDS = frozenset({"append", "extend"})
 _GUARD = "sync_gradients"

@@ -29,6 +29,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import StateMismatch
+from everstep.recovery.announcements import AgentRounds
+from everstep.recovery.ddp.reducers import BUCKETS, Reducers
+from everstep.recovery.engine import Recovery
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.scope import At
+from everstep.recovery.state.randomness import STATE, Randomness
+from everstep.recovery.validity import Quality
 from everstep.train.adapters.logged import Logged
 from everstep.train.adapters.uncounted import Uncounted
 from everstep.train.between import Between
@@ -38,13 +45,7 @@ from everstep.train.cuts import Cuts
 from everstep.train.evaluation import Evaluations
 from everstep.train.nesting import Nesting
 from everstep.train.once import Onces
-from everstep.train.randomness import STATE, Randomness
-from everstep.train.recovery.agreement import Quality
-from everstep.train.recovery.recovery import Recovery
-from everstep.train.recovery.reducers import BUCKETS, Reducers
-from everstep.train.recovery.rounds import AgentRounds
-from everstep.train.recovery.scope import At
-from everstep.train.step import LoopError, Phase
+from everstep.train.step import Phase
 from everstep.train.world import most_processes
 
 INSTEAD = "or say EverstepCallback(in_process=False): then all processes end with a lost peer, and go on from a commit"

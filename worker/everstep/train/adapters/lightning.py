@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
 from everstep.data import ElasticLoader
+from everstep.recovery.errors import LoopError
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng, RngAt
 from everstep.train.adapters.logged import Logged
 from everstep.train.boundary import Boundary
-from everstep.train.step import LoopError
 
 try:
     from lightning.pytorch import Callback

@@ -24,11 +24,11 @@ from accelerate.utils import send_to_device
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.data import Batch
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.in_flight import is_of_lost_peer
+from everstep.recovery.group.scope import At, Scope
 from everstep.train.adapters.counted import BY_HAND, check_counters
-from everstep.train.recovery.flight import is_of_lost_peer
-from everstep.train.recovery.scope import At, Scope
 from everstep.train.session import Run
-from everstep.train.step import LoopError
 
 # Collectives of Accelerate's own that a body may call.
 _COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")

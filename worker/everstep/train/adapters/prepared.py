@@ -22,13 +22,13 @@ from accelerate.utils import send_to_device
 from everstep.data import Batch, DataError, ElasticLoader
 from everstep.data.assignment import World
 from everstep.data.takeover import TakenOver
+from everstep.recovery.engine import Recovery
+from everstep.recovery.errors import LoopError
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.own_loop import OwnLoop
 from everstep.train.boundary import Boundary
 from everstep.train.evaluation import figures
-from everstep.train.recovery.recovery import Recovery
 from everstep.train.session import Run
-from everstep.train.step import LoopError
 from everstep.train.world import take_place
 
 

@@ -28,6 +28,11 @@ from typing import Any, NoReturn
 import torch
 
 from everstep.checkpoint import StateMismatch
+from everstep.recovery.ddp.reducers import BUCKETS, Reducers
+from everstep.recovery.engine import Recovery
+from everstep.recovery.group.members import Members
+from everstep.recovery.group.scope import At
+from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.uncounted import Uncounted
 from everstep.train.between import Between
@@ -37,11 +42,6 @@ from everstep.train.cuts import Cuts
 from everstep.train.evaluation import Evaluations
 from everstep.train.nesting import Nesting
 from everstep.train.once import Onces
-from everstep.train.randomness import STATE, Randomness
-from everstep.train.recovery.members import Members
-from everstep.train.recovery.recovery import Recovery
-from everstep.train.recovery.reducers import BUCKETS, Reducers
-from everstep.train.recovery.scope import At
 from everstep.train.step import Phase
 
 

@@ -1,0 +1,101 @@
+"""DDP objects that cannot go on when a peer is lost, named before the first step."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep.checkpoint.sharding import is_sharded
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.recoverable import RecoverableGroup
+
+# What says how a hook does its work, and does not change.
+_WITHOUT = (dist.ProcessGroup, bool, int, float, str, torch.dtype, torch.device)
+_HARMLESS = "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"  # whose state is DDP's own
+
+
+def check(parallel: Collection[DistributedDataParallel], places: int, is_across: Callable[[Any], bool]) -> None:
+    """Raises `LoopError` for the first of these that would be wrong, or end, in another round. `places`, `is_across`:
+    see `check_places`."""
+    check_places(parallel, places, is_across)
+    optimized = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else None
+    compiled = [o._orig_mod for o in gc.get_objects() if type(o) is optimized]
+    for ddp in parallel:
+        name = type(ddp.module).__name__
+        if not isinstance(ddp.process_group, RecoverableGroup):
+            raise LoopError(
+                f"DistributedDataParallel of {name}: its process group is not the session's. Wrap the module after "
+                "everstep.start(), with process_group=dist.new_group() made after it, or with none"
+            )
+        if any(one is ddp for one in compiled):
+            raise LoopError(
+                f"torch.compile of DistributedDataParallel({name}): the compiled code holds the process group of the "
+                "world in which it was compiled. Compile inside: `DistributedDataParallel(torch.compile(model))`"
+            )
+        _check_cut(ddp)
+        _check_hooks(ddp, None)
+        _check_builtin(ddp, name)
+
+
+def check_places(parallel: Iterable[DistributedDataParallel], places: int, is_across: Callable[[Any], bool]) -> None:
+    """With replicas of `places` ranks that hold other parameters than each other. `is_across`: whether a group has one
+    place of all replicas. Raises `LoopError` for the first that would average other parameters than its own."""
+    for ddp in parallel:
+        if places > 1 and not is_across(ddp.process_group):
+            raise LoopError(
+                f"DistributedDataParallel({type(ddp.module).__name__}): with run.mesh(model={places}) the ranks of a "
+                "replica have parameters of their own, and its process group has several of them. Leave it out, and "
+                "write run.average_gradients(model) behind the last backward() of a step; or pass process_group=, of "
+                "dist.new_group(range(place, run.world_size, N)) for each place from 0 to N - 1"
+            )
+
+
+def check_hooks(parallel: Iterable[DistributedDataParallel], is_free: Callable[[str], bool]) -> None:
+    """In a world that lasts, with commits. Raises `LoopError` for the first hook with a state, which no commit has, and
+    for a module that DDP takes parameters out of.
+    `is_free`: whether the script has said of this name that it may be lost."""
+    for ddp in parallel:
+        _check_cut(ddp)
+        _check_hooks(ddp, is_free)
+
+
+def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None) -> None:
+    for hook, state in ddp._comm_hooks:
+        if state is None or isinstance(state, _WITHOUT) or type(state).__module__ == _HARMLESS:
+            continue
+        name, kind = type(ddp.module).__name__, type(state).__name__
+        if is_free is not None and is_free(kind):
+            continue
+        raise LoopError(
+            f"register_comm_hook of DistributedDataParallel({name}): {getattr(hook, '__qualname__', hook)} keeps what "
+            f"each rank has of its own in a {kind}, which is lost with its process, and no other rank has it. Use a "
+            "hook without a state: `register_comm_hook(None, default_hooks.bf16_compress_hook)`"
+            + (f"; or, if it may be lost, say so: run.untracked({kind!r})" if is_free is not None else "")
+        )
+
+
+def _check_cut(ddp: Any) -> None:
+    """With `device_mesh=` torch 2.13 puts local tensors in the place of a cut module's parameters, and attributes that
+    are no parameters in place of those in the first forward pass: neither `state_dict` nor `parameters` has them."""
+    found = next((n for n, p in ddp.module.named_parameters() if is_sharded(p) or hasattr(p, "_st_info")), None)
+    if found is not None:
+        raise LoopError(
+            f"DistributedDataParallel({type(ddp.module).__name__}): {found} is cut by tensor parallelism, and torch "
+            "takes such parameters out of the module in its first forward pass: no commit, and no process that comes "
+            "later, would have them. Leave DistributedDataParallel out, make the mesh with run.mesh(tensor=N), and "
+            "write run.average_gradients(model) behind the last backward() of a step"
+        )
+
+
+def _check_builtin(ddp: Any, name: str) -> None:
+    if not ddp._comm_hooks and (found := ddp._get_ddp_logging_data().get("comm_hook")):
+        raise LoopError(
+            f"{found} of DistributedDataParallel({name}) is built in, and lost when a round begins. Register it in "
+            "Python: `register_comm_hook(None, default_hooks.fp16_compress_hook)`"
+        )

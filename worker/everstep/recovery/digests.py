@@ -1,0 +1,72 @@
+"""Digests of tensors and of a whole tracked state: what says that two are the same.
+
+A tensor of an accelerator is reduced there, and 64 numbers come back. Invariant: a digest says nothing that differs
+between ranks that hold the same state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from everstep.checkpoint.alike import bytes_of_each, first_bytes, to_bytes
+from everstep.checkpoint.sharding import local_of
+from everstep.checkpoint.state import capture
+from everstep.recovery.ddp.reducers import BUCKETS
+from everstep.recovery.state.randomness import STATE
+from everstep.recovery.state.switches import SWITCHES
+
+COLUMNS = 64
+OWN = ("data", STATE, SWITCHES, BUCKETS)  # the session's, which members settle among themselves
+
+
+def state_digest(state: Mapping[str, Any]) -> int:
+    """63 bits of what is replicated, of the same number on members that agree: parameters, the state of optimizers,
+    values. Not buffers: each rank's BatchNorm has its own until the next forward pass."""
+    captured = capture({k: t for k, t in state.items() if k not in OWN and not settles_itself(t)}, 0)
+    buffers = {
+        name for key, t in state.items() if isinstance(t, torch.nn.Module)
+        for name in captured.tensors if name.startswith(f"{key}/") and name not in captured.parameters
+    }  # fmt: skip
+    listed = [(name, local(t)) for name, t in sorted(captured.tensors.items()) if name not in buffers]
+    most = bytes_of_each([t for _, t in listed])
+    found = xxhash.xxh3_64(json.dumps(captured.values, sort_keys=True).encode())
+    for _, tensor in listed:
+        found.update(first_bytes(tensor, most))
+    return found.intdigest() >> 1
+
+
+def settles_itself(target: Any) -> bool:
+    """Whether members may hold a tracked object otherwise than each other, and agree on it by themselves: its class
+    sets `everstep_settles = True`."""
+    return bool(getattr(target, "everstep_settles", False))
+
+
+def content(tensor: torch.Tensor) -> int:
+    """Of what this process holds of a tensor, all of it."""
+    found = local(tensor)
+    if found.layout is not torch.strided:
+        return 0
+    if found.device.type != "cpu":
+        return xxhash.xxh3_64_intdigest(to_bytes(reduced(found)))
+    return xxhash.xxh3_64_intdigest(to_bytes(found))
+
+
+def reduced(tensor: torch.Tensor) -> torch.Tensor:
+    """At most 128 numbers that differ if the tensor's bits do, but for rare coincidence. On its device."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = flat.view(kinds[flat.element_size()])
+    whole = bits.numel() // COLUMNS * COLUMNS
+    return torch.cat([bits[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64), bits[whole:].to(torch.int64)])
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """What this process holds of it."""
+    return local_of(tensor.detach())

@@ -1,0 +1,213 @@
+"""Makes the process groups of a round, and takes them down so that nothing of them is left to be felt.
+
+Forming waits for the other members, any of whom may die, and gloo's waits cannot be ended. So it happens in a thread
+that is left behind when a newer round comes. Invariant: after `dismiss` no collective of the round writes into the
+program's tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
+
+from everstep.recovery.announcements import Round
+from everstep.recovery.errors import LoopError
+from everstep.recovery.forming import gloo_sockets
+from everstep.rendezvous.quiet import warnings_off
+
+# torch's default, and how long a rank may lag behind the others. It ends nothing that we wait for, but a thread that
+# gloo lost a transfer of lives so long.
+LOST_SECONDS = 1800.0
+CLOSE_SECONDS = 1.0
+COMPUTE_SECONDS = 0.1  # the longest that a reduction of what has arrived takes
+REFUSED = "refused: "
+ABORT_SECONDS = 10.0  # for a device to end the collectives of an abandoned round
+
+
+class Unformed(RuntimeError):
+    """The round did not come about here; the next one may."""
+
+
+@dataclass(slots=True)
+class Formed:
+    """The groups of one round: `main` for the program, `control` for our own agreements and transfers, and those that a
+    mesh has. `abort` ends the collectives of an accelerator."""
+
+    round: Round
+    main: Any
+    control: Any
+    addresses: frozenset[gloo_sockets.Address]
+    store: Any
+    abort: Callable[[], None] | None = None
+    # A mesh's groups, each with its `abort`, in the order of `form`'s.
+    parts: list[tuple[Any, Callable[[], None] | None]] = field(default_factory=list)
+    keep: list[Any] = field(default_factory=list)  # gloo's devices
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A group of some of a round's members. Each of them knows it by the same name, which no other has."""
+
+    name: str
+    rank: int
+    size: int
+
+
+def alone() -> Any:
+    """The group of a world of one, in which a script builds its objects before it joins its first round."""
+    store = HashStore()
+    main, _ = _with_devices(_gloo(store, 0, 1, ProcessGroupGloo.create_default_device()), 0, 1, store)
+    return main
+
+
+def form(
+    round_: Round, newer: Callable[[], bool], seconds: float, parts: Sequence[Part] = (), made: str = ""
+) -> Formed:
+    """Meet the members of a round. Raises `Unformed` once `newer()` holds, after `seconds`, or if it cannot be; and
+    `LoopError` on all members if their scripts have `made` different things, told in words."""
+    result: list[Formed | BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            result.append(_form(round_, seconds, parts, made))
+        except BaseException as e:
+            result.append(e)
+        done.set()
+
+    until = time.monotonic() + seconds
+    with warnings_off():  # members may die now, and the error says so
+        threading.Thread(target=run, name=f"everstep-form-{round_.number}", daemon=True).start()
+        while not done.wait(0.002):
+            if newer():
+                raise Unformed(f"round {round_.number} was overtaken while it formed")
+            if time.monotonic() > until:
+                raise Unformed(f"round {round_.number} did not form within {seconds:g} s")
+    match result[0]:
+        case Formed() as formed:
+            return formed
+        case LoopError() as e:
+            raise e
+        case BaseException() as e:
+            raise Unformed(f"round {round_.number}: {e}") from e
+
+
+def dismiss(formed: Formed, works: list[Any], on_device: list[Any]) -> None:
+    """Close the connections of an abandoned round, whose unfinished `works` are then over or never will be. Raises
+    `Unformed` if gloo keeps both, or a device goes on with its own: what they may still write makes a repeated step
+    unsafe."""
+
+    def over() -> bool:
+        # gloo lets go of the tensors with the work. It may leave a connection open whose receiver is gone.
+        return all(work.is_completed() for work in works)
+
+    if not gloo_sockets.shut(formed.addresses, over, CLOSE_SECONDS):
+        raise Unformed(f"round {formed.round.number}: gloo did not close its connections in {CLOSE_SECONDS:g} s")
+    # A thread of gloo's may be adding up what had arrived. One that lost a transfer never ends, and writes nothing.
+    until = time.monotonic() + COMPUTE_SECONDS
+    while not over() and time.monotonic() < until:
+        time.sleep(gloo_sockets.POLL_SECONDS)
+    until = time.monotonic() + ABORT_SECONDS
+    while not all(work.is_completed() for work in on_device):
+        if time.monotonic() > until:
+            raise Unformed(
+                f"round {formed.round.number}: the device did not end its collectives in {ABORT_SECONDS:g} s"
+            )
+        time.sleep(gloo_sockets.POLL_SECONDS)
+    # Destroying a group waits for its threads, and those that lost a transfer end with gloo's own timeout.
+    threading.Thread(target=_drop, args=(formed,), name="everstep-drop", daemon=True).start()
+
+
+def _drop(formed: Formed) -> None:
+    formed.main = formed.control = formed.abort = None
+    formed.parts.clear()
+    formed.keep.clear()
+    formed.store = None
+
+
+def _form(round_: Round, seconds: float, parts: Sequence[Part], made: str) -> Formed:
+    host, port = round_.store
+    client = TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds), use_libuv=True
+    )
+    store = PrefixStore(f"round-{round_.number}", client)
+    device, address = gloo_sockets.listening(partial(gloo_device, host, port))
+    store.set(f"link/{round_.rank}", f"{address[0]} {address[1]}")
+    _check_made(store, round_, made)
+    gloo = _gloo(PrefixStore("main", store), round_.rank, round_.world_size, device)
+    main, abort = _with_devices(gloo, round_.rank, round_.world_size, store)
+    control = _gloo(PrefixStore("control", store), round_.rank, round_.world_size, device)
+    inner = []
+    for p in parts:
+        own = PrefixStore(p.name, store)
+        inner.append(_with_devices(_gloo(own, p.rank, p.size, device), p.rank, p.size, own))
+    addresses = set()
+    for rank in range(round_.world_size):
+        name, number = store.get(f"link/{rank}").decode().split()
+        addresses.add((name, int(number)))
+    return Formed(round_, main, control, frozenset(addresses), store, abort, inner, [device])
+
+
+def _check_made(store: Any, round_: Round, made: str) -> None:
+    """Groups that one member has and another has not would wait for each other. And what one member has found wrong
+    with the script, all raise."""
+    store.set(f"made/{round_.rank}", made)
+    found = store.multi_get([f"made/{rank}" for rank in range(round_.world_size)])
+    told = [one.decode() or "no group and no evaluation" for one in found]
+    for other in told:
+        if other.startswith(REFUSED):
+            raise LoopError(other.removeprefix(REFUSED))
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise LoopError(
+                f"rank 0's script made {told[0]}, and rank {rank}'s {other}, before its first step. "
+                "Each process must make the same ones in the same order, a process that comes later too"
+            )
+
+
+def _with_devices(gloo: Any, rank: int, size: int, store: Any) -> tuple[Any, Callable[[], None] | None]:
+    """Together with NCCL where there are GPUs, and what aborts that. UNPROVEN: nobody has run it on a GPU."""
+    if not torch.cuda.is_available():
+        return gloo, None
+    # Clean up after an error, and do not end the process for it, as torchrun's setting (1) asks: we recover.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=LOST_SECONDS)
+    nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
+    both = dist.ProcessGroup(store, rank, size)
+    both._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    both._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+    return both, nccl.abort
+
+
+def _gloo(store: Any, rank: int, size: int, device: Any) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._threads = 2
+    options._timeout = timedelta(seconds=LOST_SECONDS)
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def gloo_device(host: str, port: int) -> Any:
+    """Listens where torch is told to (GLOO_SOCKET_IFNAME), else at this machine's address on the way to the round's
+    store. torch's default is the address of the machine's name, and many machines give themselves one that is local."""
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ProcessGroupGloo.create_device(interface=names.split(",")[0])
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
+    except OSError:
+        return ProcessGroupGloo.create_default_device()

@@ -1,0 +1,24 @@
+"""Collectives of a few numbers, over a group that c10d's functions need not know of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+
+def reduce_into(values: torch.Tensor, operation: Any, group: Any) -> Any:
+    """Begin to reduce `values` over the group; `wait()` ends it."""
+    options = c10d.AllreduceOptions()
+    options.reduceOp = operation
+    return group.allreduce([values], options)
+
+
+def gather_over(values: Sequence[int], group: Any) -> list[tuple[int, ...]]:
+    """Every rank's values, by rank; as many of each, of at most 63 bits."""
+    mine = torch.tensor(values, dtype=torch.int64)
+    found = [torch.zeros_like(mine) for _ in range(group.size())]
+    group.allgather([found], [mine]).wait()
+    return [tuple(t.tolist()) for t in found]

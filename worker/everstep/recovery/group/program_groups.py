@@ -1,0 +1,211 @@
+"""The process groups that the program uses: the default one, and those that the script makes itself with
+`dist.new_group()`: of all ranks, for DDP or for figures of its own; of some, where `run.mesh(model=N)` says what a
+replica is.
+
+Each is made anew in each round, behind a handle that the script keeps. Invariants: such a group has the members of the
+present round, or none of its collectives succeeds; a group of some ranks means the same in each round (`patterns`), and
+what has no such meaning is refused by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
+
+from everstep.recovery.errors import LoopError
+from everstep.recovery.forming import forming
+from everstep.recovery.group import before_steps, meanings, torch_functions
+from everstep.recovery.group.in_flight import Waiting
+from everstep.recovery.group.meanings import Across, Everyone, Inside, Meaning
+from everstep.recovery.group.recoverable import BACKEND, RecoverableGroup
+from everstep.recovery.group.scope import NO_SUBGROUPS, At, Scope, script_asks
+from everstep.recovery.state.randomness import STATE, Randomness
+from everstep.recovery.state.shape import MODEL
+
+MOST = 16  # each has connections of its own in each round
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A group of the script's: the `nth` that means this."""
+
+    what: Meaning
+    nth: int
+    group: RecoverableGroup
+
+
+class ProgramGroups:
+    """`main` is the program's default group, for its whole life. `on_lost`: see `RecoverableGroup`."""
+
+    def __init__(self, on_lost: Callable[[str], None]) -> None:
+        self._on_lost = on_lost
+        self._waiting = Waiting()  # in the program's collectives
+        self._asked: RecoverableGroup | None = None  # that c10d makes a group of just now
+        self.scope = Scope()
+        self.main = self._make()
+        self.main.on_point = self._check_peer
+        self._own: list[Own] = []
+        # Ranks of a replica that hold other things than each other, and the rank that this process takes itself for.
+        self._divided, self.places, self._here = False, 1, 0
+        self._told: Counter[tuple[Meaning, int]] = Counter()  # groups that the script has asked for, of any replica
+        self._most = 1
+        self.evaluations = 0  # that the script has asked for
+        self._names = ""  # of what is tracked, where each place of a replica tracks its own
+        self.refusal = ""  # why no member can go on
+
+    def begin(self, most: int) -> None:
+        """Make `main` the default group, of a world of one for now. The job may come to have `most` processes."""
+        torch_functions.check_first()
+        self._most = most
+        self.scope.others = most > 1
+        dist.Backend.register_backend(BACKEND, lambda *_: self._asked or self.main, devices=["cpu", "cuda"])
+        dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
+        self.main.attach(forming.alone(), 0, 1)
+        torch_functions.put_up(most, lambda: self._asked is not None, self._new)
+        before_steps.refuse_training(lambda: self.scope.others and self.scope.where is At.BUILDING)
+
+    def divide(self, kind: str, places: int, rank: int) -> None:
+        """Of a mesh that was made: if it is of a model that the script divides itself, over so many neighbours in rank,
+        this process keeps the place that `rank` has."""
+        if kind == MODEL:
+            self._divided, self.places, self._here = True, places, rank % self._most
+
+    def tracks(self, state: Mapping[str, Any]) -> None:
+        """What the script tracks: each place its own, by the same names."""
+        if self.places > 1:
+            seeds = state.get(STATE)
+            drawn = seeds.generators if isinstance(seeds, Randomness) else ()
+            self._names = ", ".join(sorted({*state, *drawn}))
+
+    @property
+    def own(self) -> tuple[RecoverableGroup, ...]:
+        """Those of the script in which this process is, as `parts`."""
+        return tuple(one.group for one in self._own)
+
+    def is_across(self, group: object) -> bool:
+        """Whether it is one of the script's that has one place of all replicas: in a job of one replica that place."""
+        across = (Across, Inside) if self._most == self.places else (Across,)
+        found = next((one.what for one in self._own if one.group is group), None)
+        return isinstance(found, across) and len(meanings.ranks_of(found, 0, self.places, self.places)) == 1
+
+    def _make(self) -> RecoverableGroup:
+        return RecoverableGroup(self._on_lost, self._waiting, self.scope)
+
+    def for_mesh(self, description: str) -> RecoverableGroup:
+        """A group of a mesh, known to c10d. Its members are the mesh's business."""
+        return self._register(self._make(), description)
+
+    def _register(self, group: RecoverableGroup, description: str | None) -> RecoverableGroup:
+        """Make it known to c10d."""
+        self._asked = group
+        try:
+            dist.new_group([0], backend=BACKEND, group_desc=description)
+            return group
+        finally:
+            self._asked = None
+
+    def _new(self, ranks: Sequence[int] | None, description: str | None) -> Any:
+        """A group for the script: of all ranks without `ranks`. What torch gives to those that are not in it, if this
+        process is not."""
+        asked = script_asks(sys._getframe(1))
+        at = asked.at if asked is not None else ""
+        if self.scope.where is not At.BUILDING:
+            raise LoopError(
+                f"dist.new_group(){at} after steps() began: a process that comes later would not make it. Make groups "
+                "once, between everstep.start() and run.steps()"
+            )
+        found = meanings.meaning(range(self._most) if ranks is None else ranks, self._most, self.places)
+        if found is None or not (self._divided or found[0] == Everyone()):
+            raise LoopError(f"dist.new_group({list(ranks or ())}){at}: {NO_SUBGROUPS}")
+        what, replica = found
+        nth = self._told[found]
+        self._told[found] += 1
+        members = meanings.ranks_of(what, self._here, self._most, self.places)
+        if self._here not in members or (isinstance(what, Inside) and replica != self._here // self.places):
+            return dist.GroupMember.NON_GROUP_MEMBER
+        if len(self._own) >= MOST:
+            raise LoopError(f"dist.new_group(){at} for the {MOST + 1}th time: make groups once, and use them again")
+        group = self._register(self._alone(), description)
+        if isinstance(what, Inside):
+            group.knows_place = True
+            self._seat(group, what, self._here, self._most)
+        self._own.append(Own(what, nth, group))
+        self._own.sort(key=lambda one: meanings.order_of(one.what, one.nth))
+        return group
+
+    def _alone(self) -> RecoverableGroup:
+        group = self._make()
+        group.attach(forming.alone(), 0, 1)
+        return group
+
+    def parts(self, rank: int, world_size: int) -> tuple[forming.Part, ...]:
+        """As `forming.form` makes them for a round."""
+        found = []
+        for one in self._own:
+            ranks = meanings.ranks_of(one.what, rank, world_size, self.places)
+            name = meanings.name_of(one.what, one.nth, rank, self.places)
+            found.append(forming.Part(name, ranks.index(rank), len(ranks)))
+        return tuple(found)
+
+    def place(self, rank: int, world_size: int) -> None:
+        """Tell the groups, and c10d, of the world that has begun."""
+        distributed_c10d._world.pg_group_ranks[self.main] = {i: i for i in range(world_size)}
+        for one in self._own:
+            self._seat(one.group, one.what, rank, world_size)
+
+    def _seat(self, group: RecoverableGroup, what: Meaning, rank: int, world_size: int) -> None:
+        ranks = meanings.ranks_of(what, rank, world_size, self.places)
+        group.place(ranks.index(rank), len(ranks))
+        distributed_c10d._world.pg_group_ranks[group] = {one: i for i, one in enumerate(ranks)}
+
+    def _check_peer(self, name: str, rank: int) -> None:
+        """The script sends to a rank of the world, or receives from it. Raises `LoopError` if the world has no such
+        rank: gloo would wait for it."""
+        size = self.main._size
+        if rank < size or self.scope.where is not At.STEP or not self.scope.others:
+            return
+        asked = script_asks(sys._getframe(1))
+        at = asked.at if asked is not None else ""
+        raise LoopError(
+            f"dist.{name}() with rank {rank}{at}: this world has {size} ranks. Those that a script has kept from "
+            "before its loop, as it passed them to dist.new_group(), are of the largest world, and change when a "
+            f"peer is lost. Name the rank in the step, `run.rank + 1`; or by its place in a group of one replica: "
+            f"`dist.{name}(…, group=replica, group_{'dst' if name == 'send' else 'src'}=1)`"
+        )
+
+    def stand_in(self, stands_in: Callable[[str], bool] | None, on_rank: Callable[[], None] | None) -> None:
+        """Ask `stands_in` for each collective from now on, and call `on_rank` when the rank is asked for."""
+        for group in (self.main, *self.own):
+            group.stands_in, group.on_rank = stands_in, on_rank
+
+    def abandon(self, reason: str) -> None:
+        """The world of one is over."""
+        for group in (self.main, *self.own):
+            group.abandon(reason)
+
+    @property
+    def made(self) -> str:
+        """What all members have to have made alike, in words; empty if nothing. Or why none of them can go on."""
+        if self.refusal:
+            return f"{forming.REFUSED}{self.refusal}"
+        if (ranks := meanings.lacking(self._told, self._most // self.places, self.places)) is not None:
+            return (
+                f"{forming.REFUSED}dist.new_group({ranks}) was left out, and other replicas have such a group: each "
+                "process makes the groups of all replicas, in the same order, as torch asks of a script. Write "
+                f"`for first in range(0, run.world_size, {self.places}): dist.new_group(…)`, or "
+                f"dist.new_subgroups({self.places})"
+            )
+        if not (self._told or self.evaluations or self._names):
+            return ""
+        meant = f" ({meanings.words(self._told)})" if self._divided and self._told else ""
+        return (
+            f"{self._told.total()} process groups by dist.new_group(){meant} and {self.evaluations} evaluations by "
+            "run.evaluate()" + (f" and tracks {self._names}" if self._names else "")
+        )

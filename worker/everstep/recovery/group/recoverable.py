@@ -1,0 +1,355 @@
+"""A process group whose waits can be given up, and whose members change while the program keeps its handle.
+
+gloo loses a transfer that is under way when its connection breaks: whoever waits for it is not told, and waits for the
+group's timeout (measured on torch 2.13 with sockets shut at a random moment: 5 of 120 waits). So nobody waits
+for gloo here. Each collective gets an answer of our own, which gloo's completes, or `abandon` does, within a
+millisecond. The program holds one group for its life; `attach` puts the group of another round behind it.
+
+Invariant: a collective ends once, with its result or with `PeerLost`; after `abandon` no collective of the round that
+was abandoned succeeds, and none begins before `attach`.
+
+Collectives of an accelerator's tensors are NCCL's own: they are watched, and aborted with the round. What they leave in
+their tensors is garbage, and no optimizer takes it, because the round is over. UNPROVEN: nobody has run it on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from everstep.contract.calls import Call, Page
+from everstep.recovery.group.in_flight import Answer, Flight, PeerLost, Together, Waiting
+from everstep.recovery.group.scope import Scope
+
+BACKEND = "everstep"
+# From one member to another: how it is told.
+_POINT: dict[str, Callable[[Any], tuple[str, str]]] = {
+    "send": lambda arguments: ("send", f"to rank {arguments[1]}"),
+    "recv": lambda arguments: ("recv", f"from rank {arguments[1]}"),
+    "recv_anysource": lambda _: ("recv", "from any rank"),
+}
+
+
+class RecoverableGroup(dist.ProcessGroup):
+    """torch's collectives over the group of the present round; between two rounds each of them fails at once.
+
+    `on_lost`: called once a round, in one of gloo's threads, if a collective fails before `abandon`. `waiting`: shared
+    by groups of one program. `scope`: where the script may use it; everywhere without one.
+    """
+
+    def __init__(
+        self,
+        on_lost: Callable[[str], None] | None = None,
+        waiting: Waiting | None = None,
+        scope: Scope | None = None,
+    ) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self._scope = scope
+        self._waiting = waiting or Waiting()
+        self._flight = Flight(on_lost, self._waiting)
+        self._inner: Any = None
+        self._abort: Callable[[], None] | None = None
+        self.on_begin: Callable[[str, Any], None] | None = None  # its name, and the tensors that it writes into
+        self.on_point: Callable[[str, int], None] | None = None  # "send" or "recv", and to or from which rank
+        # Whether a collective is to end as if all members had what this one has. May raise `PeerLost`.
+        self.stands_in: Callable[[str], bool] | None = None
+        self.on_rank: Callable[[], None] | None = None  # called when this member's rank is asked for
+        self._rank, self._size = 0, 1
+        self._name = ""
+        self.knows_place = False  # this member's rank and the size are what they will be, also before its first round
+
+    @property
+    def lost(self) -> str | None:
+        """Why collectives fail at present; None while they work."""
+        return self._flight.lost
+
+    @property
+    def failures(self) -> int:
+        """How many collectives have ended with `PeerLost`, in all rounds."""
+        return self._flight.failures
+
+    @property
+    def lost_at(self) -> str:
+        """Where the script was when a collective failed: ` at train.py:31 in main`, or nothing."""
+        return self._flight.lost_at
+
+    @property
+    def begun(self) -> int:
+        """How many collectives were begun in this round."""
+        with self._flight.lock:
+            return self._flight.calls.begun
+
+    def recent(self) -> tuple[Call, ...]:
+        """The newest collectives that were begun in this round, oldest first."""
+        with self._flight.lock:
+            return self._flight.calls.recent
+
+    def waits_in(self) -> Call | None:
+        """The oldest collective under way: this member has begun it, and another may not have."""
+        return self._flight.waits_in()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a collective is under way."""
+        return self._flight.waits_in() is not None
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which a collective was under way, in all rounds. Not those of an accelerator."""
+        return self._waiting.seconds
+
+    def write_calls(self, path: str) -> None:
+        """Keep the newest in a file."""
+        self._flight.calls.write_to(Page(path))
+
+    @property
+    def left(self) -> list[Any]:
+        """gloo's works that were given up in this round, and may not be over."""
+        return list(self._flight.left)
+
+    @property
+    def left_on_device(self) -> list[Any]:
+        """Works of an accelerator that are not over."""
+        return self._flight.on_device()
+
+    def attach(self, inner: Any, rank: int, size: int, abort: Callable[[], None] | None = None) -> None:
+        """Work over `inner`, a group of another round, from now on. After `abandon`. `abort` ends its collectives of an
+        accelerator's tensors.
+
+        Hold on to `inner` until its connections are closed: its destructor waits for gloo's threads.
+        """
+        flight = self._flight
+        with flight.lock:
+            assert self._inner is None, "the group of the round before was not abandoned"
+            self._inner, self._rank, self._size, self._abort = inner, rank, size, abort
+            flight.restart()
+
+    def place(self, rank: int, size: int) -> None:
+        """Be of this rank and size from now on, also while no round is attached."""
+        self._rank, self._size = rank, size
+
+    def abandon(self, reason: str) -> None:
+        """End every collective under way with `PeerLost(reason)`; none begins any more. Any thread."""
+        on_device = self._flight.on_device()
+        self._flight.give_up(reason)
+        with self._flight.lock:
+            self._flight.failures += len(on_device)  # what they leave is garbage
+            self._inner = None
+            abort, self._abort = self._abort, None
+        if abort is not None:  # it may wait for the device, and nobody here does
+            threading.Thread(target=abort, name="everstep-abort", daemon=True).start()
+
+    def _run(self, name: str, value: Any, same: Sequence[Any], *arguments: Any) -> Any:
+        """`same`: the tensors that have to be alike on all members; the last argument is the options."""
+        if self._scope is not None and not self._scope.free:
+            self._scope.collective(name)
+        if self.on_begin is not None:
+            self.on_begin(name, value)
+        flight, answer = self._flight, Answer(value, self._waits(name))
+        if self.stands_in is not None and self.stands_in(name):
+            _copy_own(name, arguments)
+            answer.finish(None)
+            return answer
+        with flight.lock:
+            inner, lost = self._inner, flight.lost
+            device = _on_device(same or value)
+            if lost is not None:
+                flight.failures += 1
+            else:
+                answer.call = (
+                    flight.calls.point(*_POINT[name](arguments))
+                    if name in _POINT
+                    else flight.calls.begin(name, same, arguments[-1])
+                )
+                if not device:
+                    flight.begin(answer)
+        if lost is not None:
+            answer.finish(PeerLost(lost))
+            return answer
+        if device:
+            return self._run_on_device(answer, getattr(inner, name), *arguments)
+        try:
+            answer.work = getattr(inner, name)(*arguments)
+        except RuntimeError as e:
+            flight.failed(answer, e)
+            return answer
+        flight.begun(answer)
+        try:
+            future = answer.work.get_future()
+        except RuntimeError:  # some of gloo's works have none
+            threading.Thread(target=flight.ended, args=(answer, answer.work.wait), daemon=True).start()
+        else:
+            future.add_done_callback(lambda done: flight.ended(answer, done.value))
+        return answer
+
+    def _waits(self, name: str) -> Callable[[str], None] | None:
+        scope = self._scope
+        if scope is None:
+            return None
+        begun = scope.entered
+        return lambda what: scope.waits(begun, what or name)
+
+    def _run_on_device(self, answer: Answer, collective: Callable[..., Any], *arguments: Any) -> Any:
+        """NCCL orders its work by streams and has an abort of its own: its answers need none of ours."""
+        flight = self._flight
+        try:
+            work = collective(*arguments)
+        except RuntimeError as e:
+            if (lost := flight.lost) is not None:
+                flight.failures += 1
+                raise PeerLost(lost) from e
+            if not isinstance(e, dist.DistBackendError):
+                raise
+            with flight.lock:
+                flight.begin(answer)
+            flight.failed(answer, e)
+            return answer
+        flight.begun_on_device(answer.call, work)
+        return work
+
+    # What c10d calls, from Python and (by the names that begin with `get`) from C++.
+
+    def rank(self) -> int:
+        if self._scope is not None and not self.knows_place:
+            self._scope.place("rank")
+        if self.on_rank is not None:
+            self.on_rank()
+        return self._rank
+
+    def size(self) -> int:
+        if self._scope is not None and not self.knows_place:
+            self._scope.place("size")
+        return self._size
+
+    def ask_ranks(self, function: str) -> None:
+        """`function` is asked which ranks there are. Raises `LoopError` if the script asks, and nobody knows."""
+        if self._scope is not None:
+            self._scope.unknown(function)
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("allreduce", tensors, tensors, tensors, opts or c10d.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        return self._run("allreduce_coalesced", tensors, tensors, tensors, opts or c10d.AllreduceCoalescedOptions())
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("broadcast", tensors, tensors, tensors, opts or c10d.BroadcastOptions())
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("reduce", tensors, tensors, tensors, opts or c10d.ReduceOptions())
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._run("allgather", outputs, inputs, outputs, inputs, opts or c10d.AllgatherOptions())
+
+    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+        return self._run("_allgather_base", output, [input], output, input, opts or c10d.AllgatherOptions())
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        return self._allgather_base(output, input, opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._run("allgather_coalesced", outputs, inputs, outputs, inputs, opts or c10d.AllgatherOptions())
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        if _on_device(inputs):
+            return self._run("allgather_into_tensor_coalesced", outputs, inputs, outputs, inputs, opts)
+        return self._in_turn(self._allgather_base, outputs, inputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("gather", outputs, inputs, outputs, inputs, opts or c10d.GatherOptions())
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("scatter", outputs, outputs, outputs, inputs, opts or c10d.ScatterOptions())
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        return self._run("reduce_scatter", outputs, outputs, outputs, inputs, opts or c10d.ReduceScatterOptions())
+
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+        return self._run("_reduce_scatter_base", output, [output], output, input, opts or c10d.ReduceScatterOptions())
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        return self._reduce_scatter_base(output, input, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if _on_device(inputs):
+            return self._run("reduce_scatter_tensor_coalesced", outputs, outputs, outputs, inputs, opts)
+        return self._in_turn(self._reduce_scatter_base, outputs, inputs, opts)
+
+    def _in_turn(self, collective: Callable[..., Any], outputs: Any, inputs: Any, opts: Any) -> Any:
+        """What DTensors ask for, of one tensor mostly, and gloo's Python group does not have: one for each tensor."""
+        answers = [collective(output, input, opts) for output, input in zip(outputs, inputs, strict=True)]
+        return answers[0] if len(answers) == 1 else Together(answers)
+
+    # How much goes from whom to whom may differ between members.
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._run("alltoall", outputs, (), outputs, inputs, opts or c10d.AllToAllOptions())
+
+    def alltoall_base(self, output: Any, input: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.AllToAllOptions()
+        return self._run("alltoall_base", output, (), output, input, out_sizes, in_sizes, opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._run("barrier", None, (), opts or c10d.BarrierOptions())
+
+    # From one member to another: the rest of the world runs no such call.
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
+        if self.on_point is not None:
+            self.on_point("send", to)
+        return self._run("send", tensors, (), tensors, to, tag)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        if self.on_point is not None:
+            self.on_point("recv", source)
+        return self._run("recv", tensors, (), tensors, source, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        return self._run("recv_anysource", tensors, (), tensors, tag)
+
+
+def _copy_own(name: str, arguments: Sequence[Any]) -> None:
+    """Into what a gathering collective writes, what this member gives to it."""
+    if "gather" not in name:
+        return
+    outputs, inputs = arguments[0], arguments[1]
+    pairs = [(outputs, inputs)] if isinstance(outputs, torch.Tensor) else zip(outputs, inputs, strict=False)
+    with torch.no_grad():
+        for output, own in pairs:
+            for one in output if isinstance(output, list | tuple) else (output,):
+                if own.numel() and one.numel() % own.numel() == 0:
+                    one.view(-1, own.numel()).copy_(own.reshape(1, -1))
+
+
+def _on_device(tensors: Any) -> bool:
+    """Whether the collective moves tensors of an accelerator."""
+    while isinstance(tensors, list | tuple):
+        if not tensors:
+            return False
+        tensors = tensors[0]
+    return isinstance(tensors, torch.Tensor) and tensors.device.type != "cpu"

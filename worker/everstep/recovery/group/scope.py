@@ -1,0 +1,204 @@
+"""Where in its loop the script is, and what it may ask of its process groups there.
+
+Before the first round a process builds its objects alone: what it asks of the world then has an answer that is wrong
+(rank 0 of 1, sums of one) and looks right. Between two steps nobody would repeat a collective whose peer was lost. Both
+are refused where the script asks, on every rank, because every rank runs the same script.
+
+Invariant: in a step nothing is looked at but one attribute.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import FrameType
+
+from everstep.recovery.errors import LoopError
+
+_LIBRARIES = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = ("/site-packages/", "/dist-packages/", "<frozen ")
+# Where torch's functions for a script's own collectives are. DDP and FSDP reach their groups in other ways.
+_OWN = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.nn.functional",
+    "torch.distributed._functional_collectives",
+)
+# Our modules that lie between a script and torch: the script is above them. What our other modules ask, we ask.
+_BETWEEN = ("everstep.recovery.", "everstep.train.guards.comparison.")
+_OF_STATE = "everstep.recovery.state."
+
+
+class At(Enum):
+    BUILDING = auto()  # alone, before the first round
+    STEP = auto()  # in a step or an evaluation: what a lost peer breaks comes again
+    BODY = auto()  # in a step, in the body of a loop of the script's, whose errors nobody can catch
+    BETWEEN = auto()
+    OVER = auto()  # after the last step
+
+
+class Scope:
+    """Shared by the groups of one program. Without `others` there is one process for ever, and nothing is refused."""
+
+    def __init__(self) -> None:
+        self.where = At.BUILDING
+        self.others = True
+        self.entered = 0  # steps and evaluations, those that come again among them
+        self.refused: LoopError | None = None  # the newest collective's, in the loop: a script may catch it
+        self._thread = threading.get_ident()
+
+    @property
+    def free(self) -> bool:
+        """Whether collectives of this thread are as they should be."""
+        return self.where is At.STEP and threading.get_ident() == self._thread
+
+    def enter(self, where: At) -> None:
+        self.where = where
+        self.entered += where is At.STEP
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """What is called in it is called again if a peer is lost."""
+        self.enter(At.STEP)
+        try:
+            yield
+        finally:
+            self.enter(At.BETWEEN)
+
+    def collective(self, name: str) -> None:
+        """One begins that is not `free`. Raises `LoopError` if it cannot be right."""
+        try:
+            self._check(name)
+        except LoopError as e:
+            if self.where is At.BETWEEN:
+                self.refused = e
+            raise
+
+    def waits(self, begun: int, name: str) -> None:
+        """The script waits for a collective that it began when `begun` steps were entered. Raises `LoopError` unless
+        that is the step in hand: were a peer lost in between, the collective would not be repeated."""
+        if begun == self.entered or not self.others:
+            return
+        asked = script_asks(sys._getframe(2))
+        raise LoopError(
+            f"{name} was begun in an earlier step and is waited for in this one"
+            f"{asked.at if asked is not None else ''}: if a peer is lost in between, nobody repeats it. Wait for it in "
+            "its own step, before its block ends"
+        )
+
+    def _check(self, name: str) -> None:
+        if not self.others or self.where is At.OVER:
+            return
+        if self.where in (At.STEP, At.BODY) and isinstance(threading.current_thread(), threading._DummyThread):
+            return  # one of autograd's
+        asked = script_asks(sys._getframe(2))
+        if asked is None:
+            return
+        name = asked.function if asked.own else name
+        match self.where:
+            case At.STEP:
+                raise LoopError(
+                    f"{name}{asked.at} is in the thread {threading.current_thread().name!r}: no order holds between it "
+                    "and the step's own collectives, and nobody repeats it when a peer is lost. Call it in the thread "
+                    "of the loop, inside `with step:`"
+                )
+            case At.BUILDING if asked.own:
+                raise LoopError(
+                    f"{name}{asked.at}: before steps() this process is alone, and no other rank would be in it. To do "
+                    "something in one process of the job, write run.once(fn); to prepare files on each machine, "
+                    "run.once(fn, each='machine'); what all ranks must agree on belongs inside `with step:`"
+                )
+            case At.BODY if asked.own:
+                raise LoopError(
+                    f"{name}{asked.at} is in the body of the loop over the prepared loader, where nobody can catch the "
+                    "loss of a peer: write `with accelerator.accumulate(model):` around the body of the loop"
+                )
+            case At.BETWEEN:
+                raise LoopError(
+                    f"{name}{asked.at} is between two steps, where nobody repeats it when a peer is lost. Move it into "
+                    "`with step:`; for an evaluation write before steps() `run.evaluate(fn, every=N)`: fn is called "
+                    "after each N-th step, and again if a peer is lost in it. A forward pass that is each rank's own "
+                    "takes `model.module`, which is inside DistributedDataParallel"
+                )
+            case _:
+                return
+
+    def place(self, name: str) -> None:
+        """A group is asked for its `name`, rank or size. Raises `LoopError` if the script asks, and nobody knows."""
+        if self.where is not At.BUILDING or not self.others:
+            return
+        asked = script_asks(sys._getframe(1))
+        if asked is None or asked.library:
+            return
+        if asked.function in ("get_rank", "get_world_size"):
+            raise LoopError(f"dist.{asked.function}(){asked.at}: {UNKNOWN}")
+        if not asked.function:  # the group's own method; torch, as DDP does, may ask what the world is for now
+            raise LoopError(f"group.{name}(){asked.at}: {UNKNOWN}")
+
+    def unknown(self, function: str) -> None:
+        """The script asks `function` which ranks there are. Raises `LoopError` while nobody knows."""
+        if self.where is not At.BUILDING or not self.others:
+            return
+        asked = script_asks(sys._getframe(1))
+        if asked is not None and not asked.function and not asked.library:  # torch itself does not ask
+            raise LoopError(f"{function}(){asked.at}: {UNKNOWN}")
+
+
+UNKNOWN = (
+    "before steps() nobody knows: a process that comes later builds its objects alone, while the others train, and "
+    "ranks change when a peer is lost. Ask run.rank and run.world_size inside the loop. To prepare files, write "
+    "run.once(fn, each='machine'); to do something in one process of the job, run.once(fn)"
+)
+NO_PIPELINE = (
+    "torch's stages agree on their shapes once, in their first step, and a process that comes later would ask when "
+    "nobody answers: they cannot go on when a peer is lost. Send and receive between stages yourself, in a group of "
+    "`run.mesh(model=N)`; cut the layers by tensor parallelism over `run.mesh(tensor=N)`, or by FSDP2 over "
+    "`run.mesh(shard=N)`; or run it under torchrun, which starts all processes again from the last commit"
+)
+NO_SUBGROUPS = (
+    "a group of some ranks can follow a world whose ranks change when a peer is lost, if it says what a replica is. "
+    "Write `run.mesh(model=N)` before it, if N neighbours in rank compute one model together: then the group has "
+    "ranks of one replica, and is made for each of them, or the same rank of all replicas. For parallelize_module() "
+    'write `run.mesh(tensor=N)`, with the groups `mesh.get_group("tensor")` and `mesh.get_group("replicate")`; for '
+    "FSDP2 `run.mesh(shard=N)`; dist.new_group() is a group of all ranks"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The line of the script that is being run, and the function of torch's that it calls. `own`: one by which scripts
+    run collectives; else a module's, as DDP. `library`: the line is in an installed package."""
+
+    function: str
+    own: bool
+    library: bool
+    at: str  # " (train.py:31)"
+
+
+def script_asks(frame: FrameType | None) -> Asked | None:
+    """Who of the script is behind a call, up from `frame`; None if we are."""
+    entry: FrameType | None = None
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module == "torch" or module.startswith("torch."):
+            if module != "torch.distributed.c10d_logger":
+                entry = frame
+            elif frame.f_code.co_name == "_get_msg_dict":
+                return None  # torch words an error that the script hears of in any case
+        elif not module.startswith(_BETWEEN) or module.startswith(_OF_STATE):
+            return None if module.startswith("everstep.") else _asked(frame, entry)
+        frame = frame.f_back
+    return None
+
+
+def _asked(frame: FrameType, entry: FrameType | None) -> Asked:
+    function, module = "", ""
+    if entry is not None:
+        function, module = entry.f_code.co_name, str(entry.f_globals.get("__name__", ""))
+    file = frame.f_code.co_filename
+    library = file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED)
+    return Asked(function, module.startswith(_OWN), library, f" ({file.rpartition('/')[2]}:{frame.f_lineno})")

@@ -1,0 +1,258 @@
+"""What a survivor's state is worth after a step that failed, and how the step is begun anew.
+
+`WHOLE`: nothing tracked has moved since the step began but what was copied then and is put back. Else `TORN`. So a step
+is repeated only from a state that is known (ADR 0016).
+
+The 1st, 2nd, 4th, 8th, … step of a world is watched: digests find what moves without torch's count of changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from everstep.recovery import digests
+from everstep.recovery.errors import LoopError
+from everstep.recovery.rollback.snapshots import Held, address, version
+from everstep.recovery.rollback.tracked_objects import Optimizer, things
+from everstep.recovery.rollback.undo_copy import Undo
+from everstep.recovery.state.gradients import Gradients
+from everstep.recovery.state.optimizers import before_step, has_closure
+from everstep.recovery.state.randomness import generators_to_put_back
+from everstep.recovery.validity import Quality
+
+EARLY = 4  # steps of a world after which the parts of what is tracked are looked for in watched steps alone
+
+# What of a tensor can be told apart: its bits, and what torch counts.
+Print = tuple[int, int, int]
+
+
+class Listener(Protocol):
+    """Is told what happens in a step."""
+
+    def collective(self, name: str) -> None:
+        """One of the program's begins."""
+        ...
+
+    def update(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Before an optimizer's step; `closure`: it is given one. May raise `PeerLost`."""
+        ...
+
+
+class Replay:
+    """The tracked objects of a run. `begin` at a step's start; then `ended`, or if it failed `back`.
+
+    `refuse` is called before each optimizer's step, and raises if the round is over by then. `collective` is to be
+    called when a collective of the program's begins. `agreed`: whether what is large may be copied.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], refuse: Callable[[], None], agreed: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._refuse = refuse
+        self._things = things(state)
+        self.gradients = Gradients(state)
+        self._agreed = agreed
+        self._undo = Undo()
+        self._random = generators_to_put_back(state)
+        self._generators: list[dict[str, Any]] = []
+        self._count = 0  # steps of this world
+        self.refused = 0  # optimizers' steps, by `refuse`
+        self.torn = ""  # why the state is
+        self.step = 0  # the one in hand
+        self._in_step = self._watched = False
+        self._settled = True  # nothing writes any more into what was put back
+        self._unmoved: dict[str, Print] = {}
+        self._places: dict[int, str] = {}  # addresses of what is not copied
+        self._untraced: str | None = None
+        self._after_block: dict[str, Print] = {}  # a watched step's, at its end
+        self.listeners: Sequence[Listener] = ()
+        self.asked = False  # the script has asked whether the step counts
+        self.undoes = False  # this step is one that all members may take back
+        self.kept = False  # a copy of all was made when the step began
+        self._entered = ""  # the first optimizer that has begun its step
+        self._written: str | None = None  # by a collective, since the step began or an optimizer stepped
+        self._hooks: list[Any] = []
+        for name, target in state.items():
+            if isinstance(target, torch.optim.Optimizer):
+                self._hooks.append(before_step(target, self._before(name)))
+        self._hooks += [hook for t in self._things if isinstance(t, Optimizer) for hook in t.hooks]
+
+    def moved(self) -> None:
+        """The world is another one."""
+        self._count = self.gradients.updates = 0
+        self._after_block = {}
+        self._undo.decided = False
+
+    def begin(self, step: int, *, keep: bool = False) -> None:
+        """Step number `step` begins. Raises `LoopError` for what follows the block and could not be recovered from.
+        `keep`: copy all that it may move, if there is room."""
+        self._check_gap()
+        self.step, self._count = step, self._count + 1
+        self._watched = not self._count & (self._count - 1)
+        self._entered, self._written, self._settled = "", None, True
+        undoes = self.undoes = self._undo.wanted and self._agreed()
+        for thing in self._things:
+            if self._watched or undoes or keep or self._count <= EARLY:
+                thing.look()
+            thing.begin()
+        self.kept = self._keep_once() if keep else undoes and self._keep()
+        if self._watched:
+            self._unmoved = self._prints()
+            self._places = {place: name for name, (_, place, _) in self._unmoved.items() if place}
+        self.gradients.begin(watched=self._watched)
+        self._generators = [generator.state_dict() for generator in self._random]
+        self._in_step = True
+
+    def _keep(self) -> bool:
+        """Copy all that a step may move; whether there is room for that."""
+        if not self.can_keep():
+            return False
+        held = self._large()
+        if self._opaque:
+            return False  # in this step alone
+        self._undo.keep(held)
+        return True
+
+    def _keep_once(self) -> bool:
+        held = self._large()
+        if self._opaque or not self._undo.has_room(held):
+            return False
+        self._undo.keep(held)
+        return True
+
+    def uncount(self) -> None:
+        """The newest step, which was put back, was not one of the run's."""
+        self._count -= 1
+        self.gradients.uncount()
+        if not self._undo.wanted:
+            self._undo.let_go()
+
+    def can_keep(self) -> bool:
+        """Whether a copy is of use, and there is room for it in this world."""
+        if self._undo.wanted and not self._undo.decided:
+            self._undo.decide(self._large(), self._opaque)
+        return self._undo.wanted and self._undo.on
+
+    def _large(self) -> list[Held]:
+        return [held for thing in self._things for held in thing.large()]
+
+    @property
+    def _opaque(self) -> str:
+        return next((thing.opaque for thing in self._things if thing.opaque), "")
+
+    def collective(self, name: str, written: Any) -> None:
+        """A collective of the program's begins, and writes into these tensors."""
+        if not self._in_step:
+            return
+        for listener in self.listeners:
+            listener.collective(name)
+        tensors = list(_flat(written))
+        if self._written is None:  # which torch does not count
+            self._written = next((found for t in tensors if (found := self._places.get(address(t)))), None)
+        if not self._undo.wanted and (self._entered or (self._watched and self._moved() is not None)):
+            self._undo.late(self.step, name)
+
+    def ended(self) -> None:
+        """The step's block has ended well. Raises `LoopError` for what could not be recovered from."""
+        self._in_step = False
+        if self._watched and not self._entered:
+            self._compare()
+        self.gradients.ended(self.step)
+        if self._untraced is not None:
+            raise LoopError(
+                f"{self._untraced} was changed in step {self.step} before the optimizer's step, and torch has not "
+                "counted it (`.data`, numpy): if a peer is lost there, the step would be repeated from the changed "
+                "values. Write `with torch.no_grad(): tensor.add_(…)` in place of `tensor.data.add_(…)`, or change it "
+                "after optimizer.step()"
+            )
+        if self._watched:
+            self._after_block = self._prints()
+
+    def back(self) -> Quality:
+        """The step does not count, and what follows its block has run: what the state is worth once it is put back."""
+        self._in_step = False
+        if self._watched and not self._entered:
+            self._compare()
+        moved = self._moved() or (None if self.kept else self._untraced)
+        for thing in self._things:
+            thing.put_back()
+        for generator, drawn in zip(self._random, self._generators, strict=True):
+            generator.load_state_dict(drawn)  # each rank's own, also of one that is given a state
+        self.gradients.put_back()
+        if moved is None and (self.kept or not (self._entered or self._written)):
+            self._settled = False
+            return Quality.WHOLE
+        self.torn = f"{moved or self._written} has moved"
+        if self._entered:
+            why = self._undo.why_not or "not every member could copy its state when the step began"
+            self.torn = f"{self._entered} had begun its step, and {why}"
+        return Quality.TORN
+
+    def back_again(self) -> None:
+        """The collectives of the step that failed are over. One that was under way may have written since `back`."""
+        for thing in self._things if not self._settled else ():
+            thing.put_back()
+        self._settled = True
+
+    def _moved(self) -> str | None:
+        return next((what for t in self._things if (what := t.moved()) is not None), None)
+
+    def end(self) -> None:
+        """The run is over."""
+        self.gradients.end()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(optimizer: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+            try:
+                self._refuse()
+                for listener in self.listeners:
+                    listener.update(optimizer, has_closure(arguments, options))
+            except BaseException:
+                self.refused += 1
+                raise
+            if self._in_step and not self._entered and self._watched:
+                self._compare()
+            self._entered = self._entered or name
+
+        return hook
+
+    def _prints(self) -> dict[str, Print]:
+        return {
+            name: (digests.content(tensor), address(tensor), version(tensor))
+            for thing in self._things for name, tensor in thing.contents()
+        }  # fmt: skip
+
+    def _compare(self) -> None:
+        """Before the first optimizer: find what has moved without a trace."""
+        for name, (bits, place, changes) in self._prints().items():
+            was = self._unmoved.get(name)
+            if was is not None and was[1:] == (place, changes) and was[0] != bits:
+                self._untraced = self._untraced or name
+
+    def _check_gap(self) -> None:
+        """Between two steps, after one that was watched. What follows the block runs for a lost step too, unless the
+        script asks."""
+        before, asked = self._after_block, self.asked
+        self._after_block, self.asked = {}, False
+        if not before or asked:
+            return
+        for name, now in self._prints().items():
+            if name in before and before[name][1:] == now[1:] and before[name] != now:
+                raise LoopError(
+                    f"{name} was changed after step {self.step}'s block, and torch has not counted it (`.data`, "
+                    "numpy): what follows the block runs for a step that is lost, too, and would change it twice. "
+                    "Write it behind `if step.completed:`, or into the block after optimizer.step()"
+                )
+
+
+def _flat(tensors: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        yield tensors
+    elif isinstance(tensors, list | tuple):
+        for tensor in tensors:
+            yield from _flat(tensor)

@@ -1,0 +1,390 @@
+"""The kinds of tracked objects: what of each is copied when a step begins, what is watched, how it is put back.
+
+Parameters and optimizer state fill the memory and are watched only: by torch's counts of changes, by identity and by
+address. All that is small is copied, and buffers, because torch does not count BatchNorm's changes.
+
+Invariant: after `begin`, unless `moved` names something, `put_back` brings the object to where it was at `begin`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+
+from everstep.recovery import digests
+from everstep.recovery.ddp.reducers import BUCKETS
+from everstep.recovery.rollback import snapshots
+from everstep.recovery.rollback.snapshots import Held, address, version
+from everstep.recovery.sharding import fsdp
+from everstep.recovery.state.optimizers import places
+from everstep.recovery.state.randomness import STATE
+from everstep.recovery.state.scalers import scalers
+from everstep.recovery.state.switches import SWITCHES
+
+ELSEWHERE = ("data", "rng", STATE, SWITCHES, BUCKETS)  # the session's own, which it puts back itself
+LARGE = 2**20  # bytes of a buffer that is copied again only if torch has counted a change
+
+
+class Thing:
+    """One tracked object, or a part of one. `name` is the script's."""
+
+    opaque = ""  # after `large`: what of it cannot be copied
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def look(self) -> None:
+        """Find its parts anew. In steps that are watched."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def large(self) -> list[Held]:
+        """After `begin`: its tensors that are not copied. Who gives them copies has them put back."""
+        return []
+
+    def moved(self) -> str | None:
+        """The name of something that has changed since `begin` and has no copy."""
+        return None
+
+    def put_back(self) -> None:
+        """Bring what was copied to where it was at `begin`."""
+
+    def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Its tensors that are not copied, by name."""
+        yield from ()
+
+
+class Module(Thing):
+    """Parameters are watched, buffers copied, and both put back in their places if forward has replaced them. So are
+    `training` and `requires_grad`, which a step that fails may leave as its middle had them."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        super().__init__(name)
+        self._module = module
+        self._replaces = False  # its parameters get other storages from step to step
+        self._addresses: dict[int, int] = {}  # of parameters, when it was last looked at
+        self._parameters: list[torch.Tensor] = []
+        self._places: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a dictionary of a module's, and its items
+        self._version = 0
+        self._buffers: list[torch.Tensor] = []
+        self._saved: list[torch.Tensor] = []
+        self._large: dict[int, tuple[int, int]] = {}
+        self._uncounted = set[int]()  # large ones that change without torch's count, by `.data` or numpy
+        self._old = set[int]()  # large ones that were not copied when the step began, but before
+        self._training: list[bool] = []
+        self._required: list[bool] = []
+        self._held: list[Held] = []
+        self._extra: list[tuple[torch.nn.Module, Any]] = []
+        self.look()
+
+    def look(self) -> None:
+        modules = self._modules = list(self._module.modules())
+        self._shards = [p.sharded_param for m in modules for p in fsdp.shards_of(m)]
+        # Of modules that FSDP2 shards, forward takes the parameters' place.
+        self._of_parameters = [m._parameters for m in modules if m._parameters and not self._shards]
+        self._of_buffers: list[dict[str, Any]] = [m._buffers for m in modules if m._buffers]
+        plain = torch.nn.Module.get_extra_state
+        self._with_extra = [m for m in modules if type(m).get_extra_state is not plain]
+        found = {id(p): address(p) for p in self._present()}
+        if any(found.get(key, now) != now for key, now in self._addresses.items()):
+            self._replaces = True
+        self._addresses = found
+        for i, marks in self._large.items():
+            buffer = self._buffers[i]
+            if marks == (version(buffer), address(buffer)) and not torch.equal(buffer, self._saved[i]):
+                self._uncounted.add(i)
+
+    def begin(self) -> None:
+        self._places = [(d, d.copy()) for d in (*self._of_parameters, *self._of_buffers)]
+        self._parameters = self._present()
+        self._version = _versions(self._parameters)
+        self._training, self._required = self._switches()
+        # An evaluation between two steps may have moved all of them (`module.to`).
+        ends = self._parameters[:: max(1, len(self._parameters) - 1)]
+        if self._replaces or any(self._addresses.get(id(p)) != address(p) for p in ends):
+            self._addresses = {id(p): address(p) for p in self._parameters}
+        self._held = []
+        self._extra = [(m, copy.deepcopy(m.get_extra_state())) for m in self._with_extra]
+        self._save()
+
+    def large(self) -> list[Held]:
+        self._held = [Held(p, version(p), address(p)) for p in self._parameters if not is_lazy(p)]
+        return self._held
+
+    def moved(self) -> str | None:
+        if self._held and all(h.copy is not None for h in self._held):
+            return None
+        known = self._addresses
+        if _versions(self._parameters) == self._version and all(
+            known.get(id(p)) == address(p) for p in self._parameters
+        ):
+            return None
+        return self.name
+
+    def put_back(self) -> None:
+        for place, items in self._places:
+            if len(place) != len(items) or any(place.get(k) is not v for k, v in items.items()):
+                place.clear()
+                place.update(items)
+        for module, training in zip(self._modules, self._training, strict=True):
+            if module.training is not training:
+                module.training = training
+        for parameter, required in zip(self._switchable(), self._required, strict=True):
+            if parameter.requires_grad is not required:
+                parameter.requires_grad_(required)
+        with torch.no_grad():
+            for i, (buffer, saved) in enumerate(zip(self._buffers, self._saved, strict=True)):
+                if i not in self._old or self._large[i] != (version(buffer), address(buffer)):
+                    snapshots.write(buffer, saved)
+        for held in self._held:
+            held.back()
+        for module, extra in self._extra:
+            module.set_extra_state(copy.deepcopy(extra))
+
+    def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._shards:
+            yield from ((f"{self.name}, shard {i}", p) for i, p in enumerate(self._shards))
+        else:
+            yield from ((f"{self.name}.{name}", p) for name, p in self._module.named_parameters())
+
+    def _present(self) -> list[torch.Tensor]:
+        if self._shards:
+            return [snapshots.raw(p) for p in self._shards]
+        return [p for d in self._of_parameters for p in d.values() if p is not None]
+
+    def _switchable(self) -> list[torch.Tensor]:
+        return [] if self._shards else self._parameters
+
+    def _switches(self) -> tuple[list[bool], list[bool]]:
+        return [m.training for m in self._modules], [p.requires_grad for p in self._switchable()]
+
+    def _save(self) -> None:
+        live = [b for d in self._of_buffers for b in d.values() if b is not None]
+        self._old = set()
+        if len(live) != len(self._buffers) or any(a is not b for a, b in zip(live, self._buffers, strict=True)):
+            self._buffers, self._saved, self._uncounted = live, [b.detach().clone() for b in live], set()
+            self._large = {i: (version(b), address(b)) for i, b in enumerate(live) if _is_large(b)}
+            return
+        to: list[torch.Tensor] = []
+        source: list[torch.Tensor] = []
+        for i, (buffer, saved) in enumerate(zip(live, self._saved, strict=True)):
+            if buffer.shape != saved.shape or buffer.dtype != saved.dtype:
+                self._saved[i] = buffer.detach().clone()
+                continue
+            if _is_large(buffer):
+                now = (version(buffer), address(buffer))
+                if self._large.get(i) == now and i not in self._uncounted:
+                    self._old.add(i)
+                    continue
+                self._large[i] = now
+            to.append(saved)
+            source.append(buffer)
+        if to:
+            with torch.no_grad():
+                torch._foreach_copy_(to, source)
+
+
+class Optimizer(Thing):
+    """Its state is watched. That its step has begun is for others to say."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, tracked: Collection[int] = ()) -> None:
+        super().__init__(name)
+        self._optimizer = optimizer
+        self._tracked = tracked
+        self._loaded = self._looked = 0
+        self.hooks = [optimizer.register_load_state_dict_post_hook(self._load)]
+        self._replaces = False  # its tensors are other ones from step to step
+        self._known: dict[tuple[Any, Any], torch.Tensor] = {}
+        # Dictionaries that it holds, what was there, and all keys that were; None: others may come.
+        self._kept: list[tuple[dict[Any, Any], dict[Any, Any], set[Any] | None]] = []
+        self._held: list[Held] = []
+        self.look()
+
+    def _load(self, _: Any) -> None:
+        self._loaded += 1
+
+    def look(self) -> None:
+        known, self._known = self._known, self._present()
+        if self._looked == self._loaded:  # else it was given others
+            self._replaces |= any(self._known.get(key, tensor) is not tensor for key, tensor in known.items())
+        self._looked = self._loaded
+        self._tensors = [snapshots.raw(v) for v in self._known.values()]
+
+    def _present(self) -> dict[tuple[Any, Any], torch.Tensor]:
+        states = [(id(p), s) for p, s in list(self._optimizer.state.items()) if isinstance(s, dict)]
+        return {(p, key): v for p, s in states for key, v in s.items() if isinstance(v, torch.Tensor)}
+
+    def begin(self) -> None:
+        if self._replaces:
+            self._known = self._present()
+            self._tensors = [snapshots.raw(v) for v in self._known.values()]
+        self._before = self._mark()
+        self._kept, self._held = [], []
+
+    def large(self) -> list[Held]:
+        self._kept, self._held, self.opaque = [], [], ""
+        for place in places(self._optimizer, self._tracked):
+            found = {key: value for key, value in place.live.items() if place.keys is None or key in place.keys}
+            unknown = (key for key, value in found.items() if place.keys and not snapshots.is_known(value))
+            if opaque := next(unknown, ""):
+                self.opaque = f"{self.name}.{opaque}"
+                continue
+            kept, held = snapshots.hold(found, copies=False)
+            self._kept.append((place.live, kept, set(place.live) if place.whole else None))
+            self._held += held
+        return self._held
+
+    def moved(self) -> str | None:
+        if self._kept and not self.opaque and all(h.copy is not None for h in self._held):
+            return None
+        known = self._present()
+        same = all(known.get(key) is tensor for key, tensor in self._known.items()) and self._mark() == self._before
+        return None if same else f"the state of {self.name}"
+
+    def put_back(self) -> None:
+        if self.opaque or any(h.copy is None for h in self._held):
+            return
+        for live, kept, there in self._kept:
+            for key in [key for key in live if there is not None and key not in there]:
+                del live[key]
+            for key, value in kept.items():
+                live[key] = snapshots.restored(value)
+
+    def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for i, state in enumerate(list(self._optimizer.state.values())):
+            if isinstance(state, dict):
+                yield from (
+                    (f"{self.name}, {key} of parameter {i}", v)
+                    for key, v in state.items()
+                    if isinstance(v, torch.Tensor)
+                )
+
+    def _mark(self) -> tuple[int, int]:
+        return self._loaded, _versions(self._tensors)
+
+
+class Tree(Thing):
+    """What `get` gives: nested values. `put` takes back what they were."""
+
+    def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], None] | None = None) -> None:
+        super().__init__(name)
+        self._get, self._put = get, put
+        self._kept: Any = None
+        self._held: list[Held] = []
+
+    def begin(self) -> None:
+        self._kept, self._held = snapshots.hold(self._get())
+
+    def large(self) -> list[Held]:
+        return [h for h in self._held if h.copy is None]
+
+    def moved(self) -> str | None:
+        return self.name if any(h.moved for h in self._held) else None
+
+    def put_back(self) -> None:
+        live = self._get()
+        if snapshots.same(self._kept, live):
+            return
+        if self._put is not None:
+            self._put(snapshots.plain(self._kept))
+        else:
+            snapshots.restore(live, self._kept)
+
+    def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if any(h.copy is None for h in self._held):
+            yield from snapshots.tensors(self._get(), self.name)
+
+
+class Hyperparameters(Tree):
+    """An optimizer's `param_groups` but for the parameters' values."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._groups: list[tuple[dict[str, Any], list[Any], list[Any]]] = []
+        super().__init__(f"{name}.param_groups", self._read)
+
+    def _read(self) -> Any:
+        return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+
+    def begin(self) -> None:
+        super().begin()
+        self._groups = [(g, g["params"], list(g["params"])) for g in self.optimizer.param_groups]
+
+    def put_back(self) -> None:
+        for (group, same, parameters), kept in zip(self._groups, self._kept, strict=True):
+            group.pop("params", None)
+            snapshots.restore(group, kept)
+            same[:] = parameters  # the list itself: LBFGS holds on to it
+            group["params"] = same
+        self.optimizer.param_groups[:] = [group for group, _, _ in self._groups]
+
+
+class Schedule(Tree):
+    """A learning rate's, or the like."""
+
+    def __init__(self, name: str, schedule: Any) -> None:
+        super().__init__(name, schedule.state_dict, schedule.load_state_dict)
+
+
+class Scaler(Tree):
+    """A gradient scaler. Its `state_dict` would wait for the device."""
+
+    def __init__(self, name: str, scaler: Any) -> None:
+        super().__init__(name, self._read, self._write)
+        self._scaler = scaler
+
+    def _read(self) -> Any:
+        return {k: v for k, v in vars(self._scaler).items() if k != "_per_optimizer_states"}
+
+    def _write(self, kept: Any) -> None:
+        for key, value in kept.items():
+            setattr(self._scaler, key, value)
+
+    def put_back(self) -> None:
+        super().put_back()
+        # Else it holds that the optimizer's gradients, which are gone, were unscaled. Only `update` says otherwise.
+        self._scaler._per_optimizer_states.clear()
+
+
+def things(state: Mapping[str, Any]) -> list[Thing]:
+    """What is tracked, in order. A loader goes back by itself, and each rank's generators are for others."""
+    found: list[Thing] = []
+    modules = [target for target in state.values() if isinstance(target, torch.nn.Module)]
+    tracked = {id(p) for module in modules for p in module.parameters()}
+    for name, target in state.items():
+        if isinstance(target, torch.nn.Module):
+            found.append(Module(name, target))
+        elif isinstance(target, torch.optim.Optimizer):
+            found += [Optimizer(name, target, tracked), Hyperparameters(name, target)]
+        elif isinstance(target, LRScheduler):
+            found.append(Schedule(name, target))
+        elif (
+            isinstance(target, torch.amp.GradScaler)
+            or getattr(target, "everstep_per_rank", False)
+            or digests.settles_itself(target)
+        ):
+            continue
+        elif isinstance(target, dict | list | torch.Tensor | np.ndarray):
+            found.append(Tree(name, lambda target=target: target))  # type: ignore[misc]
+        elif callable(getattr(target, "load_state_dict", None)) and name not in ELSEWHERE:
+            found.append(Tree(name, target.state_dict, target.load_state_dict))
+    # Behind what holds them: its `load_state_dict` may go to the scaler too.
+    return [*found, *(Scaler(name, scaler) for name, scaler in scalers(state))]
+
+
+def _is_large(buffer: torch.Tensor) -> bool:
+    return buffer.numel() * buffer.element_size() > LARGE
+
+
+def _versions(tensors: list[torch.Tensor]) -> int:
+    try:
+        return sum([t._version for t in tensors])  # a list is faster
+    except RuntimeError:  # made in inference mode
+        return sum(map(version, tensors))

@@ -1,0 +1,138 @@
+"""A copy of all that a step changes, for scripts whose steps run collectives behind an optimizer's step.
+
+Such a step (a GAN's, PPO's, one that sums its loss over the ranks at its end) can lose a peer when parameters have
+moved. Then the copy, made when the step began, takes it back. It costs memory and time, so no other script pays it; it
+is not made where it takes more than a part of the memory that is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from everstep.recovery.group.scope import script_asks
+from everstep.recovery.rollback.snapshots import Held, raw
+
+log = logging.getLogger("everstep.train")
+
+SHARE = 0.5  # of the free memory of a device
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Undo:
+    """`wanted` once a collective was seen behind an optimizer's step; `on` where there is room."""
+
+    def __init__(self) -> None:
+        self.wanted = self.on = False
+        self.decided = False  # whether there is room, in this world
+        self._told: bool | None = None
+        self.why_not = "no step of this process had shown before that collectives follow its optimizer's step"
+        self._line = ""
+        self._kept: list[torch.Tensor] = []
+
+    def late(self, step: int, name: str) -> None:
+        """A collective of step number `step` begins behind an optimizer's step, or what moves parameters like one."""
+        self.wanted = True
+        asked = script_asks(sys._getframe(2))
+        self._line = f"step {step} runs a collective ({name}{asked.at if asked else ''}) behind an optimizer's step"
+
+    def has_room(self, held: Iterable[Held]) -> bool:
+        """Whether a copy of these has room now."""
+        return self._full(_need(held)) is None
+
+    def let_go(self) -> None:
+        """The newest copy is not needed any more."""
+        self._kept = []
+
+    def _full(self, need: Mapping[torch.device, int]) -> torch.device | None:
+        """A device that has no room for as much."""
+        have = {device: _size(self._kept, device) for device in need}
+        return next((d for d, size in need.items() if size > (free_memory(d) + have[d]) * SHARE), None)
+
+    def decide(self, held: Iterable[Held], opaque: str = "") -> None:
+        """Whether these are copied when a step begins, from now on. `opaque`: what else there is, and cannot be."""
+        need = _need(held)
+        full = self._full(need)
+        can = full is None and not opaque
+        told, self.decided = self._told is can, True
+        self.on = self._told = can
+        line = "To do without, run it before optimizer.step(), or behind the block `with step:`"
+        self.why_not = "" if full is None else f"a copy of {_words(need[full])} of tracked state has no room on {full}"
+        if opaque:
+            self.why_not = f"{opaque} cannot be copied: it holds more than tensors, arrays, numbers and texts"
+        if told:
+            return
+        if can:
+            log.info("%s: %s of tracked state are copied when a step begins, from which it is repeated if a peer is "
+                     "lost. %s", self._line, _words(sum(need.values())), line)  # fmt: skip
+            return
+        self._kept = []
+        log.warning("%s, and %s: if a peer is lost behind that step, all go back to the last commit. %s",
+                    self._line, self.why_not, line)  # fmt: skip
+
+    def keep(self, held: list[Held]) -> None:
+        """Copy them."""
+        tensors = _distinct(held)
+        kept = self._kept
+        for i, tensor in enumerate(tensors):
+            if i < len(kept) and _alike(kept[i], tensor):
+                continue
+            kept[i : i + 1] = [torch.empty_like(tensor)]
+        del kept[len(tensors) :]
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(kept, tensors)
+        copies = {id(tensor): copy for tensor, copy in zip(tensors, kept, strict=True)}
+        for h in held:
+            h.copy, h.origin = copies[id(raw(h.tensor))], raw(h.tensor).detach()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a process may still take there, as far as is known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return 0
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found = int(known["MemAvailable"].split()[0]) * 1024
+        most = (_CGROUP / "memory.max").read_text().strip()
+        if most != "max":
+            stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+            used = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            found = min(found, int(most) - used)
+    except (OSError, ValueError, KeyError):
+        pass  # another system, no cgroup of version 2, or the root's
+    return max(found, 0)
+
+
+def _need(held: Iterable[Held]) -> dict[torch.device, int]:
+    """Bytes of a copy of these."""
+    need: dict[torch.device, int] = {}
+    for tensor in _distinct(held):
+        need[tensor.device] = need.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+    return need
+
+
+def _distinct(held: Iterable[Held]) -> list[torch.Tensor]:
+    return list({id(raw(h.tensor)): raw(h.tensor) for h in held}.values())
+
+
+def _alike(kept: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (kept.shape, kept.dtype, kept.device, kept.stride()) == (
+        tensor.shape, tensor.dtype, tensor.device, tensor.stride(),
+    )  # fmt: skip
+
+
+def _size(tensors: list[torch.Tensor], device: torch.device) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t.device == device)
+
+
+def _words(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

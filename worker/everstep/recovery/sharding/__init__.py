@@ -1,0 +1,1 @@
+"""What shards the state: the mesh, FSDP2 and tensor parallelism."""

@@ -1,0 +1,170 @@
+"""What FSDP2 (`fully_shard`) keeps from step to step, made right after a failed step and for another shard.
+
+A module that was sharded stays as it is: its groups are ours, and it asks them for their sizes at each collective. Uses
+names of torch's that are not public; `tests/recovery/test_recovery_mesh.py` watches them.
+
+Invariant: after `reset` nothing of the failed step is left in the modules, neither gathered parameters nor gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._prims_common import make_contiguous_strides_for
+
+from everstep.checkpoint.sharding import is_sharded
+from everstep.recovery.sharding.tensor_parallel import Cut
+from everstep.recovery.state import places
+from everstep.recovery.state.shape import MODEL, TENSOR
+
+# What shards without DTensors: in the world of one in which a script builds its objects it takes itself for whole, and
+# later reduces nothing.
+_REFUSED = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer")
+
+
+class NotRecoverable(RuntimeError):
+    """The tracked state is sharded in a way that recovery in process cannot handle."""
+
+
+def check(state: Mapping[str, Any], device_mesh: Any) -> None:
+    """Refuse a state that is sharded over anything but `device_mesh`, which is `RecoverableMesh.over` (None: that is
+    sharded at all): taken for replicated it would be trained wrong without an error. Raises `NotRecoverable`."""
+    by_tensor = device_mesh is not None and device_mesh.mesh_dim_names == (TENSOR,)
+    by_script = device_mesh is not None and MODEL in device_mesh.mesh_dim_names
+    for key, target in state.items():
+        parts = target.modules() if isinstance(target, torch.nn.Module) else [target]
+        for part in parts:
+            for kind in type(part).__mro__:
+                if kind.__name__ in _REFUSED:
+                    raise NotRecoverable(
+                        f"{key}: no process can go on with {kind.__name__} when a peer is lost. Use fully_shard() "
+                        "with mesh=run.mesh(shard=N)"
+                    )
+        for name, tensor in _tensors(key, target):
+            if not is_sharded(tensor):
+                continue
+            if by_script:
+                raise NotRecoverable(
+                    f"{name} is a DTensor, and run.mesh(model=N) is for models that the script itself divides, in "
+                    "plain tensors. Make the mesh with run.mesh(tensor=N) for parallelize_module(), and with "
+                    "run.mesh(shard=N) for fully_shard()"
+                )
+            if by_tensor and tensor.device_mesh != device_mesh:
+                raise NotRecoverable(
+                    f"{name} is sharded over {tensor.device_mesh}, and the run's mesh is run.mesh(tensor=N), whose "
+                    '["tensor"] alone a model may be cut over: `parallelize_module(model, mesh["tensor"], plan)`. FSDP '
+                    "and tensor parallelism in one run, and replicate(), cannot go on when a peer is lost: average the "
+                    "gradients over the replicas with run.average_gradients(model)"
+                )
+            if device_mesh is None or tensor.device_mesh != device_mesh:
+                raise NotRecoverable(
+                    f"{name} is sharded over {tensor.device_mesh}, which cannot change when a peer is lost. Make the "
+                    "mesh with run.mesh(shard=N), and shard over all of it; or, for tensor parallelism, with "
+                    'run.mesh(tensor=N), and cut over mesh["tensor"]'
+                )
+            if by_tensor and not all(p.is_replicate() or type(p).__name__ == "Shard" for p in tensor.placements):
+                raise NotRecoverable(
+                    f"{name} has the placement {tensor.placements[0]}: of tensor parallelism Shard and Replicate can "
+                    "go on when a peer is lost"
+                )
+    if by_script:
+        places.check(state)
+    elif device_mesh is not None:
+        _check_tracked(state, "parallelize_module()" if by_tensor else "fully_shard()")
+
+
+def _check_tracked(state: Mapping[str, Any], call: str) -> None:
+    """Refuse a sharded job whose steps cannot be voted on or taken back, because what makes them is not in sight."""
+    modules = {id(p) for t in state.values() if isinstance(t, torch.nn.Module) for p in t.parameters() if is_sharded(p)}
+    stepped = [(key, p) for key, t in state.items() if isinstance(t, torch.optim.Optimizer)
+               for group in t.param_groups for p in group["params"] if is_sharded(p)]  # fmt: skip
+    if not modules or not stepped:
+        raise NotRecoverable(
+            f"run.mesh() was called, and no {'optimizer' if modules else 'module'} that is sharded over it is tracked. "
+            f"Call {call}, make the optimizer of what it returns, and pass both themselves to run.track()"
+        )
+    for key, parameter in stepped:
+        if id(parameter) not in modules:
+            raise NotRecoverable(
+                f"{key} changes a sharded parameter of shape {list(parameter.shape)} whose module is not tracked: pass "
+                "the module itself to run.track()"
+            )
+    for module in (m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules()):
+        if any(parameter.offload_to_cpu for parameter in shards_of(module)):
+            raise NotRecoverable("no process can go on with CPUOffloadPolicy when a peer is lost: leave it out")
+
+
+class ShardedObjects:
+    """The FSDP2 modules among the tracked objects, those that are cut over `mesh["tensor"]`, and the optimizers."""
+
+    def __init__(self, state: Mapping[str, Any], over: Any = None) -> None:
+        self._optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
+        self._modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
+        self._cut = Cut(self._modules if over is not None and over.mesh_dim_names == (TENSOR,) else (), over)
+
+    def arrived(self) -> None:
+        """Wait for what gradients are computed from. Raises `PeerLost`."""
+        self._cut.arrived()
+
+    def reset(self) -> None:
+        """The step in hand failed."""
+        for module in self._roots():
+            for state in module._get_fsdp_state()._state_ctx.all_states:
+                for group in state._fsdp_param_groups:
+                    group._all_gather_result = None  # its work has failed, or is over: nobody waits for it
+            module.reset_iter_state()
+        for parameter in self._parameters():
+            # torch's reset leaves gradients that were not reduced yet; with them the repeated step would be wrong.
+            parameter.unsharded_accumulated_grad = None
+            with contextlib.suppress(AttributeError):  # there is none before the first forward
+                parameter._unsharded_param.grad = None
+            parameter.sharded_param.grad = None
+
+    @torch.no_grad()
+    def hold(self, shard: int) -> None:
+        """This process has another shard from now on. What it holds is of no use until it is filled."""
+        for parameter in self._parameters():
+            parameter.reset_sharded_param()  # the module may have been moved, or made on `meta`, since
+            axis, size = parameter.fsdp_placement.dim, list(parameter._orig_size)
+            info = parameter.mesh_info
+            each = -(-size[axis] // info.shard_mesh_size)
+            size[axis] = max(0, min(each, size[axis] - shard * each))
+            info.shard_mesh_rank = shard
+            parameter.sharded_size = torch.Size(size)
+            parameter.contiguous_sharded_stride = make_contiguous_strides_for(size)
+            padded = parameter._sharded_param_data.zero_().view(parameter.padded_sharded_param_size)
+            parameter.sharded_param._local_tensor = padded.narrow(axis, 0, size[axis])
+        self._cut.hold(shard)
+        for optimizer in self._optimizers:
+            optimizer.state.clear()  # of another shape, perhaps
+
+    def _roots(self) -> Iterator[Any]:
+        return (m for m in self._sharded() if m._get_fsdp_state()._is_root is not False)
+
+    def _sharded(self) -> Iterator[Any]:
+        for module in self._modules:
+            yield from (m for m in module.modules() if hasattr(m, "_get_fsdp_state"))
+
+    def _parameters(self) -> Iterator[Any]:
+        for module in self._sharded():
+            yield from shards_of(module)
+
+
+def shards_of(module: Any) -> Iterator[Any]:
+    """FSDP2's own records of a module's parameters; none if it is no module of FSDP2's."""
+    if hasattr(module, "_get_fsdp_state"):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            yield from group.fsdp_params
+
+
+def _tensors(key: str, target: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(target, torch.nn.Module):
+        yield from ((f"{key}.{name}", t) for name, t in (*target.named_parameters(), *target.named_buffers()))
+    elif isinstance(target, torch.optim.Optimizer):
+        groups = target.param_groups
+        yield from ((f"{key}: parameter {i}", p) for i, p in enumerate(p for g in groups for p in g["params"]))
+    elif isinstance(target, torch.Tensor):
+        yield key, target

@@ -1,0 +1,193 @@
+"""The mesh of a sharded job: replicas × shards, FSDP2's, those of tensor parallelism or the script's own. A script
+keeps the same `DeviceMesh`, and so FSDP2 and all DTensors do, while the members of its two process groups change.
+
+Shards are neighbours in rank: rank r holds shard r % shards, in replica r // shards. Before its first round a process
+has no rank; it builds its objects with a shard number that may turn out to be another. Uses names of torch's that are
+not public; `tests/recovery/test_recovery_mesh.py` watches them.
+
+Invariant: between `move` and the next, coordinates, the ranks of both groups and the mesh's layout say the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.distributed import distributed_c10d
+
+from everstep.recovery.announcements import Round
+from everstep.recovery.errors import LoopError
+from everstep.recovery.forming.forming import Part
+from everstep.recovery.group.recoverable import RecoverableGroup
+from everstep.recovery.group.scope import script_asks
+from everstep.recovery.sharding import tensor_parallel
+from everstep.recovery.state.shape import MODEL, REPLICATE, SHARD, TENSOR
+
+log = logging.getLogger("everstep.train")
+
+_OF_REPLICAS = ("size", "get_local_rank")  # methods of a mesh's whose answer depends on how many replicas there are
+
+
+class RecoverableMesh:
+    """`device_mesh` is what a script passes to `fully_shard`, or takes `["tensor"]` of. `new_group` registers a group
+    with c10d, which learns of `everyone`'s ranks here: the checkpoint engine asks for them where state is sharded."""
+
+    def __init__(
+        self,
+        shards: int,
+        provisional: int,
+        device: str,
+        everyone: RecoverableGroup,
+        new_group: Callable[[str], RecoverableGroup],
+        kind: str = SHARD,
+    ) -> None:
+        from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415  few scripts shard
+
+        self._everyone = everyone
+        self.kind = kind
+        self.shards = shards
+        self.shard = provisional % shards
+        self.replicate_group = new_group("mesh_replicate")
+        self.shard_group = new_group(f"mesh_{kind}")
+        for group in self.groups:
+            group.on_begin = _refuse
+        self.shard_group.knows_place = kind == MODEL
+        # This process is rank 0 of a world of one; the other ranks of the mesh do not exist yet.
+        others = iter(range(1, shards))
+        row = [0 if i == self.shard else next(others) for i in range(shards)]
+        self._place((0, 1), (self.shard, shards), {0: 0}, {rank: i for i, rank in enumerate(row)})
+        groups: list[Any] = [self.replicate_group, self.shard_group]
+        names = (REPLICATE, kind)
+        self.device_mesh = cast("Any", DeviceMesh.from_group(groups, device, mesh=[row], mesh_dim_names=names))
+        # The meshes of one dimension that the script, and FSDP2, cut out of this one.
+        self._parts: list[weakref.ref[Any]] = []  # no set: they are equal, and what they are equal by changes
+        cut = self.device_mesh._create_sub_mesh
+
+        def cut_and_noted(*arguments: Any) -> Any:
+            part = cut(*arguments)
+            self._parts.append(weakref.ref(part))
+            if REPLICATE in (part.mesh_dim_names or ()):
+                self._ask_first(part)
+            return part
+
+        self.device_mesh._create_sub_mesh = cut_and_noted
+        self._ask_first(self.device_mesh)
+        # What parameters are cut over: FSDP2 knows of the replicas, tensor parallelism does not.
+        self.over: Any = self.device_mesh[TENSOR] if kind == TENSOR else self.device_mesh
+        self._moved = False
+        if kind == TENSOR:
+            tensor_parallel.cut_alone(lambda group: group is self.shard_group and not self._moved)
+
+    def _ask_first(self, mesh: Any) -> None:
+        """The number of replicas, and which one this process is in, is known in the first step: a script that asks
+        `mesh` before is refused, as it is where it asks a group."""
+
+        def asking(name: str) -> Callable[..., Any]:
+            torchs = getattr(mesh, name)
+
+            def asked(mesh_dim: int | str | None = None) -> Any:
+                if mesh_dim not in (1, self.kind):
+                    self.replicate_group.ask_ranks(f"mesh.{name}")
+                return torchs(mesh_dim)
+
+            return asked
+
+        for name in _OF_REPLICAS:
+            setattr(mesh, name, asking(name))
+
+    @property
+    def groups(self) -> tuple[RecoverableGroup, RecoverableGroup]:
+        return self.replicate_group, self.shard_group
+
+    @property
+    def places(self) -> int:
+        """How many ranks of a replica have plain tensors of other kinds and numbers than each other."""
+        return self.shards if self.kind == MODEL else 1
+
+    def fits(self, round_: Round) -> bool:
+        """Whether its world is whole replicas; the log says so if not."""
+        if round_.world_size % self.shards == 0:
+            return True
+        log.warning(
+            "round %d has %d ranks, no whole replicas of %d shards: waiting for the next. If the job is to go "
+            "on with fewer, make its sizes multiples (spec.elastic.groupSize)",
+            round_.number, round_.world_size, self.shards,
+        )  # fmt: skip
+        return False
+
+    def misplaced(self, round_: Round) -> str:
+        """Why this process cannot have its rank there; empty if it can. Only what a script has built for its place
+        itself nobody can turn into another place's."""
+        place = round_.rank % self.shards
+        if self.kind != MODEL or place == self.shard:
+            return ""
+        return (
+            f"round {round_.number} gives rank {round_.rank} to this process, place {place} of a replica, and its "
+            f"script has built what belongs to place {self.shard}"
+        )
+
+    def parts(self, rank: int, world_size: int) -> tuple[Part, Part]:
+        """The groups of this rank in such a world, as `groups`."""
+        replica, shard = divmod(rank, self.shards)
+        return (
+            Part(f"replicate-{shard}", replica, world_size // self.shards),
+            Part(f"shard-{replica}", shard, self.shards),
+        )
+
+    def move(self, rank: int, world_size: int) -> None:
+        """This process has another rank, or the world another size. What was computed with the mesh stays valid: only
+        the number of replicas differs, and the place of a process that has not trained."""
+        self._moved = True
+        replicas = world_size // self.shards
+        replica, self.shard = divmod(rank, self.shards)
+        row = {replica * self.shards + i: i for i in range(self.shards)}
+        column = {i * self.shards + self.shard: i for i in range(replicas)}
+        self._place((replica, replicas), (self.shard, self.shards), column, row)
+        _world().pg_group_ranks[self._everyone] = {i: i for i in range(world_size)}
+        ranks = torch.arange(world_size, dtype=torch.int).view(replicas, self.shards)
+        _relayout(self.device_mesh, ranks, rank)
+        self._parts = [reference for reference in self._parts if reference() is not None]
+        parts = [part for reference in self._parts if (part := reference()) is not None]
+        for mesh in (self.device_mesh, *parts):
+            for name in _OF_REPLICAS:
+                vars(mesh).pop(name, None)  # torch's own is right from now on
+        for part in parts:
+            _relayout(part, ranks[:, self.shard] if part.mesh_dim_names == (REPLICATE,) else ranks[replica], rank)
+
+    def _place(
+        self, replicate: tuple[int, int], shard: tuple[int, int], column: dict[int, int], row: dict[int, int]
+    ) -> None:
+        for group, (rank, size), ranks in (
+            (self.replicate_group, replicate, column),
+            (self.shard_group, shard, row),
+        ):
+            group.place(rank, size)
+            _world().pg_group_ranks[group] = ranks
+
+
+def _refuse(name: str, _: Any) -> None:
+    """A collective begins, and this process has met nobody."""
+    asked = script_asks(sys._getframe(1))
+    raise LoopError(
+        f"{name}{asked.at if asked is not None else ''} over a group of run.mesh(): before steps() this process is "
+        "alone, and nobody else is in it. DistributedDataParallel is for models that are not cut: write "
+        "run.average_gradients(model) behind the last backward() of a step for one that is cut over "
+        "run.mesh(tensor=N); fully_shard averages by itself. What else is to be reduced belongs inside `with step:`"
+    )
+
+
+def _world() -> Any:
+    return distributed_c10d._world
+
+
+def _relayout(mesh: Any, ranks: torch.Tensor, rank: int) -> None:
+    """Give a mesh another layout, as its constructor would."""
+    fresh = type(mesh)(mesh.device_type, ranks, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False, _rank=rank)
+    mesh._layout, mesh._rank_map = fresh._layout, fresh._rank_map
+    mesh._flatten_rank_map = fresh._flatten_rank_map
+    mesh._rank, mesh._coordinate_on_dim = rank, fresh._coordinate_on_dim
+    mesh._hash = None

@@ -1,0 +1,176 @@
+"""Gradients belong to one step: no checkpoint holds them, and no new process has those of the step before.
+
+Refuses a step that leaves gradients for the next one, in every world: a restart loses them as a lost peer does. And
+keeps which parameters have a gradient at all between two steps, because optimizers tell zeros from None.
+
+Invariant: after `put_back` a tracked parameter has a gradient, of zeros, if and only if it had one when the step began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.optimizers import before_step
+from everstep.recovery.state.scalers import scalers
+
+SAMPLE = 16  # parameters by which it shows that a backward pass has run
+
+
+class Gradients:
+    """Refuses those of the parameters of all tracked optimizers; without one of all tracked modules. Puts back those of
+    both."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
+        self._modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
+        self._scalers = [scaler for _, scaler in scalers(state)]
+        self._hooks = [before_step(o, self._enter) for o in self._optimizers]
+        self.updates = 0  # optimizer steps that were begun in this world
+        self._fewest: int | None = None  # of one step of this world
+        self._left_out = False  # the newest step made fewer than any before it, or none
+        self._watching: list[Any] = []
+        # Of each parameter that had a gradient: whether it was there whenever a backward pass came to it.
+        self._found: list[list[torch.Tensor]] = []
+        self.look()
+        self.begin()
+
+    def look(self) -> None:
+        """Find the parameters anew."""
+        of_modules = [p for m in self._modules for p in m.parameters()]
+        found = [p for o in self._optimizers for group in o.param_groups for p in group["params"]] or of_modules
+        self._parameters = list({id(p): p for p in found}.values())
+        # Those of modules too: one that the loop changes itself, or that gets an optimizer later, must not begin a
+        # repeated step with what the failed one has left.
+        self._all = list({id(p): p for p in (*of_modules, *found)}.values())
+        self._sample = [p for p in self._parameters if p.requires_grad]
+        self._sample = self._sample[:: max(1, len(self._sample) // SAMPLE)]
+
+    def begin(self, *, watched: bool = False) -> None:
+        """A step begins. `watched`: find out whether its backward pass begins on gradients of the step before."""
+        if watched:
+            self.look()
+        self.entered = False
+        if not self.updates:
+            self._fewest = None  # the world is new, and all its members judge alike
+        self._made = self.updates
+        self._there = self.present
+        self._before = self._marks()
+        self._scales = self._updates()
+        self._unwatch()
+        if watched:
+            self._watch()
+
+    def ended(self, step: int) -> None:
+        """The step's block ended well. Raises `LoopError`."""
+        self._unwatch()
+        made = self.updates - self._made
+        self._left_out = bool(self._optimizers) and (not made or (self._fewest is not None and made < self._fewest))
+        self._fewest = made if self._fewest is None else min(made, self._fewest)
+        # A pass for something else (an adversarial example) may come first, and its gradients be cleared again.
+        if any(found and all(bool(there) for there in found) for found in self._found):
+            raise LoopError(
+                f"the backward pass of step {step} began on gradients of the step before, which no checkpoint holds "
+                "and a new process does not have. Call optimizer.zero_grad() in each step; to add up the gradients of "
+                "several batches use run.loader(…, micro_batch=…), and `with step as batches: for batch in batches: …`"
+            )
+        if not self._optimizers:
+            return  # the loop changes parameters itself, maybe through `.data`
+        if self.entered or self._scales != self._updates() or any(map(_skipped, self._scalers)):
+            return
+        now = self._marks()
+        if all(grad == was for (grad, _), (was, _) in zip(now, self._before, strict=True)):
+            return  # no backward pass
+        if any(moved != was for (_, moved), (_, was) in zip(now, self._before, strict=True)):
+            return  # the loop changes parameters itself
+        if not any(p.grad is not None and bool(p.grad.detach().any()) for p in self._parameters):
+            return
+        raise LoopError(
+            f"step {step} ended with gradients and without an optimizer's step: no checkpoint holds them, and they are "
+            "lost with a peer. To add up gradients over several batches make them micro-batches of one step: "
+            "run.loader(…, micro_batch=…), `with step as batches: for batch in batches: …backward()`, then "
+            "optimizer.step(). To leave a step out call optimizer.zero_grad() before it ends"
+        )
+
+    def uncount(self) -> None:
+        """The newest step was not one of the run's."""
+        self.updates = self._made
+
+    def take_left_out(self) -> bool:
+        """Whether the newest step, which ended well, made no optimizer step, or fewer than any of this world before it.
+        Told once."""
+        found, self._left_out = self._left_out, False
+        return found
+
+    def put_back(self) -> None:
+        """The step failed."""
+        self._unwatch()
+        for p in self._all:
+            p.grad = None
+        self.add(self._there)
+
+    def add(self, there: list[bool]) -> None:
+        """Let those of these that have none have gradients of zeros."""
+        for p, has, sparse in zip(self._all, there[::2], there[1::2], strict=True):
+            if has and p.grad is None:
+                p.grad = zero_gradient(p, sparse=sparse)
+
+    @property
+    def present(self) -> list[bool]:
+        """Of each parameter whether it has a gradient, and whether that is sparse."""
+        return [told for p in self._all for told in (p.grad is not None, p.grad is not None and p.grad.is_sparse)]
+
+    def end(self) -> None:
+        """The run is over."""
+        self._unwatch()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, *_: Any) -> None:
+        self.entered = True
+        self.updates += 1
+
+    def _marks(self) -> list[tuple[Any, int]]:
+        return [(None if (g := p.grad) is None else (id(g), g._version), p._version) for p in self._sample]
+
+    def _updates(self) -> list[int]:
+        scales = [getattr(scaler, "_scale", None) for scaler in self._scalers]
+        return [0 if scale is None else scale._version for scale in scales]
+
+    def _watch(self) -> None:
+        self._found = []
+        for p in self._parameters:
+            if p.requires_grad and p.grad is not None:
+                self._found.append([])
+                self._watching.append(p.register_hook(_look(p, self._found[-1])))
+
+    def _unwatch(self) -> None:
+        for hook in self._watching:
+            hook.remove()
+        self._watching = []
+
+
+def _look(parameter: torch.Tensor, found: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        grad = parameter.grad
+        found.append(torch.zeros((), dtype=torch.bool) if grad is None else grad.detach().any())  # no wait for a device
+
+    return hook
+
+
+def zero_gradient(parameter: torch.Tensor, *, sparse: bool) -> torch.Tensor:
+    """`sparse`: as an embedding with `sparse=True` has them; its optimizer refuses others."""
+    if not sparse:
+        return torch.zeros_like(parameter)
+    values = parameter.detach().new_zeros((0, *parameter.shape[1:]))
+    rows = torch.zeros((1, 0), dtype=torch.int64, device=values.device)
+    return torch.sparse_coo_tensor(rows, values, parameter.shape)
+
+
+def _skipped(scaler: Any) -> bool:
+    """Whether the scaler was asked for an optimizer's step, and has not made it."""
+    states = list(getattr(scaler, "_per_optimizer_states", {}).values())
+    return any(getattr(state.get("stage"), "name", "") == "STEPPED" for state in states)

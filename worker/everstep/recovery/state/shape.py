@@ -1,0 +1,66 @@
+"""How a run's processes are arranged: replicas, each of so many shards, and which of them read the same data. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from everstep.data.assignment import World
+from everstep.recovery.errors import LoopError
+
+REPLICATE: Final = "replicate"
+# What the mesh's other dimension is called: state is cut by FSDP2, by tensor parallelism, or by the script itself.
+SHARD: Final = "shard"
+TENSOR: Final = "tensor"
+MODEL: Final = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a script has asked for: its state in so many `shards`, which `kind` says who cuts."""
+
+    kind: str = SHARD
+    shards: int = 1
+
+    @property
+    def readers(self) -> int:
+        """Neighbours in rank that read the same data: unless FSDP2 cuts they compute one replica together."""
+        return self.shards if self.kind != SHARD else 1
+
+    @property
+    def places(self) -> int:
+        """How many ranks of a replica hold other parameters than each other, in tensors that do not say so."""
+        return self.shards if self.kind == MODEL else 1
+
+    def reads_as(self, rank: int, world_size: int) -> World:
+        """What a process has to read of the data: a process that is alone before its first round all of it."""
+        return World(rank // self.readers, max(1, world_size // self.readers))
+
+    def of_sizes(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """How many parts the data may be cut into, for these sizes of worlds."""
+        return tuple(size // self.readers for size in sizes if size % self.readers == 0)
+
+    def __str__(self) -> str:
+        return f"mesh({self.kind}={self.shards})"
+
+
+def asked(shard: int | None, tensor: int | None, model: int | None) -> Shape:
+    """The shape that a script means. Raises `LoopError`."""
+    given = {name: n for name, n in ((SHARD, shard), (TENSOR, tensor), (MODEL, model)) if n is not None}
+    if len(given) > 1:
+        raise LoopError(
+            f"mesh({', '.join(f'{name}={n}' for name, n in given.items())}): a replica is cut by FSDP2, by tensor "
+            "parallelism or by the script itself, and by one of them only: pass one. Several in one run cannot go on "
+            "when a peer is lost; under torchrun, with init_device_mesh, such a run starts again from its last commit"
+        )
+    if not given:
+        raise LoopError(
+            "mesh(): write run.mesh(shard=N) for FSDP2, run.mesh(tensor=N) for parallelize_module(), or "
+            "run.mesh(model=N) for a model that the script itself divides over N ranks"
+        )
+    ((kind, shards),) = given.items()
+    found = Shape(kind, shards)
+    if found.shards < 1:
+        raise LoopError(f"{found}: the number of shards, 1 or more, is expected")
+    return found

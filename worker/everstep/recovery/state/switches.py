@@ -1,0 +1,154 @@
+"""What a script switches in tracked modules while it trains, and `state_dict` does not say: which parameters require
+gradients, which modules are in training mode, how large a buffer is, which parameters have a gradient at all: an
+optimizer moves one whose gradient is zero (decay, momentum), and leaves one alone that has none.
+
+A process that comes later has these as its script sets them before the loop: it would train what the others have
+frozen. So what was switched since the loop began is part of the training state. What a script sets before its loop is
+its own: a run that is resumed by another script, which freezes other layers, keeps what that script says.
+
+Invariant: a process gets switches only if its script begins as the one did that made them. The order in the state is
+before the modules, whose `load_state_dict` needs buffers of the right size.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import xxhash
+from torch.nn.parameter import is_lazy
+
+from everstep.checkpoint.modules import bare
+from everstep.recovery.state.gradients import zero_gradient
+
+log = logging.getLogger("everstep.train")
+
+SWITCHES: Final = "switches"  # the name in a commit
+GRADIENTS = "gradients"  # among what was switched
+
+
+@dataclass(frozen=True, slots=True)
+class _Began:
+    """One module as it was when the loop began."""
+
+    name: str
+    module: torch.nn.Module
+    training: bool
+    required: dict[str, bool]  # by parameter
+    buffers: dict[str, list[Any] | None]  # the persistent ones
+
+
+class Switches:
+    """Of the modules in `state`. `start` once, when the script has built them and nothing is restored yet."""
+
+    everstep_optional = True  # commits of before this was saved
+    everstep_of_session = True  # so buffers, and what the script keeps, may have other sizes than when it began
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._modules: list[_Began] = []
+        self._digest = ""
+
+    def start(self) -> None:
+        """Note what the script has set before its loop."""
+        tracked = [(key, bare(t)) for key, t in self._state.items() if isinstance(t, torch.nn.Module)]
+        self._modules = [
+            _Began(f"{key}.{path}" if path else key, m, m.training, _required(m), _buffers(m))
+            for key, module in tracked
+            for path, m in module.named_modules()
+        ]
+        told = [(b.name, b.training, b.required, b.buffers) for b in self._modules]
+        self._digest = xxhash.xxh3_64_hexdigest(json.dumps(told).encode())
+
+    def state_dict(self) -> dict[str, str]:
+        found: dict[str, Any] = {}
+        for began in self._modules:
+            if began.module.training is not began.training:
+                found[f"training of {began.name}"] = began.module.training
+            for known, now in ((began.required, _required(began.module)), (began.buffers, _buffers(began.module))):
+                if known != now:
+                    found |= {f"{began.name}.{k}": v for k, v in now.items() if k in known and v != known[k]}
+        if gradients := self._gradients():
+            found[GRADIENTS] = gradients
+        return {"began": self._digest, "switched": json.dumps(found, sort_keys=True)}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        wanted = json.loads(state["switched"])
+        gradients = wanted.pop(GRADIENTS, {})
+        if state["began"] != self._digest:
+            if wanted:
+                log.warning(
+                    "the run that made this state had switched %s since its loop began; this script's modules begin "
+                    "otherwise (requires_grad, training mode, buffers), and are left as it has set them",
+                    ", ".join(sorted(wanted)[:8]),
+                )
+            return
+        for began in self._modules:
+            began.module.training = wanted.get(f"training of {began.name}", began.training)
+            for k, required in began.required.items():
+                p, to = began.module._parameters.get(k), wanted.get(f"{began.name}.{k}", required)
+                if p is not None and p.requires_grad is not to:
+                    p.requires_grad_(to)
+            for k, kind in began.buffers.items():
+                _make_room(began.module, k, wanted.get(f"{began.name}.{k}", kind))
+        for name, p in self._parameters():
+            has = name not in gradients["without"] if "without" in gradients else name in gradients.get("with", ())
+            if has is not (p.grad is not None):
+                p.grad = zero_gradient(p, sparse=name in gradients.get("sparse", ())) if has else None
+        for target in self._state.values():
+            _align(target)
+
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for began in self._modules:
+            for key in began.required:
+                if (p := began.module._parameters.get(key)) is not None and not is_lazy(p):
+                    yield f"{began.name}.{key}", p
+
+    def _gradients(self) -> dict[str, list[str]]:
+        """Which parameters have one, in few words: mostly all or none do."""
+        parameters = list(self._parameters())
+        found = {"with": [name for name, p in parameters if p.grad is not None]}
+        if not found["with"]:
+            return {}
+        if len(found["with"]) > len(parameters) // 2:
+            found = {"without": [name for name, p in parameters if p.grad is None]}
+        sparse = [name for name, p in parameters if p.grad is not None and p.grad.is_sparse]
+        return found | {"sparse": sparse} if sparse else found
+
+
+def _required(module: torch.nn.Module) -> dict[str, bool]:
+    return {k: p.requires_grad for k, p in module._parameters.items() if p is not None}
+
+
+def _buffers(module: torch.nn.Module) -> dict[str, list[Any] | None]:
+    """Their types and shapes; None for those that are to come."""
+    if not module._buffers:
+        return {}
+    left_out = module._non_persistent_buffers_set
+    return {k: _kind(b) for k, b in module._buffers.items() if k not in left_out and not (b is not None and is_lazy(b))}
+
+
+def _kind(buffer: torch.Tensor | None) -> list[Any] | None:
+    return None if buffer is None else [str(buffer.dtype).removeprefix("torch."), *buffer.shape]
+
+
+def _make_room(module: torch.nn.Module, name: str, kind: list[Any] | None) -> None:
+    """For what is about to be loaded into a buffer."""
+    live = module._buffers.get(name)
+    if kind is None or _kind(live) == kind or (live is not None and is_lazy(live)):
+        return
+    like = live if live is not None else next(module.parameters(), None)
+    device = like.device if like is not None else None
+    module._buffers[name] = torch.zeros(kind[1:], dtype=getattr(torch, kind[0]), device=device)
+
+
+def _align(target: Any) -> None:
+    """Let the wrappers of a module be in its mode."""
+    inner = bare(target)
+    while isinstance(target, torch.nn.Module) and target is not inner:
+        target.training = inner.training
+        target = target._orig_mod if hasattr(target, "_orig_mod") else target.module

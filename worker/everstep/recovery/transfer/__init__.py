@@ -1,0 +1,1 @@
+"""Brings the members of a new round to one state."""

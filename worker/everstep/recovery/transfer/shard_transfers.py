@@ -1,0 +1,168 @@
+"""Brings shards from members to members, from memory to memory: only what a receiver needs, only from one giver.
+
+As in `transfer` the state is taken apart as for a checkpoint, nothing is pickled, and each tensor has a checksum. All
+givers send at once, in blocks, each to its receivers. Invariant: nothing of a receiver's state changes before all of it
+has arrived and was checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.state import apply, capture
+from everstep.recovery.group.members import Members
+from everstep.recovery.transfer.broadcast import TransferFailed, local_bytes
+
+BLOCK: Final = 16 * 2**20  # bytes to one receiver at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What has arrived from `giver`."""
+
+    giver: int
+    values: Mapping[str, Any]
+    described: Sequence[Any]
+    body: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        return self.body.numel()
+
+
+def exchange(
+    state: Mapping[str, Any], gifts: Sequence[tuple[int, int]], device_mesh: Any, members: Members
+) -> Parcel | None:
+    """Send and receive according to `gifts`, (receiver, giver); what this rank received. Collective. Raises `PeerLost`,
+    `TransferFailed`."""
+    mine = [receiver for receiver, giver in gifts if giver == members.rank]
+    giver = next((g for receiver, g in gifts if receiver == members.rank), None)
+    head, body = _pack(state, device_mesh, members.rank) if mine else (b"", _Body([]))
+    told = members.gather((len(head), body.size))
+    heading = _deliver(_Body([memoryview(head)]), mine, giver, [h for h, _ in told], members)
+    content = _deliver(body, mine, giver, [b for _, b in told], members)
+    if giver is None:
+        return None
+    described = json.loads(bytes(heading.numpy()))
+    parcel = Parcel(giver, described["values"], described["tensors"], content)
+    _check(parcel)
+    return parcel
+
+
+def unpack(state: Mapping[str, Any], parcel: Parcel, device_mesh: Any, rank: int) -> None:
+    """Put what has arrived into `state`, whose shard's number is the giver's."""
+    tensors: dict[str, torch.Tensor] = {}
+    at = 0
+    for name, kind, local, whole, _ in parcel.described:
+        dtype = getattr(torch, kind)
+        size = dtype.itemsize * torch.Size(local).numel()
+        # A copy: a view needs an address that its type can have.
+        tensor = torch.empty(local, dtype=dtype)
+        if size:
+            tensor.view(-1).view(torch.uint8).copy_(parcel.body[at : at + size])
+        tensors[name] = tensor if whole is None else _sharded(tensor, whole, device_mesh)
+        at += size
+    apply(state, {"state": parcel.values}, tensors, rank)
+
+
+def _pack(state: Mapping[str, Any], device_mesh: Any, rank: int) -> tuple[bytes, _Body]:
+    captured = capture(state, rank)
+    listed, buffers = [], []
+    for name, tensor in captured.tensors.items():
+        data = local_bytes(tensor)
+        here = tensor.detach()
+        whole = None
+        if is_sharded(tensor):
+            if tensor.device_mesh != device_mesh:  # type: ignore[attr-defined]
+                raise TransferFailed(f"{name} is not sharded over the mesh of run.mesh()")
+            whole = [list(here.shape), list(here.stride()), [_spell(name, p) for p in here.placements]]  # type: ignore[attr-defined]
+            here = here.to_local()  # type: ignore[attr-defined]
+        kind = str(here.dtype).removeprefix("torch.")
+        listed.append((name, kind, list(here.shape), whole, xxhash.xxh3_64_hexdigest(data)))
+        buffers.append(memoryview(data))
+    return json.dumps({"values": captured.values, "tensors": listed}).encode(), _Body(buffers)
+
+
+def _spell(name: str, placement: Any) -> int | None:
+    """The axis that is sharded; None for one that is replicated."""
+    if placement.is_replicate():
+        return None
+    if type(placement).__name__ != "Shard":
+        raise TransferFailed(f"{name}: placement {placement} cannot be sent: it does not shard by axis")
+    axis: int = placement.dim
+    return axis
+
+
+def _sharded(local: torch.Tensor, whole: Any, device_mesh: Any) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415  costs seconds
+
+    shape, stride, axes = whole
+    placements = [Replicate() if axis is None else Shard(axis) for axis in axes]
+    found: torch.Tensor = DTensor.from_local(
+        local.to(device_mesh.device_type), device_mesh, placements,
+        run_check=False, shape=torch.Size(shape), stride=tuple(stride),
+    )  # fmt: skip
+    return found
+
+
+def _check(parcel: Parcel) -> None:
+    at = 0
+    for name, kind, local, _, said in parcel.described:
+        size = getattr(torch, kind).itemsize * torch.Size(local).numel()
+        if xxhash.xxh3_64_hexdigest(_view(parcel.body[at : at + size])) != said:
+            raise TransferFailed(f"{name}: what arrived from rank {parcel.giver} fails its checksum")
+        at += size
+    if at != parcel.size:
+        raise TransferFailed(f"{parcel.size} bytes arrived from rank {parcel.giver}, {at} were described")
+
+
+class _Body:
+    """Buffers end to end."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = buffers
+        self.size = sum(b.nbytes for b in buffers)
+        self._number = self._into = 0
+
+    def take(self, most: int) -> torch.Tensor:
+        """The next bytes, at most so many."""
+        found = torch.empty(min(most, self.size), dtype=torch.uint8)
+        self.size -= found.numel()
+        place, at = memoryview(_view(found)), 0
+        while at < len(place):
+            buffer = self._buffers[self._number]
+            part = buffer[self._into : self._into + len(place) - at]
+            place[at : at + part.nbytes] = part
+            at, self._into = at + part.nbytes, self._into + part.nbytes
+            if self._into == buffer.nbytes:
+                self._number, self._into = self._number + 1, 0
+        return found
+
+
+def _view(data: torch.Tensor) -> Any:
+    return data.numpy()
+
+
+def _deliver(
+    body: _Body, receivers: Sequence[int], giver: int | None, sizes: Sequence[int], members: Members
+) -> torch.Tensor:
+    """Send `body` to each of `receivers`; what `giver` sent here. `sizes` are those of all ranks' bodies."""
+    arrived = torch.empty(sizes[giver] if giver is not None else 0, dtype=torch.uint8)
+    for at in range(0, max(sizes), BLOCK):
+        block = body.take(BLOCK)
+        out_sizes, in_sizes = [0] * members.world_size, [0] * members.world_size
+        for receiver in receivers:
+            out_sizes[receiver] = block.numel()
+        if giver is not None:
+            in_sizes[giver] = max(0, min(BLOCK, sizes[giver] - at))
+        place = arrived[at : at + sum(in_sizes)]
+        outgoing = block.repeat(len(receivers)) if len(receivers) != 1 else block
+        members.group.alltoall_base(place, outgoing, in_sizes, out_sizes).wait()
+    return arrived

@@ -1,0 +1,165 @@
+"""How the members of a new round come to one state when each holds a shard of it (HSDP).
+
+A step changes every shard, and a shard that was changed cannot be changed back. So all members vote before the first
+optimizer of a step: who has heard all votes makes the step, and who loses a peer while it waits for them asks the
+members of the next round whether any of them has made it, and then does as they did. Where all members have a copy of
+their shard from when the step began (`undo`), they vote when the step's block has ended: collectives that follow the
+optimizer can fail, and until then each can go back.
+
+Invariants: a member that has voted neither makes nor repeats the step before it knows what the others do; the shards
+that are trained on are of one version (`covering`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import xxhash
+
+from everstep.recovery.digests import content, state_digest
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.members import Members
+from everstep.recovery.sharding import fsdp, tensor_parallel
+from everstep.recovery.sharding.mesh import RecoverableMesh
+from everstep.recovery.transfer import shard_transfer_plan, shard_transfers
+from everstep.recovery.transfer.agreement import NoState
+from everstep.recovery.transfer.shard_transfer_plan import NEW, Cover, Held
+from everstep.recovery.validity import Quality
+
+log = logging.getLogger("everstep.train")
+
+
+class Sharded:
+    """This process's shard. `mesh` says which it is to have, `holds` which it has."""
+
+    def __init__(self, mesh: RecoverableMesh, members: Members) -> None:
+        self.mesh = mesh
+        self._members = members
+        self.holds = mesh.shard
+        self._made = (0, NEW)  # the last step that was made, and in which round
+        self._undoes = False  # all members copy their shards, in this world
+        self._voted: tuple[int, int] | None = None  # completed steps at the last vote, and its round
+        self._spoiled = False  # memory holds parts of what was being restored
+        self._state: Mapping[str, Any] = {}
+        self._objects = fsdp.ShardedObjects({})
+
+    def track(self, state: Mapping[str, Any]) -> None:
+        """What makes up the training state."""
+        self._state = state
+        self._objects = fsdp.ShardedObjects(state, self.mesh.over)
+
+    def may_undo(self) -> bool:
+        """Whether this member may copy its shard when a step begins: all do, or none."""
+        return self._undoes
+
+    def back(self) -> None:
+        """The step in hand failed."""
+        self._objects.reset()
+
+    def vote(self, step: int, round_: int, can_undo: bool) -> None:
+        """Say that step number `step` can be made, and wait until all members of the round say so. Raises `PeerLost`:
+        then only `decided` knows whether it is made. `can_undo`: this member can copy its shard when a step begins; if
+        all can, they do, and vote when a step has ended."""
+        self._voted = (step, round_)
+        self._undoes = self._members.maximum(0 if can_undo else 1) == 0
+        self._made = (step + 1, round_)
+
+    def arrived(self) -> None:
+        """Wait for the gradients of the step in hand: what is voted for can be made. Raises `PeerLost`."""
+        self._objects.arrived()
+
+    def may_make(self, step: int) -> bool:
+        """Whether this member knows already that step number `step` is to be made."""
+        return self._made[0] == step + 1
+
+    def decided(self) -> bool:
+        """Whether the step that this member voted for is to be made. Collective, in the next round."""
+        assert self._voted is not None
+        step, round_ = self._voted
+        mine = Held(step, round_, Quality.VOTED, self.holds, 0)
+        if not shard_transfer_plan.was_made(mine, self._gather(mine)):
+            return False
+        self._made = (step + 1, round_)
+        return True
+
+    def settle(self, step: int, quality: Quality, round_: int, start: Callable[[], int | None]) -> tuple[int, str]:
+        """Bring all members to one version; completed steps, and what was done, in words. Collective. Raises
+        `PeerLost`, and `NoState` if there is neither a whole state in memory nor one in storage."""
+        self._undoes = False
+        told = self._standing(step, quality)
+        found = shard_transfer_plan.cover(told, self.mesh.shards)
+        if found is None:
+            return self._from_storage(told, round_, start), "no state was whole in memory"
+        if found.diverged:
+            log.error(
+                "ranks %s hold other parameters than their counterparts after the same step %d; they take theirs",
+                found.diverged, found.step,
+            )  # fmt: skip
+        parcel = shard_transfers.exchange(self._state, found.gifts, self.mesh.over, self._members)
+        self._take(parcel)
+        if shard_transfer_plan.fresh(told):
+            self._check_alike()
+        self._made = (found.step, found.made)
+        done = found.step
+        if shard_transfer_plan.fresh(told):
+            done = start() or 0
+            self._made = (done, round_)
+        return done, _words(found, parcel, self.holds)
+
+    def _check_alike(self) -> None:
+        """What the scripts have made of parameters that are not cut is the same on all ranks. Raises `LoopError`."""
+        if self.mesh.over is self.mesh.device_mesh:
+            return  # FSDP2 cuts all
+        whole = dict(tensor_parallel.whole_here(self._state))
+        mine = xxhash.xxh3_64_intdigest(b"".join(content(t).to_bytes(8, "little") for t in whole.values())) >> 1
+        if len({digest for (digest,) in self._members.gather((mine,))}) > 1:
+            raise LoopError(
+                f"the ranks of a replica begin with other values of {next(iter(whole))} or another parameter that "
+                'mesh["tensor"] does not cut, and would train apart: seed all processes alike before the model is '
+                "built, `torch.manual_seed(0)`, as tensor parallelism asks of every script"
+            )
+
+    def _standing(self, step: int, quality: Quality) -> list[Held]:
+        """What all members hold, once none of them is undecided."""
+        digest = state_digest(self._state)  # of a new state, too: scripts may have drawn other random numbers
+        made = self._made[1] if self._made[0] == step else NEW
+        mine = Held(step, made, Quality.TORN if self._spoiled else quality, self.holds, digest)
+        while shard_transfer_plan.undecided(told := self._gather(mine)):
+            pass  # it decides by what it was told just now, ends its step, and asks again
+        return told
+
+    def _gather(self, mine: Held) -> list[Held]:
+        told = self._members.gather((mine.step, mine.made, int(mine.quality), mine.shard, mine.digest))
+        return [Held(step, made, Quality(quality), shard, digest) for step, made, quality, shard, digest in told]
+
+    def _from_storage(self, told: list[Held], round_: int, start: Callable[[], int | None]) -> int:
+        gone = shard_transfer_plan.missing(told, self.mesh.shards)
+        log.error("no state is whole among %d members (missing shards: %s): the last commit is what there is",
+                  len(told), ", ".join(map(str, gone)) or "none, but of several versions")  # fmt: skip
+        self._spoiled = True  # also of a new state: a shard may be another one's by now
+        self._take(None)
+        step = start()
+        if step is None:
+            raise NoState(
+                f"shards {gone} of {self.mesh.shards} are lost, and there is no commit: give everstep.start() a "
+                "checkpoint URL, or start all processes at once so that each builds the shard of its own rank"
+            )
+        self._spoiled = False
+        self._made = (step, round_)
+        return step
+
+    def _take(self, parcel: shard_transfers.Parcel | None) -> None:
+        """Hold the shard that the mesh says."""
+        if self.holds != self.mesh.shard:
+            self._objects.hold(self.mesh.shard)
+        self.holds = self.mesh.shard
+        if parcel is not None:
+            shard_transfers.unpack(self._state, parcel, self.mesh.over, self._members.rank)
+
+
+def _words(found: Cover, parcel: shard_transfers.Parcel | None, shard: int) -> str:
+    if parcel is not None:
+        return f"shard {shard} from rank {parcel.giver}, {parcel.size} bytes"
+    return f"shards went to ranks {[receiver for receiver, _ in found.gifts]}" if found.gifts else ""

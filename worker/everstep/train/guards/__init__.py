@@ -1,0 +1,1 @@
+"""Finds scripts that could not be recovered right, and refuses them by name."""

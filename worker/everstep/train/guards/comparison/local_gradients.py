@@ -1,0 +1,172 @@
+"""What one step of this rank has computed, in a few numbers: of each parameter the sums of its own gradient, before it
+is averaged with those of other ranks.
+
+Invariant: two processes that run the same block on the same samples, state and random numbers have the same sums, to
+the rounding of their kernels. So only what comes before the first values of other ranks is counted: the gradients of
+the backward pass in which the averaging begins, and of those before it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.recovery.group.scope import script_asks
+
+log = logging.getLogger("everstep.train")
+
+COLUMNS = 16
+# How far sums may be apart, as a part of the gradient's norm: of the CPU, whose kernels repeat their bits on the same
+# kind of machine, and of an accelerator, whose sums by atomic additions do not.
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
+CLOSE_ON_DEVICE = 2e-2
+SMALL = 1e-3  # of the norm of all gradients: below it a gradient may be rounding alone (a bias before a BatchNorm)
+
+
+class LocalGradients:
+    """Of the parameters of all tracked modules and optimizers; from `begin` to `end`."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        found: dict[int, tuple[str, torch.nn.Parameter]] = {}
+        for key, target in state.items():
+            if isinstance(target, torch.nn.Module):
+                for name, parameter in target.named_parameters():
+                    found.setdefault(id(parameter), (f"{key}.{name}", parameter))
+        for key, target in state.items():
+            if isinstance(target, torch.optim.Optimizer):
+                of_groups = [p for group in target.param_groups for p in group["params"]]
+                for i, parameter in enumerate(of_groups):
+                    found.setdefault(id(parameter), (f"parameter {i} of {key}", parameter))
+        self.names = [name for name, _ in found.values()]
+        self.name_of = {key: name for key, (name, _) in found.items()}  # by a parameter's identity
+        self._parameters = [parameter for _, parameter in found.values()]
+        self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self._counts = [0] * len(self._parameters)
+        self._hooks: list[Any] = []
+        self._pass: int | None = None  # the backward pass in which a collective has begun
+        self._closed = False
+
+    def begin(self) -> None:
+        """The step begins."""
+        for i, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and not torch.nn.parameter.is_lazy(parameter):
+                self._hooks.append(parameter.register_hook(self._adder(i)))  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Nothing is counted any more."""
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def collective(self, name: str) -> bool:
+        """One of the program's begins: whether the step's gradients stay this rank's own whatever it brings. If not,
+        nothing is counted any more."""
+        if (now := torch._C._current_graph_task_id()) >= 0:
+            self._pass = now
+        own = is_own(name)
+        self._closed = self._closed or not own
+        return own
+
+    def told(self) -> torch.Tensor:
+        """For each parameter how many gradients came, their norm and their sums: [parameters, 2 + COLUMNS + 1]."""
+        found = torch.zeros(len(self.names), 3 + COLUMNS, dtype=torch.float64)
+        for i, (count, sums) in enumerate(zip(self._counts, self._sums, strict=True)):
+            if sums is not None:
+                found[i, 0], found[i, 1:] = count, sums.cpu()
+        return found
+
+    def _adder(self, i: int) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            if self._pass is not None and torch._C._current_graph_task_id() != self._pass:
+                self._closed = True  # what this pass begins from may be averaged
+            if self._closed:
+                return
+            try:
+                sums = _sums(gradient.detach())
+            except Exception:  # of a kind that nobody has thought of: the script's step goes on
+                log.warning("gradients of %s cannot be summed up", self.names[i], exc_info=True)
+                self._closed = True
+                return
+            before = self._sums[i]
+            self._sums[i] = sums if before is None else before + sums
+            self._counts[i] += 1
+
+        return hook
+
+    def first_difference(self, mine: torch.Tensor, theirs: torch.Tensor, *, alike: bool = True) -> str | None:
+        """The name of the first parameter whose gradients are not the same. `alike`: both were computed on machines of
+        the same kind."""
+        if mine.shape != theirs.shape:
+            return "the tracked parameters"
+        a, b = mine.numpy(), theirs.numpy()
+        of_all = float(np.sqrt(np.nansum(np.where(np.isfinite(b[:, 1]), b[:, 1], 0.0) ** 2)))
+        for i, name in enumerate(self.names):
+            parameter = self._parameters[i]
+            close = closeness(parameter, alike=alike)
+            size = max(abs(a[i, 1]), abs(b[i, 1]), SMALL * of_all)
+            if a[i, 0] != b[i, 0]:
+                if size > SMALL * of_all or not of_all:
+                    return name
+            elif not np.all(np.isfinite(a[i])) or not np.all(np.isfinite(b[i])):
+                if not np.array_equal(np.isfinite(a[i]), np.isfinite(b[i])):
+                    return name
+            elif np.any(np.abs(a[i, 1:] - b[i, 1:]) > close * size):
+                return name
+        return None
+
+
+def closeness(parameter: torch.Tensor, *, alike: bool) -> float:
+    """How far sums of its gradients may be apart, as a part of their norm. `alike`: see `first_difference`."""
+    exact = alike and parameter.device.type == "cpu"
+    return CLOSE.get(parameter.dtype, CLOSE_ON_DEVICE) if exact else CLOSE_ON_DEVICE
+
+
+def flat(gradient: torch.Tensor) -> torch.Tensor:
+    """The real numbers that it has, in one dimension."""
+    if gradient.layout is not torch.strided:
+        gradient = gradient.coalesce().values()
+    gradient = gradient.resolve_conj().resolve_neg()
+    return (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1)
+
+
+def pack(sums: torch.Tensor | None, head: Mapping[str, Any]) -> bytes:
+    """`sums`: of `LocalGradients.told`. `head`: what JSON holds."""
+    shape = list(sums.shape) if sums is not None else None
+    text = json.dumps({**head, "shape": shape}).encode()
+    return len(text).to_bytes(8, "little") + text + (sums.numpy().tobytes() if sums is not None else b"")
+
+
+def unpack(data: bytes) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """What `pack` was given. Raises ValueError."""
+    size = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + size])
+    if not isinstance(head, dict) or (shape := head.get("shape")) is None:
+        return None, head
+    sums = np.frombuffer(data[8 + size :], dtype=np.float64).reshape(shape)
+    return torch.from_numpy(sums.copy()), head
+
+
+def is_own(name: str) -> bool:
+    """Whether a collective that begins leaves what the step computes with this rank's own values: DDP's average of
+    gradients, and its broadcasts of buffers and of the order of its buckets, which bring what a new process was given
+    too; and a barrier. To be called from this package alone: `script_asks` goes up to the first frame outside of it."""
+    if torch._C._current_graph_task_id() >= 0:
+        return name == "allreduce"
+    asked = script_asks(sys._getframe(1)) if name == "broadcast" else None
+    return name == "barrier" or (asked is not None and not asked.own)
+
+
+def _sums(gradient: torch.Tensor) -> torch.Tensor:
+    """Its norm, its sums by columns, and the sum of what is left over."""
+    values = flat(gradient)
+    whole = values.numel() // COLUMNS * COLUMNS
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64).reshape(1)
+    columns = values[:whole].view(-1, COLUMNS).sum(0, dtype=torch.float64)
+    return torch.cat([norm, columns, values[whole:].sum(dtype=torch.float64).reshape(1)])

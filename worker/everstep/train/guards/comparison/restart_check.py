@@ -1,0 +1,205 @@
+"""Compares the first step after a restart with the same step before it.
+
+What a script keeps in plain variables, caches, hooks and files is in no commit. Under a launcher that starts all
+processes again nobody is left who has it, and could be asked (`recovery.rehearsal`). So rank 0 puts the sums of its own
+gradients in the first step behind a commit beside that commit; and after a restart rank 0 of a world of the same size
+computes that step from the same state, samples and random numbers. Gradients that are not the same mean that the step
+reads something that a new process does not have, and the run is refused (ADR 0021). So do an optimizer's settings and
+the gradients that it is given, where these are not the same when it steps (`updates`).
+
+A step that no process computes twice alike (an augmentation with a generator of its own) shows in the second restart:
+the two new processes differ from each other too. Then the run goes on, with a warning.
+
+Invariants: nothing here waits longer than the store is given to answer; a run whose script, or whose arguments, are
+others than before is not refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from everstep.recovery.errors import LoopError
+from everstep.train.boundary import Boundary
+from everstep.train.guards.comparison.local_gradients import LocalGradients, pack, unpack
+from everstep.train.guards.comparison.optimizer_updates import Updates
+from everstep.train.plain import TRACK, Values, differences, listed, plain_values
+from everstep.train.sources import program
+
+log = logging.getLogger("everstep.train")
+
+NEXT: Final = "next-step"  # the attachment of the process that has saved
+AGAIN: Final = "next-step-again"  # of the first one that was refused
+
+
+class RestartCheck:
+    """Of one process. `hears`: it is told of the collectives of the step. Those sums that depend on other ranks' values
+    are left out then."""
+
+    def __init__(self, state: Mapping[str, Any], boundary: Boundary, *, hears: bool) -> None:
+        self._state = state
+        self._boundary = boundary
+        self._hears = hears
+        self._program: str | None = None  # None: not asked yet, or nobody can tell
+        self._gradients: LocalGradients | None = None
+        self._sums: torch.Tensor | None = None
+        self._updates: Updates | None = None
+        self._values: Values = {}
+        self._size = self._step = 0
+        self._restored: int | None = None  # the step of the commit that this process began from
+
+    def begin(self, rank: int, world_size: int) -> None:
+        """A step begins, which this process takes as itself."""
+        self._forget()
+        keeper, step = self._boundary.keeper, self._boundary.step
+        if keeper is None or rank != 0:
+            return
+        if keeper.restored_step == step:
+            self._restored = step
+        if step not in (self._restored, keeper.saved_step):
+            return
+        if self._program is None:
+            self._program = program()
+        self._size, self._step = world_size, step
+        self._values = plain_values(sys._getframe(1))
+        self._gradients = LocalGradients(self._state)
+        self._updates = Updates(self._state, self._gradients)
+        self._gradients.begin()
+
+    def collective(self, name: str) -> None:
+        """One of the program's begins in a step."""
+        if self._gradients is not None:
+            self._gradients.collective(name)
+
+    def update(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Before an optimizer's step, which has yet to compute gradients by its `closure`."""
+        if not closure and self._updates is not None:
+            self.over()
+            self._updates.begins(optimizer)
+
+    def over(self) -> None:
+        """The block of the step has ended, or the first of its optimizers steps."""
+        if self._gradients is not None and self._sums is None:
+            self._gradients.end()
+            self._sums = self._gradients.told()
+
+    def completed(self) -> None:
+        """The step is complete, and nothing is saved yet. Raises `LoopError` on rank 0."""
+        if self._sums is not None:
+            if self._step == self._restored:
+                self._compare(self._sums)
+            elif (keeper := self._boundary.keeper) is not None:
+                keeper.attach(NEXT, pack(self._sums, self._head()))
+        self._forget()
+
+    def note(self) -> None:
+        """The same of a step that is not made, before the process leaves."""
+        self.over()
+        keeper = self._boundary.keeper
+        if self._sums is not None and keeper is not None and keeper.saved_step == self._step:
+            keeper.attach_now(NEXT, pack(self._sums, self._head()))
+        self._forget()
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "version": 2,
+            "world_size": self._size,
+            "hears": self._hears,
+            "program": self._program,
+            "kernels": kernels(),
+            "names": self._gradients.names if self._gradients is not None else [],
+            "values": self._values,
+            "updates": self._updates.told() if self._updates is not None else None,
+        }
+
+    def _compare(self, sums: torch.Tensor) -> None:
+        keeper = self._boundary.keeper
+        assert keeper is not None
+        told = {name: note for name, data in keeper.attached((NEXT, AGAIN)).items() if (note := _unpacked(data))}
+        if NEXT not in told:
+            return
+        theirs, head = told[NEXT]
+        if head["world_size"] != self._size or head["hears"] != self._hears:
+            log.info("the first step after this restart is not compared: the world had %s ranks", head["world_size"])
+            return
+        differing = differences(head["values"], self._values)
+        alike = head.get("kernels") == kernels()
+        found = self._difference(sums, theirs, head, alike)
+        if not found:
+            if differing:
+                log.info(
+                    "this restart has the gradients of the run before it. Of the script's variables these differ: %s; "
+                    "what later steps read of them is to be tracked", listed(differing),
+                )  # fmt: skip
+            return
+        text = _refusal(found, self._step, differing)
+        if self._program is None or head.get("program") != self._program:
+            log.warning("%s. It goes on, because the script or its arguments are not those of then", text)
+            return
+        if AGAIN in told and self._difference(sums, *told[AGAIN], alike):
+            log.warning(
+                "step %d is another one in each process that takes it, from the same samples, random numbers and "
+                "tracked state: it %s. So nothing can be told from that, and the run goes on; it will not be that of "
+                "an undisturbed run. Random numbers that are drawn from torch's, numpy's or Python's own generators, "
+                "or from one that is tracked, are the same after a restart", self._step, found,
+            )  # fmt: skip
+            return
+        if AGAIN not in told:
+            keeper.attach_to_restored(AGAIN, pack(sums, self._head()))
+        raise LoopError(text)
+
+    def _difference(self, sums: torch.Tensor, theirs: torch.Tensor, head: Mapping[str, Any], alike: bool) -> str:
+        """What the step does otherwise than the one that was noted; nothing if it is the same."""
+        assert self._gradients is not None
+        assert self._updates is not None
+        if (name := self._gradients.first_difference(sums, theirs, alike=alike)) is not None:
+            return f"computes other gradients than before: {name} has others"
+        update = self._updates.difference(head.get("updates"), alike=alike)
+        return f"moves the parameters otherwise than before: {update}" if update is not None else ""
+
+    def _forget(self) -> None:
+        if self._gradients is not None:
+            self._gradients.end()
+        self._gradients, self._updates, self._sums, self._values = None, None, None, {}
+
+
+@functools.cache
+def kernels() -> str:
+    """The bits of a sum depend on these: the kind of machine, the number of threads, torch's version."""
+    model = "unknown"
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return f"{torch.__version__} {model} {torch.get_num_threads()} threads {device}"
+
+
+def _unpacked(data: bytes) -> tuple[torch.Tensor, dict[str, Any]] | None:
+    try:
+        sums, head = unpack(data)
+    except (ValueError, TypeError) as e:
+        log.warning("what was noted of the step behind the commit cannot be read: %s", e)
+        return None
+    usable = sums is not None and head.get("version") == 2 and isinstance(head.get("values"), dict)
+    return (sums, head) if sums is not None and usable else None
+
+
+def _refusal(found: str, step: int, differing: list[str]) -> str:
+    text = (
+        f"the run was started again from the commit of step {step}, and from the same samples, random numbers and "
+        f"tracked state the step after it {found}. So the step reads something that a new process does not have. "
+        "Nothing was saved since"
+    )
+    if differing:
+        text += f". Of the script's variables these differ: {listed(differing)}"
+    return (
+        f"{text}. {TRACK}. If it is meant to be another (a configuration file or data were changed), "
+        "start(rehearsal=False)"
+    )

@@ -1,0 +1,324 @@
+"""A process that takes the place of a lost one plays another's part first, and is compared with it.
+
+What a script keeps in plain variables, caches, hooks and files is in no checkpoint, and a new process does not have it.
+`carried` reads much of that from the script's text, and cannot read all. So before a new process's gradients count, it
+runs the block of its first step as a rank that has trained already: with that one's samples and random numbers, and
+with the tracked state that it was given. Collectives are not run. The block is left before the first optimizer's step
+if nothing behind it notices; else it runs to its end. Then everything is put back, and the process takes the step as
+itself. If its gradients were not those that the other rank computes in that step, the run is refused on all ranks
+before it is saved (ADR 0018). What such a process lacks may show later (a threshold that a counter comes to), so it
+plays again in its 3rd, 5th, 9th, … step.
+
+DDP's forward pass brings rank 0's buffers to all ranks; in a part it does not. So rank 0 sends them before, in the
+steps in which somebody plays.
+
+It keeps its own rank, because a script may keep what it was told, and may write files as that rank. A script that asks
+for its rank may compute other gradients by intent, and is not refused for them.
+
+Invariants: what was played leaves nothing tracked behind; all members compare in the same step, or none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.alike import to_bytes
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.in_flight import PeerLost
+from everstep.recovery.group.members import Members
+from everstep.recovery.group.scope import script_asks
+from everstep.train.guards.comparison.local_gradients import LocalGradients, is_own, pack, unpack
+from everstep.train.holdings import variables, walk
+from everstep.train.plain import TRACK, Values, differences, listed, plain_values
+from everstep.train.playable import may_be_left
+
+log = logging.getLogger("everstep.train")
+
+MOST_BUFFERS = 2**26  # bytes that rank 0 sends, in a step in which somebody plays
+MOST = 1000  # collectives that end with this rank's own values, in a part that cannot be left
+
+
+class Played(PeerLost):
+    """A part is over. Nobody is lost; the step's block is left as if somebody were."""
+
+
+class Rehearsal:
+    """Of one process. `stand_in`: see `ProgramGroups.stand_in`; None and None end that. `buffers`: those that a forward
+    pass takes from rank 0, by name."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        members: Members,
+        stand_in: Callable[[Callable[[str], bool] | None, Callable[[], None] | None], None],
+        buffers: Callable[[], Mapping[str, torch.Tensor]] = dict,
+    ) -> None:
+        self._state = state
+        self._members = members
+        self._stand_in = stand_in
+        self._buffers = buffers
+        self._brought = b""  # rank 0's buffers, for the step in which somebody plays
+        self._age = 0  # steps that this process has completed, one after the other
+        self._ages: list[int] = []  # of the members, by rank
+        self._model: int | None = None  # the rank whose part is played in the next step; None: nobody plays
+        self._due = False  # this process plays in it
+        self._foreign = False  # a step was seen that asks other ranks for what they have
+        self._may_be_left = False  # the block of the part
+        self._stood_in = 0  # collectives of others' values, in the part
+        self._asked = False  # a part has asked for the rank, and may have kept it
+        self.playing = False
+        self._gradients: LocalGradients | None = None
+        self._found: torch.Tensor | None = None
+        self._values: Values = {}
+        self._caches: list[functools._lru_cache_wrapper[Any]] = []  # the script's, when a part is due
+        self._empty: list[functools._lru_cache_wrapper[Any]] = []  # those of them, before the part
+        self._missed: dict[int, int] = {}  # calls that each cache had to make before the first part, by identity
+
+    def meet(self, *, joins: bool) -> None:
+        """The members of a round are at one state. `joins`: this process was given it. Collective."""
+        if joins:
+            self._age = 0
+        told = self._members.gather((self._age, int(self._foreign)))
+        self._ages = [age for age, _ in told]
+        self._foreign = any(foreign for _, foreign in told)
+        self._plan()
+
+    def _plan(self) -> None:
+        self._forget()
+        oldest = max(self._ages)
+        # Not in the second: the first was compared just before.
+        plays = [age < oldest and age != 1 and not age & (age - 1) for age in self._ages]
+        self._model = self._ages.index(oldest) if any(plays) else None
+        self._due = plays[self._members.rank]
+        self._brought = b""
+        if self._model is not None and (buffers := self._buffers()):
+            mine = pack_tensors(buffers, MOST_BUFFERS) if self._members.rank == 0 else b""
+            self._brought = self._members.from_rank(0, mine)
+
+    @property
+    def first(self) -> bool:
+        """Whether this process has completed no step yet: all members' reducers are new."""
+        return self._age == 0
+
+    def plays(self, can_renew: Callable[[], bool]) -> bool:
+        """Whether this process plays in the step that begins. `can_renew`: whether DDP's reducers are the others' again
+        behind the part."""
+        if self._due and not self._buffers_fit():
+            self.cannot("the buffers of its modules are too large to be sent, or of other sizes than rank 0's")
+        if self._due and not can_renew():
+            self.cannot("DDP's buckets could not be made anew behind it (static_graph, or a process group of its own)")
+        if self._due:
+            self._may_be_left = may_be_left(sys._getframe(1))
+            self._caches = caches(sys._getframe(1))
+            if not self.first and any(c.cache_info().misses > self._missed.get(id(c), 0) for c in self._caches):
+                self.cannot("its steps fill a cache of functools, from which a part's values could not be taken out")
+            if self._foreign and not self._may_be_left:
+                self.cannot("its steps have collectives of the script's own, and code behind their blocks")
+        return self._due
+
+    def _buffers_fit(self) -> bool:
+        own = self._buffers()
+        return not own or (bool(self._brought) and fits(self._brought, own))
+
+    @property
+    def model(self) -> int:
+        """The rank whose part is played."""
+        assert self._model is not None
+        return self._model
+
+    def cannot(self, why: str) -> None:
+        """Not in this process."""
+        if self.first:
+            log.info("this new process is not compared with a rank that has trained: %s", why)
+        self._due = False
+
+    def begin(self) -> int | None:
+        """A step begins. The rank as whom it is taken, if not as this process's own."""
+        if self._model is None or self._gradients is not None or not (self._due or self._members.rank == self._model):
+            return None
+        self._gradients = LocalGradients(self._state)
+        self._values = plain_values(sys._getframe(1))
+        self._gradients.begin()
+        if not self._due:
+            return None
+        self.playing, self._due, self._stood_in = True, False, 0
+        self._empty = [cache for cache in self._caches if not cache.cache_info().currsize]
+        if self.first:
+            self._missed = {id(c): c.cache_info().misses for c in self._caches if c.cache_info().currsize}
+        if self._brought:
+            unpack_tensors(self._brought, self._buffers())
+        self._stand_in(self._stands_in, self._in_group)
+        return self._model
+
+    def collective(self, name: str) -> None:
+        """One begins in a step that is not played."""
+        if self.playing:
+            return
+        if self._gradients is not None:
+            self._gradients.collective(name)
+        # Who has called a broadcast is looked for in the 1st, 2nd, 4th, … step alone: that takes longest.
+        if not self._foreign and (name != "broadcast" or not self._age & (self._age - 1)):
+            self._foreign = not is_own(name)
+
+    def _stands_in(self, name: str) -> bool:
+        assert self._gradients is not None
+        own = self._gradients.collective(name)
+        self._stood_in += not own
+        self._foreign = self._foreign or not own
+        if not own and (self._may_be_left or self._stood_in > MOST):
+            raise Played(f"{name} brings what another rank has")
+        return True
+
+    def asks_rank(self) -> None:
+        """The script asks for its rank."""
+        self._asked = self._asked or (self.playing and self._found is None)
+
+    def _in_group(self) -> None:
+        asked = script_asks(sys._getframe(1))
+        if asked is not None and (not asked.function or asked.function.startswith("get_")):
+            self.asks_rank()
+
+    def update(self, _: torch.optim.Optimizer, closure: bool) -> None:
+        """Before an optimizer's step, which has yet to compute gradients by its `closure`. Raises `Played`."""
+        if closure:
+            return
+        if self._gradients is not None and self._found is None:
+            self._end_counting()
+        if self.playing and self._may_be_left:
+            raise Played("the part is over")
+
+    def leaves(self, error: BaseException) -> bool:
+        """Whether the script goes on behind the block of the part that this has ended."""
+        return isinstance(error, PeerLost) or self._may_be_left
+
+    def over(self) -> None:
+        """The block of a step has ended."""
+        if self._gradients is not None and self._found is None:
+            self._end_counting()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """With collectives stood in for."""
+        self._stand_in(lambda _: True, None)
+        try:
+            yield
+        finally:
+            self._stand_in(None, None)
+
+    def played(self, error: BaseException | None) -> None:
+        """This process is itself again. `error`: that ended the part, if nothing of ours did."""
+        self.playing = False
+        self._stand_in(None, None)
+        if error is not None:
+            log.warning("the part of rank %s ended with %r: this new process is not compared", self._model, error)
+            self._found = None
+
+    def forget_cached(self) -> None:
+        """What the part has left in caches that were empty is taken out: a mask that is kept by the step's number would
+        be the other rank's, in this process's own step too."""
+        for cache in self._empty:
+            cache.cache_clear()
+        self._empty = []
+
+    def compare(self) -> None:
+        """After the step, before anything is saved. Collective. Raises `LoopError` on all members."""
+        if self._model is not None:
+            self._compare(self._model)
+        self._age += 1
+        self._ages = [age + 1 for age in self._ages]
+        self._plan()
+
+    def _compare(self, model: int) -> None:
+        members, mine = self._members, self._found
+        is_model = members.rank == model
+        told = members.from_rank(model, pack(mine, {"values": self._values}) if is_model else b"")
+        found = ""
+        if not is_model and mine is not None and self._gradients is not None:
+            theirs, head = unpack(told)
+            name = self._gradients.first_difference(mine, theirs) if theirs is not None else None
+            if name is not None and model != 0 and self._buffers() and bool((mine[:, 0] > 1).any()):
+                # A second forward pass of the step takes rank 0's buffers again, as its first has left them.
+                log.info("%s has other gradients than on rank %s; but its buffers are rank 0's", name, model)
+            elif name is not None and self._asked:
+                log.info("%s has other gradients than on rank %s; but the step asks for its rank", name, model)
+            elif name is not None:
+                found = _refusal(name, members.rank, model, self._age, differences(head["values"], self._values))
+        said = members.gather((int(bool(found)),))
+        worst = next((rank for rank, (bad,) in enumerate(said) if bad), None)
+        if worst is not None:
+            raise LoopError(members.from_rank(worst, found.encode()).decode())
+
+    def _end_counting(self) -> None:
+        assert self._gradients is not None
+        self._gradients.end()
+        self._found = self._gradients.told()
+
+    def _forget(self) -> None:
+        if self._gradients is not None:
+            self._gradients.end()
+        self._gradients, self._found, self._values = None, None, {}
+
+
+def caches(frame: FrameType | None) -> list[functools._lru_cache_wrapper[Any]]:
+    """Functions of the script's under `functools.cache` or `lru_cache`."""
+    held = (held.value for held in walk(variables(frame)))
+    return [value for value in held if isinstance(value, functools._lru_cache_wrapper)]
+
+
+def pack_tensors(tensors: Mapping[str, torch.Tensor], most: int) -> bytes:
+    """Their kinds and bytes; nothing if they have more than `most`."""
+    if sum(t.numel() * t.element_size() for t in tensors.values()) > most:
+        return b""
+    head = json.dumps({name: _kind(t) for name, t in tensors.items()}).encode()
+    return len(head).to_bytes(8, "little") + head + b"".join(bytes(to_bytes(t)) for t in tensors.values())
+
+
+def fits(data: bytes, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether `unpack_tensors` may fill these."""
+    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return list(head.items()) == [(name, _kind(t)) for name, t in tensors.items()]
+
+
+def unpack_tensors(data: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill them with what `pack_tensors` told of others of the same kinds."""
+    at = 8 + int.from_bytes(data[:8], "little")
+    with torch.no_grad():
+        for tensor in tensors.values():
+            size = tensor.numel() * tensor.element_size()
+            if size:
+                told = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8)
+                tensor.copy_(told.view(tensor.dtype).view(tensor.shape))
+            at += size
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _refusal(name: str, rank: int, model: int, age: int, differing: list[str]) -> str:
+    saved = "Nothing was saved since it came"
+    if age:
+        saved = (
+            f"It came {age} steps ago, and still computed the same {age - age // 2} steps ago: commits since then may "
+            "hold what it has trained wrongly"
+        )
+    text = (
+        f"rank {rank} is a new process, and it computes other gradients than rank {model} from the same samples, "
+        f"random numbers and tracked state: {name} has others. So the step reads something that a new process does not "
+        f"have. {saved}"
+    )
+    if differing:
+        text += f". Of the script's variables these differ: {listed(differing)}"
+    return (
+        f"{text}. {TRACK}. If only the kernels of two machines differ so much, or the step reads RANK from the "
+        "environment and means to, start(rehearsal=False)"
+    )
