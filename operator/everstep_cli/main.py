@@ -18,10 +18,11 @@ import typer
 from everstep_cli import ckpt
 
 USAGE, INTERRUPTED = 2, 130  # exit codes: a command that was given wrongly, Ctrl-C
-LOCAL = ("run", "status", "kill", "start", "scale", "suspend", "resume", "logs")
+LOCAL = ("run", "status", "kill", "start", "scale", "suspend", "resume", "logs", "plan")
 
 app = typer.Typer(
-    help="Elastic, fault-tolerant PyTorch training: run a TrainingJob on this machine and break it; keep checkpoints.",
+    help="Elastic, fault-tolerant PyTorch training: run a TrainingJob on this machine and break it; ask what the "
+    "operator decides about one; keep checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -56,12 +57,13 @@ def _without_operator(missing: str) -> None:
 
 
 try:
-    from everstep_cli import local
+    from everstep_cli import local, plan
 except ModuleNotFoundError as e:
     _without_operator(e.name or str(e))
 else:
     app.add_typer(local.app)
-    expected = local.EXPECTED
+    app.command("plan")(plan.plan)
+    expected = (*local.EXPECTED, *plan.EXPECTED)
 app.add_typer(ckpt.app, name="ckpt")
 
 

@@ -30,6 +30,12 @@ def replay(cluster: World, text: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def expected(text: str, now: str) -> str:
+    """What the transcript records, with the output of `now` in the blocks that record none: they are only asked."""
+    blocks = zip(text.strip("\n").split("\n\n"), now.strip("\n").split("\n\n"), strict=True)
+    return "\n\n".join(old.rstrip("\n") if f"\n{SEPARATOR}" in old else new for old, new in blocks) + "\n"
+
+
 def _run(cluster: World, line: str) -> str:
     try:
         return cluster.run(line)

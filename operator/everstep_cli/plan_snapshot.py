@@ -1,0 +1,200 @@
+"""What a cluster holds of one job, taken once: read from an API server, kept in a file, and made into the snapshot that
+is planned on.
+
+The objects are kept as the API server has them, so that a file goes through the same code as the operator's caches.
+Invariant: nothing here writes to a cluster, and a kept file holds no value of the template's environment variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from everstep.contract import private, redact
+from everstep.contract.document import DocumentInvalid, decode
+from everstep_operator.controller import observe
+from everstep_operator.controller.event_handlers import BACKEND, rendezvous_backend
+from everstep_operator.controller.progress import JobProgress
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.errors import Forbidden, NotFound
+from everstep_operator.kube.resources import CONFIGMAPS, NODES, PDBS, PODS, SERVICES, Resource
+from everstep_operator.kube.wire import (
+    ConfigMap,
+    KubeObject,
+    Node,
+    Pod,
+    PodDisruptionBudget,
+    Service,
+    Unstructured,
+    Wire,
+    controller_uid,
+    to_body,
+)
+from everstep_operator.main import JOBS
+from everstep_operator.plan import names
+from everstep_operator.plan.snapshot import NodeView, RoundView, Snapshot
+from everstep_operator.rounds.documents import KEY, config_map_name
+from everstep_operator.rounds.rules import round_view
+
+T = TypeVar("T", bound=KubeObject)
+
+FORMAT = "everstep-plan-snapshot/1"
+MAX_BYTES = 64 * 1024 * 1024
+MIN_VALUE = 4  # characters; a shorter value of a variable is found in every other word
+
+
+class SnapshotError(Exception):
+    """The snapshot cannot be taken, read or used; the text says what to do."""
+
+
+class Taken(Wire, frozen=True, kw_only=True):
+    """The objects of one job at one moment. `cluster`: where they are from, in words."""
+
+    format: str = ""
+    taken_at: datetime
+    cluster: str = ""
+    job: Unstructured
+    pods: tuple[Pod, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    nodes_hidden: bool = False  # whoever took it may not read nodes
+    service: Service | None = None
+    budget: PodDisruptionBudget | None = None
+    rounds: ConfigMap | None = None
+
+
+async def take(client: KubeClient, namespace: str, name: str, *, now: datetime, cluster: str) -> Taken:
+    """Read a job and what belongs to it. Raises SnapshotError, KubeError."""
+    try:
+        job = await client.get(JOBS, namespace, name)
+    except NotFound as e:
+        raise SnapshotError(
+            f"no TrainingJob {name} in namespace {namespace} of {cluster}: give its namespace with --namespace"
+        ) from e
+    uid = job.metadata.uid
+    listed = await client.list(PODS, namespace, label_selector=names.selector(name))
+    pods = tuple(pod for pod in listed.items if controller_uid(pod.metadata) == uid)
+    nodes, hidden = await _nodes(client, pods)
+    return Taken(
+        format=FORMAT,
+        taken_at=now,
+        cluster=cluster,
+        job=job,
+        pods=pods,
+        nodes=nodes,
+        nodes_hidden=hidden,
+        service=await _own(client, SERVICES, namespace, names.service_name(name), uid),
+        budget=await _own(client, PDBS, namespace, names.service_name(name), uid),
+        rounds=await _own(client, CONFIGMAPS, namespace, config_map_name(name), uid),
+    )
+
+
+async def _nodes(client: KubeClient, pods: tuple[Pod, ...]) -> tuple[tuple[Node, ...], bool]:
+    found = []
+    for name in sorted({pod.spec.node_name for pod in pods if pod.spec.node_name}):
+        try:
+            found.append(await client.get(NODES, None, name))
+        except NotFound:
+            continue
+        except Forbidden:
+            return (), True
+    return tuple(found), False
+
+
+async def _own(client: KubeClient, resource: Resource[T], namespace: str, name: str, uid: str) -> T | None:
+    try:
+        found = await client.get(resource, namespace, name)
+    except NotFound:
+        return None
+    return found if controller_uid(found.metadata) == uid else None
+
+
+def snapshot(taken: Taken) -> Snapshot:
+    """What an operator that has just started would plan on. Raises SnapshotError, SpecError."""
+    job = observe.job_view(taken.job)
+    pods = tuple(worker for pod in taken.pods if (worker := observe.worker_pod(pod)) is not None)
+    nodes = {node.metadata.name: observe.node_view(node) for node in taken.nodes}
+    if taken.nodes_hidden:
+        nodes = {pod.node: NodeView(pod.node, ready=True) for pod in pods if pod.node}
+    return Snapshot(
+        now=taken.taken_at,
+        job=job,
+        pods=tuple(sorted(pods, key=lambda pod: pod.name)),
+        service_uid=taken.service.metadata.uid if taken.service is not None else None,
+        budget=observe.budget_view(taken.budget, job.uid) if taken.budget is not None else None,
+        nodes=nodes,
+        progress=JobProgress(job.status, taken.taken_at).snapshot(),
+        world=_round(taken) if rendezvous_backend(taken.job) == BACKEND else None,
+    )
+
+
+def _round(taken: Taken) -> RoundView:
+    text = "" if taken.rounds is None else taken.rounds.data.get(KEY, "")
+    if not text:
+        return RoundView(0)
+    try:
+        return round_view(decode(text.encode()))
+    except DocumentInvalid as e:
+        name = config_map_name(taken.job.metadata.name)
+        raise SnapshotError(f"ConfigMap {name} holds no round document that this version can read: {e}") from e
+
+
+def save(taken: Taken, path: Path) -> None:
+    """Write it for `load`, readable by its owner only. Raises SnapshotError."""
+    body = to_body(taken)
+    hidden = _taken_out(body["job"].get("spec", {}).get("template") or {})
+    body["job"]["metadata"].pop("annotations", None)  # kubectl keeps the whole manifest there
+    body["pods"] = _without(body.get("pods", []), hidden)
+    try:
+        private.write(path, msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
+    except OSError as e:
+        raise SnapshotError(f"{path}: cannot be written: {e.strerror}") from e
+
+
+def load(path: Path) -> Taken:
+    """Raises SnapshotError naming the file and what is wrong in it."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise SnapshotError(f"{path}: larger than {MAX_BYTES >> 20} MiB: this is no snapshot of one job")
+        taken = msgspec.json.decode(path.read_bytes(), type=Taken)
+    except OSError as e:
+        raise SnapshotError(f"{path}: cannot be read: {e.strerror}") from e
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise SnapshotError(f"{path}: no snapshot: {e}; write one with `everstep plan JOB --save FILE`") from e
+    if taken.format != FORMAT:
+        raise SnapshotError(f"{path}: format {taken.format!r}; this version reads {FORMAT!r}")
+    if taken.taken_at.tzinfo is None:
+        raise SnapshotError(f"{path}: takenAt {taken.taken_at} has no time zone; end it with Z")
+    return taken
+
+
+def _taken_out(template: Mapping[str, Any]) -> tuple[str, ...]:
+    """Replace the values of the containers' variables; the values, longest first, so that none hides a part of another.
+
+    No decision depends on them.
+    """
+    spec = template.get("spec") or {}
+    found = set()
+    for container in [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]:
+        for variable in container.get("env") or ():
+            if variable.get("value") is not None:
+                found.add(str(variable["value"]))
+                variable["value"] = redact.HIDDEN
+    return tuple(sorted((v for v in found if len(v) >= MIN_VALUE), key=lambda v: (-len(v), v)))
+
+
+def _without(value: Any, hidden: tuple[str, ...], key: str = "") -> Any:
+    """`value` with these texts hidden in every message: a failing program likes to print its variables."""
+    match value:
+        case dict():
+            return {k: _without(inner, hidden, k) for k, inner in value.items()}
+        case list():
+            return [_without(inner, hidden, key) for inner in value]
+        case str() if key == "message":
+            for text in hidden:
+                value = value.replace(text, redact.HIDDEN)
+            return redact.text(value)
+    return value
