@@ -33,10 +33,10 @@ from figures import Better, Figure, finish, parser, quantile, spread
 
 from everstep.contract.document import Member, Sizes
 from everstep.contract.rounds import DOCUMENT_PATH, LAPSES_HEADER
-from everstep.rendezvous.driver import Driver
-from everstep.rendezvous.joining import Settings
-from everstep.rendezvous.memory import MemoryStore
-from everstep.rendezvous.participant import Broken, Patience, Round
+from everstep.membership.backends.memory import MemoryStore
+from everstep.membership.driver import Driver
+from everstep.membership.joining import Settings
+from everstep.membership.proposals import Broken, Patience, Round
 
 MANY = 1000
 PROCESSES = 8

@@ -21,14 +21,14 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from everstep.contract.document import Member, Sizes
-from everstep.rendezvous.driver import Driver
-from everstep.rendezvous.etcd import EtcdStore
-from everstep.rendezvous.etcd_http import Gateway
-from everstep.rendezvous.http import HttpStore
-from everstep.rendezvous.http_calls import OperatorCalls
-from everstep.rendezvous.joining import Settings
-from everstep.rendezvous.participant import Patience
-from everstep.rendezvous.store import RoundStore
+from everstep.membership.backends.etcd import EtcdStore
+from everstep.membership.backends.etcd_http import Gateway
+from everstep.membership.backends.operator_calls import OperatorCalls
+from everstep.membership.backends.operator_store import HttpStore
+from everstep.membership.driver import Driver
+from everstep.membership.joining import Settings
+from everstep.membership.proposals import Patience
+from everstep.membership.store import RoundStore
 
 LIMIT = 60.0
 SETTINGS = Settings(patience=Patience(last_call=2.0, rejoin=30.0), ttl=30.0)

@@ -14,7 +14,7 @@ from everstep.agent.events import Fault, Purpose
 from everstep.agent.leaving import advice
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT, Setback
-from everstep.rendezvous.participant import Broken, Finishing, Left, Stopping
+from everstep.membership.proposals import Broken, Finishing, Left, Stopping
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 

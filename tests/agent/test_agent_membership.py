@@ -7,9 +7,9 @@ import asyncio
 from everstep.agent.events import Charge, Charged, Event, NotFormed
 from everstep.agent.membership import Membership
 from everstep.contract.document import Member, Sizes
-from everstep.rendezvous.driver import Driver
-from everstep.rendezvous.memory import MemoryStore
-from everstep.rendezvous.store import View
+from everstep.membership.backends.memory import MemoryStore
+from everstep.membership.driver import Driver
+from everstep.membership.store import View
 
 
 class Odd(MemoryStore):

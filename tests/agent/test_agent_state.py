@@ -16,7 +16,7 @@ from everstep.agent.slots import Config, Life, State, begin, started
 from everstep.agent.state import LINGER_SECONDS, MOST_OUTSIDE, MOST_STALLS, decide
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Member, Setback
-from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
+from everstep.membership.proposals import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "300"))
 KILL = signal.SIGKILL

@@ -13,9 +13,9 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from everstep.membership.torch_log import warnings_off
 from everstep.recovery.announcements import Round
 from everstep.recovery.forming import forming
-from everstep.rendezvous.quiet import warnings_off
 
 HOST = """
 import sys, time
@@ -76,6 +76,6 @@ def test_warnings_are_shown_again_afterwards(
 
 
 def test_without_torch_nothing_happens() -> None:
-    code = "from everstep.rendezvous.quiet import warnings_off\nwith warnings_off():\n    print('here')\n"
+    code = "from everstep.membership.torch_log import warnings_off\nwith warnings_off():\n    print('here')\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("here\n", "")

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from everstep.contract.document import Member, Sizes
-from everstep.rendezvous.driver import Driver
-from everstep.rendezvous.joining import Settings
-from everstep.rendezvous.links import Links
-from everstep.rendezvous.participant import Patience, Round
-from everstep.rendezvous.store import RoundStore
+from everstep.membership.driver import Driver
+from everstep.membership.joining import Settings
+from everstep.membership.peers.peer_monitor import Links
+from everstep.membership.proposals import Patience, Round
+from everstep.membership.store import RoundStore
 
 T = TypeVar("T")
 LIMIT = 30.0  # seconds that any wait may take

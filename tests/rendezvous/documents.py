@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.contract.document import Document, Member, Sizes
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.rounds import Close, Join, Refused, apply
+from everstep.membership.formation.selection import Waited
+from everstep.membership.machine import Close, Join, Refused, apply
 
 
 def agent(name: str, index: int = -1, **more: Any) -> Member:

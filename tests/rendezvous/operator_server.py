@@ -25,8 +25,8 @@ from operator_parts import start as start_operator
 from ports import Ports
 
 from everstep.contract import labels
-from everstep.rendezvous.http import HttpStore
-from everstep.rendezvous.http_calls import Limits, OperatorCalls
+from everstep.membership.backends.operator_calls import Limits, OperatorCalls
+from everstep.membership.backends.operator_store import HttpStore
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import CONFIGMAPS, LEASES, NODES, PODS
 from everstep_operator.kube.wire import Unstructured

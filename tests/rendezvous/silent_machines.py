@@ -20,12 +20,12 @@ from operator_server import OperatorServer, Replica
 from testcluster.proc import run
 
 from everstep.contract.document import Member, Sizes
-from everstep.rendezvous.driver import Driver
-from everstep.rendezvous.http import HttpStore
-from everstep.rendezvous.http_calls import OperatorCalls
-from everstep.rendezvous.joining import Settings
-from everstep.rendezvous.links import Links
-from everstep.rendezvous.participant import Broken, Patience, Round
+from everstep.membership.backends.operator_calls import OperatorCalls
+from everstep.membership.backends.operator_store import HttpStore
+from everstep.membership.driver import Driver
+from everstep.membership.joining import Settings
+from everstep.membership.peers.peer_monitor import Links
+from everstep.membership.proposals import Broken, Patience, Round
 
 LOST = "lost"  # the machine that falls silent: the leader and agent 2 are on it
 KEPT = ("spare", "left", "right")  # the other replica, and the other agents

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.contract.document import Sizes
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.ranks import assign
-from everstep.rendezvous.rounds import Close, Evict, Join, Stop
+from everstep.membership.formation.ranks import assign
+from everstep.membership.formation.selection import Waited
+from everstep.membership.machine import Close, Evict, Join, Stop
 
 # --- ranks
 

@@ -13,11 +13,11 @@ from documents import after, agent, joined
 
 from everstep.contract import env
 from everstep.contract.document import Document, Sizes
-from everstep.rendezvous import torch_keys
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.configuration import Configuration, read, read_operator
-from everstep.rendezvous.participant import Patience
-from everstep.rendezvous.rounds import Close, Join, Leave
+from everstep.membership.backends import torch_keys
+from everstep.membership.backends.configuration import Configuration, read, read_operator
+from everstep.membership.formation.selection import Waited
+from everstep.membership.machine import Close, Join, Leave
+from everstep.membership.proposals import Patience
 
 IN_A_POD = {env.TOKEN_FILE: "/token"}
 

@@ -20,15 +20,15 @@ from etcd_server import EtcdCluster
 from operator_server import OperatorServer
 
 from everstep.contract.document import Document, Member, Sizes, decode, decode_wish
-from everstep.rendezvous.driver import Driver
-from everstep.rendezvous.errors import JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
-from everstep.rendezvous.etcd import EtcdStore
-from everstep.rendezvous.etcd_http import Gateway
-from everstep.rendezvous.joining import LONGEST_WAIT
-from everstep.rendezvous.memory import MemoryStore
-from everstep.rendezvous.participant import Broken, Closed, Growing, Round, Whole
-from everstep.rendezvous.rounds import Refused
-from everstep.rendezvous.store import Backoff, RoundStore, View
+from everstep.membership.backends.etcd import EtcdStore
+from everstep.membership.backends.etcd_http import Gateway
+from everstep.membership.backends.memory import MemoryStore
+from everstep.membership.driver import Driver
+from everstep.membership.errors import JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
+from everstep.membership.joining import LONGEST_WAIT
+from everstep.membership.machine import Refused
+from everstep.membership.proposals import Broken, Closed, Growing, Round, Whole
+from everstep.membership.store import Backoff, RoundStore, View
 
 MakeStore = Callable[[], RoundStore]
 

@@ -20,12 +20,12 @@ from etcd_server import EtcdCluster
 from ports import Ports
 
 from everstep.contract.document import Sizes
-from everstep.rendezvous.configuration import ConfigurationInvalid, etcd_gateway, read
-from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
-from everstep.rendezvous.etcd import EtcdStore
-from everstep.rendezvous.etcd_http import Access, Gateway, Limits, endpoints
-from everstep.rendezvous.participant import Broken, Whole
-from everstep.rendezvous.store import View
+from everstep.membership.backends.configuration import ConfigurationInvalid, etcd_gateway, read
+from everstep.membership.backends.etcd import EtcdStore
+from everstep.membership.backends.etcd_http import Access, Gateway, Limits, endpoints
+from everstep.membership.errors import StoreRefused, StoreUnavailable
+from everstep.membership.proposals import Broken, Whole
+from everstep.membership.store import View
 
 RANGE = {"key": base64.b64encode(b"x").decode()}
 

@@ -16,10 +16,10 @@ from etcd_server import EtcdCluster
 from everstep.checkpoint.log import Append, Claim, Head, Refuse, advance, decide_open
 from everstep.checkpoint.manifest import OpenRecord
 from everstep.contract.document import Sizes
-from everstep.rendezvous.etcd import EtcdStore
-from everstep.rendezvous.etcd_http import Gateway
-from everstep.rendezvous.participant import Broken, Growing, Round, Whole
-from everstep.rendezvous.store import View
+from everstep.membership.backends.etcd import EtcdStore
+from everstep.membership.backends.etcd_http import Gateway
+from everstep.membership.proposals import Broken, Growing, Round, Whole
+from everstep.membership.store import View
 
 SETTINGS = replace(QUICK, ttl=4.0)  # those who died are in the copy, with their leases
 

@@ -14,10 +14,10 @@ from etcd_server import EtcdCluster
 from operator_server import OperatorServer
 
 from everstep.contract.document import Document, Member, Sizes, Wish, encode
-from everstep.rendezvous.etcd import EtcdStore
-from everstep.rendezvous.etcd_http import Gateway
-from everstep.rendezvous.http import HttpStore
-from everstep.rendezvous.store import View
+from everstep.membership.backends.etcd import EtcdStore
+from everstep.membership.backends.etcd_http import Gateway
+from everstep.membership.backends.operator_store import HttpStore
+from everstep.membership.store import View
 
 EMPTY = encode(Document(Sizes(1, 3)))
 CHILDREN = 5

@@ -15,13 +15,13 @@ from operator_server import NAMESPACE, OperatorServer, Pod
 
 from everstep.contract import env
 from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
-from everstep.rendezvous.configuration import ConfigurationInvalid, read_operator
-from everstep.rendezvous.driver import Driver
-from everstep.rendezvous.errors import StoreRefused
-from everstep.rendezvous.http import HttpStore
-from everstep.rendezvous.http_calls import OperatorCalls
-from everstep.rendezvous.participant import Broken, Whole
-from everstep.rendezvous.store import View
+from everstep.membership.backends.configuration import ConfigurationInvalid, read_operator
+from everstep.membership.backends.operator_calls import OperatorCalls
+from everstep.membership.backends.operator_store import HttpStore
+from everstep.membership.driver import Driver
+from everstep.membership.errors import StoreRefused
+from everstep.membership.proposals import Broken, Whole
+from everstep.membership.store import View
 from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.wire import Unstructured
 

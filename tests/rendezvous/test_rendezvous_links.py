@@ -19,10 +19,20 @@ from netspaces import Machines
 from slow_network import SlowNetwork
 
 from everstep.contract.document import Member
-from everstep.rendezvous import links as links_module
-from everstep.rendezvous.links import DETECTED, PAUSE, SMALL, SOON, Links, _around, _Follower, pause, probation
-from everstep.rendezvous.meeting import HELLO
-from everstep.rendezvous.participant import Round
+from everstep.membership.peers import peer_monitor
+from everstep.membership.peers.peer_monitor import (
+    DETECTED,
+    PAUSE,
+    SMALL,
+    SOON,
+    Links,
+    _around,
+    _Follower,
+    pause,
+    probation,
+)
+from everstep.membership.peers.probe import HELLO
+from everstep.membership.proposals import Round
 
 
 class Heard:
@@ -168,7 +178,7 @@ def test_who_is_out_of_the_round_is_still_looked_for_by_who_missed_it(machines: 
 
 
 def test_members_that_are_far_apart_are_looked_at_in_turn(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "SMALL", 5)
+    monkeypatch.setattr(peer_monitor, "SMALL", 5)
     crew = Crew(machines, "abcdefg")
     try:
         crew.meet()
@@ -192,7 +202,7 @@ def test_what_could_not_be_told_is_told_again_without_another_attempt(machines: 
         with without_a_processor() as late:
             until(lambda: crew.said().count(("a", "unreached", "b")) >= 2)
             first, second = [at for what, _, at in crew.heard["a"].said if what == "unreached"][:2]
-            assert second - first < links_module.LOOK_AGAIN + late()
+            assert second - first < peer_monitor.LOOK_AGAIN + late()
         crew.heard["a"].answers = True
         machines.heal()
         crew.heard["a"].when("reached", "b")
@@ -209,8 +219,8 @@ def test_a_bad_network_separates_nobody(
     delay: float, loss: float, seconds: float, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members that are far apart are looked at all the time."""
-    monkeypatch.setattr(links_module, "LATER_LAPS", 0.05)
-    monkeypatch.setattr(links_module, "SMALL", 5)
+    monkeypatch.setattr(peer_monitor, "LATER_LAPS", 0.05)
+    monkeypatch.setattr(peer_monitor, "SMALL", 5)
     with SlowNetwork(machines, "abcdefg", bad="abcdefg", delay=delay, loss=loss) as slow:
         crew = Crew(machines, "abcdefg", slow.addresses)
         try:

@@ -27,11 +27,11 @@ from everstep.contract.rounds import (
     TTL_HEADER,
     VERSION_HEADER,
 )
-from everstep.rendezvous.driver import Driver
-from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
-from everstep.rendezvous.http import HttpStore
-from everstep.rendezvous.http_calls import Limits, OperatorCalls
-from everstep.rendezvous.participant import Broken, Whole
+from everstep.membership.backends.operator_calls import Limits, OperatorCalls
+from everstep.membership.backends.operator_store import HttpStore
+from everstep.membership.driver import Driver
+from everstep.membership.errors import StoreRefused, StoreUnavailable
+from everstep.membership.proposals import Broken, Whole
 
 SIZES = Sizes(1, 3)
 EMPTY = Document(SIZES)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everstep.contract.document import Document, Loss, Member, Sizes, Wish
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.participant import Barred, Proposal, propose_join
-from everstep.rendezvous.rounds import Join, join_all
+from everstep.membership.formation.selection import Waited
+from everstep.membership.machine import Join, join_all
+from everstep.membership.proposals import Barred, Proposal, propose_join
 
 OLD, NEW = Sizes(2, 2), Sizes(1, 1)
 

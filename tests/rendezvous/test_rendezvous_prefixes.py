@@ -14,11 +14,11 @@ import pytest
 from agents import LIMIT, until
 
 from everstep.contract.document import Document, Member, Sizes, decode
-from everstep.rendezvous.driver import Driver
-from everstep.rendezvous.errors import JoinTimedOut, StoreUnavailable
-from everstep.rendezvous.joining import Settings
-from everstep.rendezvous.memory import MemoryStore
-from everstep.rendezvous.participant import Patience, Whole
+from everstep.membership.backends.memory import MemoryStore
+from everstep.membership.driver import Driver
+from everstep.membership.errors import JoinTimedOut, StoreUnavailable
+from everstep.membership.joining import Settings
+from everstep.membership.proposals import Patience, Whole
 
 SETTINGS = Settings(patience=Patience(last_call=0.2, rejoin=3.0), ttl=0.6)
 CALLS = 8  # of one agent: about what it needs until it is in its second round; later ones renew its lease

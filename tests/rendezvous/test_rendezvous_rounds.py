@@ -27,11 +27,10 @@ from everstep.contract.document import (
     decode_wish,
     encode,
 )
-from everstep.rendezvous.closing import Waited, growth
-from everstep.rendezvous.errors import DocumentInvalid
-from everstep.rendezvous.participant import Broken, Finishing, Growing, Left, Stopping, Whole, standing
-from everstep.rendezvous.reachability import EXACT, largest_set
-from everstep.rendezvous.rounds import (
+from everstep.membership.errors import DocumentInvalid
+from everstep.membership.formation.reachability import EXACT, largest_set
+from everstep.membership.formation.selection import Waited, growth
+from everstep.membership.machine import (
     MAX_FLAPS,
     Break,
     Charge,
@@ -50,6 +49,7 @@ from everstep.rendezvous.rounds import (
     Stop,
     apply,
 )
+from everstep.membership.proposals import Broken, Finishing, Growing, Left, Stopping, Whole, standing
 from everstep_operator.rounds.rules import under
 
 # --- forming

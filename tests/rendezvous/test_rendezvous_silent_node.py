@@ -14,9 +14,9 @@ from silent_machines import LOST, SilentNode
 
 from everstep.contract.document import MAX_BYTES
 from everstep.contract.rounds import DOCUMENT_PATH, LAPSES_HEADER
-from everstep.rendezvous.connections import open_connection
-from everstep.rendezvous.errors import StoreUnavailable
-from everstep.rendezvous.http_calls import Limits, OperatorCalls
+from everstep.membership.backends.connections import open_connection
+from everstep.membership.backends.operator_calls import Limits, OperatorCalls
+from everstep.membership.errors import StoreUnavailable
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -17,13 +17,13 @@ from strangers import STRANGERS, Stranger, answer
 
 from everstep.contract.document import Document, Member, Sizes, Wish, encode
 from everstep.contract.rounds import PRESENCE_PATH
-from everstep.rendezvous.driver import Driver
-from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
-from everstep.rendezvous.etcd import EtcdStore
-from everstep.rendezvous.etcd_http import Access, Gateway
-from everstep.rendezvous.etcd_http import Limits as EtcdLimits
-from everstep.rendezvous.http import HttpStore
-from everstep.rendezvous.participant import Whole
+from everstep.membership.backends.etcd import EtcdStore
+from everstep.membership.backends.etcd_http import Access, Gateway
+from everstep.membership.backends.etcd_http import Limits as EtcdLimits
+from everstep.membership.backends.operator_store import HttpStore
+from everstep.membership.driver import Driver
+from everstep.membership.errors import StoreRefused, StoreUnavailable
+from everstep.membership.proposals import Whole
 from everstep_operator.kube.resources import PODS
 from everstep_operator.main import JOBS
 

@@ -31,7 +31,7 @@ from torch_handlers import Handlers
 
 from everstep.contract import env
 from everstep.contract.document import Document, decode
-from everstep.rendezvous.configuration import ConfigurationInvalid
+from everstep.membership.backends.configuration import ConfigurationInvalid
 
 pytestmark = pytest.mark.timeout(240)
 OURS = {"everstep-rounds-watch", "everstep-present", "everstep-rendezvous", "everstep-greeter"}

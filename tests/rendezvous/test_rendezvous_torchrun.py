@@ -71,7 +71,10 @@ def operated(operator: OperatorServer, tmp_path: Path) -> Iterator[Callable[...,
 
 def test_the_handler_is_registered_where_torchrun_looks() -> None:
     found = {point.name: point.value for point in entry_points(group="torchrun.handlers")}
-    wanted = {"etcd-v3": "everstep.rendezvous.handlers:etcd_v3", "everstep": "everstep.rendezvous.handlers:everstep"}
+    wanted = {
+        "etcd-v3": "everstep.membership.torchrun.entry_points:etcd_v3",
+        "everstep": "everstep.membership.torchrun.entry_points:everstep",
+    }
     assert wanted.items() <= found.items(), "run `make setup`: pyproject.toml is newer"
 
 

@@ -19,10 +19,11 @@ from walks import SIZES, events, walk
 from world import Agent, Violation, World
 
 from everstep.contract.document import FINISHED, Document, Member, Sizes
-from everstep.rendezvous import closing, leaving, participant, rounds
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.rounds import Stop
-from everstep.rendezvous.seats import Table
+from everstep.membership import draining, machine, proposals
+from everstep.membership.formation import selection
+from everstep.membership.formation.selection import Waited
+from everstep.membership.index_assignment import Table
+from everstep.membership.machine import Stop
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "500"))
 MUTANT_WALKS = 3000  # at most: a mistake must show in so many
@@ -240,7 +241,7 @@ def _finished_by_one(_done: Any) -> Any:
 def _mark_takes_out(stop: Any) -> Any:
     def wrong(document: Document, agent: str) -> Any:
         after = stop(document, agent)
-        return rounds._lose(after, agent, "stops") if isinstance(after, Document) else after
+        return machine._lose(after, agent, "stops") if isinstance(after, Document) else after
 
     return wrong
 
@@ -254,27 +255,27 @@ def _whoever_stopped_joins(join: Any) -> Any:
 
 
 MISTAKES: dict[str, Patch] = {
-    "no fence": _patched(rounds, "_fence", lambda _: lambda document, by, number: None),
+    "no fence": _patched(machine, "_fence", lambda _: lambda document, by, number: None),
     "fence forgets the round's number": _patched(
-        rounds, "_fence", lambda fence: lambda document, by, number: fence(document, by, document.round)
+        machine, "_fence", lambda fence: lambda document, by, number: fence(document, by, document.round)
     ),
-    "closes over missing members": _patched(rounds, "_close", _close_over_missing),
-    "closes a round that runs": _patched(rounds, "_close", _close_any_running_round),
-    "gives a number twice": _patched(rounds, "_close", _close_with_same_number),
-    "forms a round of a size that is not allowed": _patched(rounds, "_close", _too_many),
-    "takes out without a record": _patched(rounds, "_lose", _lose_from_waiting_only),
+    "closes over missing members": _patched(machine, "_close", _close_over_missing),
+    "closes a round that runs": _patched(machine, "_close", _close_any_running_round),
+    "gives a number twice": _patched(machine, "_close", _close_with_same_number),
+    "forms a round of a size that is not allowed": _patched(machine, "_close", _too_many),
+    "takes out without a record": _patched(machine, "_lose", _lose_from_waiting_only),
     "forgets who is gone": _patched(Table, "document", _forget_who_is_gone),
-    "ranks without regard to the last round": _patched(closing, "assign", _ranks_by_name),
-    "everyone moves up": _patched(closing, "assign", _ranks_packed),
-    "groups that are whole are torn": _patched(rounds, "_close", _groups_do_not_count),
+    "ranks without regard to the last round": _patched(selection, "assign", _ranks_by_name),
+    "everyone moves up": _patched(selection, "assign", _ranks_packed),
+    "groups that are whole are torn": _patched(machine, "_close", _groups_do_not_count),
     "an older incarnation comes back": _patched(Table, "_replace_older", _seat_for_anyone),
-    "finished when one member is": _patched(rounds, "_done", _finished_by_one),
-    "unreachable pairs together": _patched(closing, "largest_set", _everyone_reaches_everyone),
-    "a dead agent is never taken out": _patched(participant, "without_lapsed", _nobody_is_evicted),
-    "leaves although too few stay": _patched(leaving, "enough_stay", lambda _: lambda document: True),
+    "finished when one member is": _patched(machine, "_done", _finished_by_one),
+    "unreachable pairs together": _patched(selection, "largest_set", _everyone_reaches_everyone),
+    "a dead agent is never taken out": _patched(proposals, "without_lapsed", _nobody_is_evicted),
+    "leaves although too few stay": _patched(draining, "enough_stay", lambda _: lambda document: True),
     "who was asked to stop comes back": _patched(Table, "join", _whoever_stopped_joins),
-    "a mark takes out": _patched(rounds, "_stop", _mark_takes_out),
-    "a settled wish is taken up again": _patched(participant, "_fold", _old_wishes_count),
+    "a mark takes out": _patched(machine, "_stop", _mark_takes_out),
+    "a settled wish is taken up again": _patched(proposals, "_fold", _old_wishes_count),
 }
 
 

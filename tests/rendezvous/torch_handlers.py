@@ -15,9 +15,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from everstep.contract import env
-from everstep.rendezvous.etcd import EtcdStore
-from everstep.rendezvous.etcd_http import Gateway
-from everstep.rendezvous.store import RoundStore
+from everstep.membership.backends.etcd import EtcdStore
+from everstep.membership.backends.etcd_http import Gateway
+from everstep.membership.store import RoundStore
 
 QUICK = {"last_call_timeout": "0.5", "join_timeout": "60", "ttl": "20"}
 

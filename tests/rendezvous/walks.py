@@ -8,8 +8,8 @@ from random import Random
 from world import Agent, Violation, World
 
 from everstep.contract.document import Sizes
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.rounds import (
+from everstep.membership.formation.selection import Waited
+from everstep.membership.machine import (
     Break,
     Charge,
     Close,

@@ -1,7 +1,7 @@
 """A simulated job: agents that act on what they last saw, a store, and the oracle that judges every document.
 
 Each method makes at most one store call, so any order of methods is an interleaving, and an agent that is not chosen
-again has crashed at that point. The agents decide with `participant` and `rounds` as shipped; the oracle keeps its own
+again has crashed at that point. The agents decide with `proposals` and `machine` as shipped; the oracle keeps its own
 books.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from everstep_operator.machine.rules import under, with_wishes
+
 from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode
-from everstep.rendezvous import participant, rounds
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.participant import Formed, Proposal, Round
-from everstep.rendezvous.rounds import (
+from everstep.membership import machine, proposals
+from everstep.membership.formation.selection import Waited
+from everstep.membership.machine import (
     Event,
     Evict,
     Leave,
@@ -23,7 +24,7 @@ from everstep.rendezvous.rounds import (
     StepOut,
     Stop,
 )
-from everstep_operator.rounds.rules import under, with_wishes
+from everstep.membership.proposals import Formed, Proposal, Round
 
 MOST_AGENTS = 8
 TURNS = 60  # in which a world without faults must come to rest
@@ -88,7 +89,7 @@ class World:
 
     def _settled(self, agent: Agent) -> None:
         if agent.round is None:
-            match participant.outcome(agent.seen[1], agent.wish):
+            match proposals.outcome(agent.seen[1], agent.wish):
                 case Formed(found):
                     agent.round = found
                     if self.formed.get(found.number) != found.members:
@@ -105,12 +106,12 @@ class World:
         if agent.round is not None:
             return
         version, document = agent.seen
-        match participant.propose_join(document, agent.wish, agent.present, waited, shrink=shrink):
+        match proposals.propose_join(document, agent.wish, agent.present, waited, shrink=shrink):
             case Proposal(after, reasons):
                 why = f"{agent.name}: {'; '.join(reasons)}"
                 if self._swap(version, after, why, set(agent.present)) and not answer_lost:
                     agent.seen = self.history[-1]
-            case participant.Barred(_):
+            case proposals.Barred(_):
                 agent.barred = True
 
     def again(self, agent: Agent) -> None:
@@ -124,7 +125,7 @@ class World:
         version, document = agent.seen
         if document is None:
             return
-        after = rounds.apply(document, event)
+        after = machine.apply(document, event)
         if isinstance(after, Refused) or not self._swap(version, after, f"{agent.name}: {event}"):
             return
         agent.seen = self.history[-1]
@@ -159,7 +160,7 @@ class World:
         fenced = agent.name in self.evicted.get(document.round, set()) and all(
             m.agent != agent.name for m in document.joining
         )
-        if (outside or fenced or number != document.round) and not isinstance(rounds.apply(document, event), Refused):
+        if (outside or fenced or number != document.round) and not isinstance(machine.apply(document, event), Refused):
             raise Violation(f"{agent.name} did {event} in round {document.round}")
 
     # --- what the operator does
@@ -349,12 +350,12 @@ class World:
         self.look(agent, 0)
         if agent.round is not None:
             document = self.document
-            now = participant.standing(document, agent.round.number, agent.name)
-            if isinstance(now, participant.Closed):
+            now = proposals.standing(document, agent.round.number, agent.name)
+            if isinstance(now, proposals.Closed):
                 return
-            if isinstance(now, participant.Whole | participant.Finishing):
+            if isinstance(now, proposals.Whole | proposals.Finishing):
                 assert document is not None
-                after, reasons = participant.without_lapsed(document, agent.name, self.presence)
+                after, reasons = proposals.without_lapsed(document, agent.name, self.presence)
                 if reasons:
                     self._swap(self.history[-1][0], after, f"{agent.name}: {reasons}")
                 return

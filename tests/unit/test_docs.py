@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from everstep.rendezvous.configuration import Configuration
-from everstep.rendezvous.joining import Settings
+from everstep.membership.backends.configuration import Configuration
+from everstep.membership.joining import Settings
 from everstep_operator.rounds.presence import LEASE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ import pytest
 from tokens import POD, Authority, Reviewer
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
-from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
-from everstep.rendezvous.http_calls import Limits, OperatorCalls
+from everstep.membership.backends.operator_calls import Limits, OperatorCalls
+from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep_operator.endpoint.auth import Gate, Leading
 from everstep_operator.endpoint.server import IntakeSettings, ReportIntake
 from everstep_operator.telemetry.metrics import Metrics

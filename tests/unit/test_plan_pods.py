@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from everstep.agent.arguments import read
-from everstep.rendezvous.configuration import read_operator
+from everstep.membership.backends.configuration import read_operator
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.api.status import Status
 from everstep_operator.plan import names, pods

@@ -12,7 +12,7 @@ from round_stage import SIZES, A, B, Mortal, Stage, Term
 from virtual_time import in_virtual_time
 
 from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
-from everstep.rendezvous.rounds import CloseJob, Join, apply, join_all
+from everstep.membership.machine import CloseJob, Join, apply, join_all
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.rules import urgency, with_wishes
 from everstep_operator.rounds.store import Agent, Rounds, Sight

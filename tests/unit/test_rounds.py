@@ -15,8 +15,8 @@ import pytest
 from round_stage import NS, SIZES, A, B, Mortal, Stage, Term
 
 from everstep.contract.document import Document, DocumentInvalid, Member, Sizes, Wish, decode, encode
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.rounds import Close, CloseJob, Done, Event, Evict, Join, Refused, apply
+from everstep.membership.formation.selection import Waited
+from everstep.membership.machine import Close, CloseJob, Done, Event, Evict, Join, Refused, apply
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
 from everstep_operator.plan.snapshot import RoundView

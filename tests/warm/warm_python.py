@@ -38,9 +38,9 @@ MOST_BYTES = 2**20  # of a command
 IMPORTED = (
     "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.run", "everstep.agent.main", "everstep.agent.program",
-    "everstep.agent.stores", "everstep.checkpoint.checkpointer", "everstep.data.loader", "everstep.rendezvous.torchrun",
-    "everstep.storage.s3", "everstep.train.session", "everstep_cli.main", "numpy", "safetensors.torch",
-    "sklearn.datasets", "xxhash",
+    "everstep.agent.stores", "everstep.checkpoint.checkpointer", "everstep.data.loader",
+    "everstep.membership.torchrun.handler", "everstep.storage.s3", "everstep.train.session", "everstep_cli.main",
+    "numpy", "safetensors.torch", "sklearn.datasets", "xxhash",
 )  # fmt: skip
 
 

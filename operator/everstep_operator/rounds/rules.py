@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from everstep.contract.document import FINISHED, MAX_MEMBERS, Document, Sizes, Wish, encode
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.participant import above, outcome, without_lapsed
-from everstep.rendezvous.rounds import Close, Join, Refused, apply, join_all
+from everstep.membership.formation.selection import Waited
+from everstep.membership.machine import Close, Join, Refused, apply, join_all
+from everstep.membership.proposals import above, outcome, without_lapsed
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.documents import RoundsRefused
 from everstep_operator.rounds.watches import Urgency
@@ -77,7 +77,7 @@ def with_wishes(
     if document is not None and document.closed is not None:
         return None
     begun = Document(Sizes(1, MAX_MEMBERS)) if document is None else document
-    ports = {member.agent: member.store_port for member in begun.joining}  # as `participant.is_written`
+    ports = {member.agent: member.store_port for member in begun.joining}  # as `proposals.is_written`
     wanted = [
         wish for agent, wish in sorted(wishes.items())
         if (wish.after >= begun.round or (agent in asking and outcome(document, wish) is None))

@@ -1,10 +1,10 @@
 """The round store in the operator: one document a job, changed by compare-and-swap, watched, and who is present.
 
 The document is durable (`round_documents`), presence and watches are this leader's memory. What a document means is the
-agents' business (`everstep.rendezvous.rounds`), but for its round: its number is given here, by publication, so that no
-two memberships ever have the same one, whoever believes to lead. And agents that ask for it have their wishes written
-here, many in one swap, by the same machine. Invariants: a round's number only grows; its members never change; a closed
-job stays closed; a refused call changes nothing.
+agents' business (`everstep.membership.machine`), but for its round: its number is given here, by publication, so that
+no two memberships ever have the same one, whoever believes to lead. And agents that ask for it have their wishes
+written here, many in one swap, by the same machine. Invariants: a round's number only grows; its members never change;
+a closed job stays closed; a refused call changes nothing.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from everstep.contract.document import MAX_BYTES, Document, Member, Sizes, decode, encode
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.rounds import Close, Event, Join, Refused, apply
+from everstep.membership.formation.selection import Waited
+from everstep.membership.machine import Close, Event, Join, Refused, apply
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
 from everstep_operator.rounds.documents import JobRef, RoundDocuments

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from everstep.agent.mismatch import Seen, decode
 from everstep.agent.processes import WarmError
-from everstep.rendezvous.participant import Round
+from everstep.membership.proposals import Round
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everstep.agent.program import ERROR_FILE
 from everstep.contract import env
-from everstep.rendezvous.participant import Round
+from everstep.membership.proposals import Round
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from everstep.contract.document import Setback
-from everstep.rendezvous.participant import Round, Standing
+from everstep.membership.proposals import Round, Standing
 
 # --- events
 

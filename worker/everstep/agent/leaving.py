@@ -24,7 +24,7 @@ from everstep.agent.events import Asked, Dismiss, Done, Instruction, Purpose, Sa
 from everstep.agent.slots import Ending, Interrupt, Life, Notice, State, Step, all_ready, end, kill, which
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT
-from everstep.rendezvous.participant import Stopping
+from everstep.membership.proposals import Stopping
 
 QUIET_SECONDS = 1.0  # in which nobody else was asked to stop; at most a tenth of the grace period
 NOTICE_SHARE = 1 / 3  # of the grace period, in which it must be known who stays

@@ -33,8 +33,8 @@ from everstep.agent.slots import Config, Life, begin, started
 from everstep.agent.tasks import Tasks
 from everstep.agent.watcher import Watcher
 from everstep.contract import env, exit_codes
-from everstep.rendezvous.backends import remedy
-from everstep.rendezvous.participant import Round
+from everstep.membership.backends.opening import remedy
+from everstep.membership.proposals import Round
 from everstep.train import termination
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from everstep.agent.processes import WarmError
 from everstep.agent.program import ERROR_FILE, cannot_start
 from everstep.agent.startable import problem
 from everstep.contract import variables
-from everstep.rendezvous.errors import RendezvousFailed
+from everstep.membership.errors import RendezvousFailed
 
 log = logging.getLogger("everstep.agent")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from everstep.agent.events import Announce, Charge, Formed, Purpose, Timer
 from everstep.agent.slots import Life, Slot, State, Step, all_ready, which, with_slots
 from everstep.contract.document import LEFT
-from everstep.rendezvous.participant import Round
+from everstep.membership.proposals import Round
 
 
 def formed(state: State, event: Formed) -> Step:

@@ -31,18 +31,18 @@ from everstep.agent.events import (
 from everstep.agent.tasks import Tasks
 from everstep.contract import env
 from everstep.contract.document import FINISHED, Document, DocumentInvalid, Member, Sizes
-from everstep.rendezvous import configuration
-from everstep.rendezvous.backends import open_store
-from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
-from everstep.rendezvous.driver import CROWDED, WHOLE, Driver
-from everstep.rendezvous.errors import JoinRefused, JoinTimedOut, RendezvousClosed, RendezvousFailed, StoreRefused
-from everstep.rendezvous.joining import Settings
-from everstep.rendezvous.leaving import enough_stay
-from everstep.rendezvous.links import Links
-from everstep.rendezvous.memory import MemoryStore
-from everstep.rendezvous.participant import Patience, Round, Standing
-from everstep.rendezvous.place import agent_id, own_address
-from everstep.rendezvous.rounds import Refused
+from everstep.membership.backends import configuration
+from everstep.membership.backends.configuration import Configuration, ConfigurationInvalid
+from everstep.membership.backends.memory import MemoryStore
+from everstep.membership.backends.opening import open_store
+from everstep.membership.draining import enough_stay
+from everstep.membership.driver import CROWDED, WHOLE, Driver
+from everstep.membership.errors import JoinRefused, JoinTimedOut, RendezvousClosed, RendezvousFailed, StoreRefused
+from everstep.membership.identity import agent_id, own_address
+from everstep.membership.joining import Settings
+from everstep.membership.machine import Refused
+from everstep.membership.peers.peer_monitor import Links
+from everstep.membership.proposals import Patience, Round, Standing
 
 log = logging.getLogger(__name__)
 

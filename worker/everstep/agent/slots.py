@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from everstep.agent.events import Instruction, Purpose, Signal, Timer
-from everstep.rendezvous.participant import Round
+from everstep.membership.proposals import Round
 
 
 @dataclass(frozen=True, slots=True)

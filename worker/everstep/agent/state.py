@@ -63,7 +63,7 @@ from everstep.agent.slots import (
     with_slots,
 )
 from everstep.contract import exit_codes
-from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
+from everstep.membership.proposals import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 
 HURT_SECONDS = 1.0  # in which a round is over, if a member of it died
 LINGER_SECONDS = 300.0  # for which a done agent waits for the others, as torchrun does

@@ -27,7 +27,7 @@ from everstep.agent.program import STACKS_SIGNAL
 from everstep.agent.running import Running
 from everstep.agent.tasks import Tasks
 from everstep.contract.calls import read_page, read_row, read_rows
-from everstep.rendezvous.participant import Round
+from everstep.membership.proposals import Round
 
 log = logging.getLogger(__name__)
 

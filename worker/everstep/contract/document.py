@@ -1,6 +1,6 @@
 """The document that a job's agents agree on, and its bytes: what workers write and the operator keeps and reads.
 
-Pure. Knows neither who reads it nor how it changes (`everstep.rendezvous.rounds`). Invariants: what `encode` writes,
+Pure. Knows neither who reads it nor how it changes (`everstep.membership.machine`). Invariants: what `encode` writes,
 `decode` reads back equal; every text, list and the whole have a bound; there is no time in it, because agents' clocks
 differ.
 """

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
+from everstep.membership.torch_log import warnings_off
 from everstep.recovery.announcements import Round
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import gloo_sockets
-from everstep.rendezvous.quiet import warnings_off
 
 # torch's default, and how long a rank may lag behind the others. It ends nothing that we wait for, but a thread that
 # gloo lost a transfer of lives so long.

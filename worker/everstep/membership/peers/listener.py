@@ -11,7 +11,7 @@ import selectors
 import socket
 import threading
 
-from everstep.rendezvous.meeting import HELLO
+from everstep.membership.peers.probe import HELLO
 
 MOST_GUESTS = 64  # connections taken; more are dropped
 CLOSE_SECONDS = 5.0

@@ -30,11 +30,10 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from everstep.contract import env
 from everstep.contract.document import Document, Member, Sizes
-from everstep.rendezvous.backends import remedy
-from everstep.rendezvous.closing import growth
-from everstep.rendezvous.configuration import Configuration, ConfigurationInvalid
-from everstep.rendezvous.driver import CROWDED, Driver
-from everstep.rendezvous.errors import (
+from everstep.membership.backends.configuration import Configuration, ConfigurationInvalid
+from everstep.membership.backends.opening import remedy
+from everstep.membership.driver import CROWDED, Driver
+from everstep.membership.errors import (
     DocumentInvalid,
     JoinRefused,
     JoinTimedOut,
@@ -43,12 +42,13 @@ from everstep.rendezvous.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from everstep.rendezvous.links import Links
-from everstep.rendezvous.participant import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
-from everstep.rendezvous.place import agent_id, own_address
-from everstep.rendezvous.quiet import warnings_off
-from everstep.rendezvous.rounds import Refused
-from everstep.rendezvous.store import RoundStore
+from everstep.membership.formation.selection import growth
+from everstep.membership.identity import agent_id, own_address
+from everstep.membership.machine import Refused
+from everstep.membership.peers.peer_monitor import Links
+from everstep.membership.proposals import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
+from everstep.membership.store import RoundStore
+from everstep.membership.torch_log import warnings_off
 
 log = logging.getLogger(__name__)
 

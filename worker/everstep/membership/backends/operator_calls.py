@@ -26,10 +26,10 @@ from urllib3.exceptions import HTTPError, NameResolutionError, ReadTimeoutError
 from urllib3.exceptions import SSLError as TransportSSLError
 
 from everstep.contract.answers import is_refusal, words
-from everstep.rendezvous.connections import Pool
-from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
-from everstep.rendezvous.forks import after_fork
-from everstep.rendezvous.sockets import Sockets
+from everstep.membership.backends.connections import Pool
+from everstep.membership.backends.forks import after_fork
+from everstep.membership.backends.sockets import Sockets
+from everstep.membership.errors import StoreRefused, StoreUnavailable
 
 MAX_TOKEN = 8000  # characters: more would not fit into a header
 MAX_ERROR = 64 * 1024

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from everstep.contract.document import MAX_MEMBERS, Document, Member
-from everstep.rendezvous.ranks import assign
-from everstep.rendezvous.reachability import largest_set
+from everstep.membership.formation.ranks import assign
+from everstep.membership.formation.reachability import largest_set
 
 
 class Waited(IntEnum):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from everstep.rendezvous.store import View
+from everstep.membership.store import View
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """One agent's life in the rendezvous: it joins, stays present, watches, and is told at once when its round is over.
 
-Decides nothing: `participant` and `rounds` do. What it adds is time (its own monotonic clock), repetition when the
+Decides nothing: `proposals` and `machine` do. What it adds is time (its own monotonic clock), repetition when the
 store does not answer or another was faster, and two threads. Invariant: a store that is away, or slow, changes nothing
 for a formed round; it only delays the next one.
 """
@@ -15,12 +15,10 @@ from dataclasses import replace
 from random import Random
 
 from everstep.contract.document import Document, Member, Report, Sizes, Wish, encode
-from everstep.rendezvous import participant
-from everstep.rendezvous.errors import JoinTimedOut, RendezvousFailed, StoreUnavailable
-from everstep.rendezvous.joining import Joining, Settings, decoded, read_wishes
-from everstep.rendezvous.links import Links
-from everstep.rendezvous.participant import Broken, Round, Standing
-from everstep.rendezvous.rounds import (
+from everstep.membership import proposals
+from everstep.membership.errors import JoinTimedOut, RendezvousFailed, StoreUnavailable
+from everstep.membership.joining import Joining, Settings, decoded, read_wishes
+from everstep.membership.machine import (
     MAX_FLAPS,
     Break,
     Charge,
@@ -39,12 +37,14 @@ from everstep.rendezvous.rounds import (
     apply,
     is_here,
 )
-from everstep.rendezvous.store import RoundStore, View
+from everstep.membership.peers.peer_monitor import Links
+from everstep.membership.proposals import Broken, Round, Standing
+from everstep.membership.store import RoundStore, View
 
 log = logging.getLogger(__name__)
 
 LOOK = 0.5  # seconds after which a thread looks whether it is to stop
-WHOLE = participant.Whole()
+WHOLE = proposals.Whole()
 TRIES = 20  # of a change that meets others' changes
 CROWDED = Refused("others changed the document all the time")
 
@@ -260,11 +260,11 @@ class Driver:
         return CROWDED
 
     def lost(self, agent: str, why: str) -> bool:
-        """From the links: the agent's process is gone. See `links.Listener`."""
+        """From the links: the agent's process is gone. See `peer_monitor.Listener`."""
         return self._quietly(lambda: self.evict(agent, why)) not in (None, CROWDED)
 
     def unreached(self, agent: str) -> int:
-        """From the links: this agent and another do not reach each other. See `links.Listener`."""
+        """From the links: this agent and another do not reach each other. See `peer_monitor.Listener`."""
         pair = self._judged(agent, reaches=False)
         return pair.times if pair is not None and pair.active else 0
 
@@ -368,13 +368,13 @@ class Driver:
             self._view = view
             before, self._standing = self._standing, self._read_standing(view)
             if before != self._standing:
-                log.info("round %d: %s", self._round.number, participant.describe(self._standing))
+                log.info("round %d: %s", self._round.number, proposals.describe(self._standing))
                 self._changed.notify_all()
 
     def _read_standing(self, view: View) -> Standing:
         if self._round is None:
             return Broken("not joined yet")
-        return participant.standing(decoded(view), self._round.number, self._member.agent)
+        return proposals.standing(decoded(view), self._round.number, self._member.agent)
 
     def _evict_lapsed(self) -> None:
         """Take out who lapsed, in turn: if another did it first, there is nothing left to do."""
@@ -382,13 +382,13 @@ class Driver:
         document = decoded(view)
         if document is None:
             return
-        self._sleep(participant.stagger(document, self._member.agent), float("inf"))
+        self._sleep(proposals.stagger(document, self._member.agent), float("inf"))
         for _ in range(TRIES):
             view = self._store.read()
             document = decoded(view)
             if document is None or not is_here(document, self._member.agent):
                 return
-            after, reasons = participant.without_lapsed(document, self._member.agent, read_wishes(self._store))
+            after, reasons = proposals.without_lapsed(document, self._member.agent, read_wishes(self._store))
             if not reasons or self._store.compare_and_swap(view.version, encode(after)) is not None:
                 self._see(self._store.read())
                 return

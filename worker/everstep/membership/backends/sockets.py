@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from urllib3 import PoolManager
 
-from everstep.rendezvous.errors import StoreUnavailable
+from everstep.membership.errors import StoreUnavailable
 
 P = TypeVar("P", bound=PoolManager)
 

@@ -12,9 +12,9 @@ import time
 from abc import ABC, abstractmethod
 from random import Random
 
-from everstep.rendezvous.errors import RendezvousFailed
-from everstep.rendezvous.forks import after_fork
-from everstep.rendezvous.store import Backoff, View
+from everstep.membership.backends.forks import after_fork
+from everstep.membership.errors import RendezvousFailed
+from everstep.membership.store import Backoff, View
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from everstep.contract.document import Document, Member, Wish
-from everstep.rendezvous.closing import Waited, growth
-from everstep.rendezvous.leaving import divide, enough_stay
-from everstep.rendezvous.rounds import (
+from everstep.membership.draining import divide, enough_stay
+from everstep.membership.formation.selection import Waited, growth
+from everstep.membership.machine import (
     Close,
     Join,
     Leave,

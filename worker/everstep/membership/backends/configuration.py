@@ -15,13 +15,13 @@ from typing import Any
 from everstep.contract import env
 from everstep.contract.document import MAX_MEMBERS
 from everstep.contract.messages import REPORT_PATH
-from everstep.rendezvous import torch_keys
-from everstep.rendezvous.errors import RendezvousFailed
-from everstep.rendezvous.etcd import PREFIX
-from everstep.rendezvous.etcd_http import Access, Gateway, endpoints
-from everstep.rendezvous.http_calls import OperatorCalls, base_url
-from everstep.rendezvous.joining import Settings
-from everstep.rendezvous.participant import Patience
+from everstep.membership.backends import torch_keys
+from everstep.membership.backends.etcd import PREFIX
+from everstep.membership.backends.etcd_http import Access, Gateway, endpoints
+from everstep.membership.backends.operator_calls import OperatorCalls, base_url
+from everstep.membership.errors import RendezvousFailed
+from everstep.membership.joining import Settings
+from everstep.membership.proposals import Patience
 
 log = logging.getLogger(__name__)
 

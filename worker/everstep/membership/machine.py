@@ -32,9 +32,10 @@ from everstep.contract.document import (
     Sizes,
 )
 from everstep.contract.fields import MAX_NUMBER
-from everstep.rendezvous import closing, leaving
-from everstep.rendezvous.closing import Waited
-from everstep.rendezvous.seats import Table
+from everstep.membership import draining
+from everstep.membership.formation import selection
+from everstep.membership.formation.selection import Waited
+from everstep.membership.index_assignment import Table
 
 MAX_FLAPS = 5  # times that two agents may lose each other; then they are not put together again
 
@@ -262,11 +263,11 @@ def _lose(document: Document, agent: str, why: str) -> Document | None:
 def _stop(document: Document, agent: str) -> Document | Refused:
     if agent in document.stopping or not is_here(document, agent):
         return Refused(f"{agent} is not here, or known to be asked to stop")
-    return replace(document, stopping=leaving.marked(document, agent))
+    return replace(document, stopping=draining.marked(document, agent))
 
 
 def _step_aside(document: Document) -> Document | Refused:
-    leavers = leaving.leavers(document)
+    leavers = draining.leavers(document)
     if isinstance(leavers, str):
         return Refused(leavers)
     for agent in leavers:
@@ -356,7 +357,7 @@ def _reach(document: Document, event: Reach) -> Document | Refused:
     # all that have come when the members are back. If too few could be in it, the round is left as it is: what it sent
     # goes on when the network does.
     both = is_member(document, low) and is_member(document, high)
-    if not event.reaches and both and document.broken is None and closing.connected(document):
+    if not event.reaches and both and document.broken is None and selection.connected(document):
         why = f"{event.by} does not reach {event.target}"[:MAX_REASON]
         history = _remember(document, Setback(document.round, event.by, why, False))
         document = replace(document, broken=why, history=history)
@@ -366,7 +367,7 @@ def _reach(document: Document, event: Reach) -> Document | Refused:
 def _close(document: Document, event: Close) -> Document | Refused:
     if not is_waiting(document, event.by):
         return Refused(f"{event.by} does not wait for a round: it cannot form one")
-    members = closing.next_members(document, event.waited, shrink=event.shrink)
+    members = selection.next_members(document, event.waited, shrink=event.shrink)
     if isinstance(members, str):
         return Refused(members)
     number = max(document.round, document.floor) + 1
@@ -386,7 +387,7 @@ def _close(document: Document, event: Close) -> Document | Refused:
         reports=tuple(r for r in document.reports if r.low in seated and r.high in seated),
         boundary=None,
         done=(),
-        stopping=leaving.remembered(document),
+        stopping=draining.remembered(document),
     )
 
 

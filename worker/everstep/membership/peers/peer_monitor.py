@@ -2,7 +2,7 @@
 
 Each member of a round connects to the next two in rank order (in a ring); of up to `SMALL` members each pair has a
 connection. When a process dies, its kernel ends the connection: in milliseconds. When packets are lost, one way or
-both, what is sent is not acknowledged. Then attempts to connect again decide (`meeting`). Refused, or answered by
+both, what is sent is not acknowledged. Then attempts to connect again decide (`probe`). Refused, or answered by
 another agent: the process is gone. No packet came back: these two do not reach each other, within `DETECTED` seconds.
 In a larger world, pairs that are further apart are tried in turn, one at a time, so that what an agent sends does not
 grow with the world. Who was never reached is not called gone, because a firewall refuses too. Knows neither store nor
@@ -24,10 +24,10 @@ from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from everstep.contract.document import Member
-from everstep.rendezvous import meeting
-from everstep.rendezvous.greeter import Greeter
-from everstep.rendezvous.meeting import Gone, Met, Pulse, Silent, Unclear, meet
-from everstep.rendezvous.participant import Round
+from everstep.membership.peers import probe
+from everstep.membership.peers.listener import Greeter
+from everstep.membership.peers.probe import Gone, Met, Pulse, Silent, Unclear, meet
+from everstep.membership.proposals import Round
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class _Follower:
         self._met, self._refusals = False, 0
         self._unclear = 0  # attempts in a row that showed nothing
         self._times = 0  # that the two have lost each other; 0: nobody was told
-        self._rest = meeting.MOST_REST
+        self._rest = probe.MOST_REST
         self._stopped = stopped or threading.Event()
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
@@ -175,7 +175,7 @@ class _Follower:
         """One attempt and what follows from it; whether to go on."""
         once = self.unreached
         found = meet(
-            self._member, self._stopped.is_set, attempts=1 if once else meeting.ATTEMPTS,
+            self._member, self._stopped.is_set, attempts=1 if once else probe.ATTEMPTS,
             rest=PATIENCE if once else self._rest,
         )  # fmt: skip
         match found:
@@ -236,7 +236,7 @@ class _Follower:
             while not self._stopped.is_set() and pulse.beat(time.monotonic()):
                 if not self._well(time.monotonic() - began):
                     break
-                self._rest = meeting.rest(pulse.round_trip)
+                self._rest = probe.rest(pulse.round_trip)
                 sock.settimeout(LOOK_CLOSER if pulse.waits else BEAT)
                 try:
                     if not sock.recv(256):
@@ -270,7 +270,7 @@ class _Rover:
             for member in self._members:
                 if self._stopped.wait(pause):
                     return
-                found = meet(member, self._stopped.is_set, attempts=1, rest=meeting.MOST_REST)
+                found = meet(member, self._stopped.is_set, attempts=1, rest=probe.MOST_REST)
                 if isinstance(found, Met):
                     found.connection.close()
                 elif isinstance(found, Silent) and not self._stopped.is_set():

@@ -25,8 +25,8 @@ def etcd_v3() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def _create(backend: str, parameters: RendezvousParameters) -> RendezvousHandler:
-    from everstep.rendezvous.backends import open_store  # noqa: PLC0415 - see above
-    from everstep.rendezvous.torchrun import RoundHandler  # noqa: PLC0415 - see above
+    from everstep.membership.backends.opening import open_store  # noqa: PLC0415 - see above
+    from everstep.membership.torchrun.handler import RoundHandler  # noqa: PLC0415 - see above
 
     store, settings = open_store(backend, parameters.endpoint, parameters.config, parameters.run_id)
     return RoundHandler(backend, parameters, store, settings)

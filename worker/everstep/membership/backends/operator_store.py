@@ -23,10 +23,10 @@ from everstep.contract.rounds import (
     TTL_HEADER,
     VERSION_HEADER,
 )
-from everstep.rendezvous.errors import StoreUnavailable
-from everstep.rendezvous.http_calls import OperatorCalls, Reply
-from everstep.rendezvous.store import View
-from everstep.rendezvous.watching import Watching
+from everstep.membership.backends.operator_calls import OperatorCalls, Reply
+from everstep.membership.backends.watching import Watching
+from everstep.membership.errors import StoreUnavailable
+from everstep.membership.store import View
 
 WAIT = 20.0  # seconds of one watch at the operator
 MAX_GRACE = 30.0  # seconds for which an operator is trusted to write a wish

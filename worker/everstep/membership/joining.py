@@ -1,4 +1,4 @@
-"""One attempt to be in a round: look, write what `participant` says, wait, again.
+"""One attempt to be in a round: look, write what `proposals` says, wait, again.
 
 Invariant: whatever is lost on the way (an answer, a race, the store for a while), the next look starts from what the
 store holds. An agent that is in the document only waits: who writes is the one who changes something, or, when nothing
@@ -16,11 +16,11 @@ from random import Random
 from typing import assert_never
 
 from everstep.contract.document import Document, Wish, decode, decode_wish, encode
-from everstep.rendezvous import participant
-from everstep.rendezvous.closing import is_spare
-from everstep.rendezvous.errors import DocumentInvalid, JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
-from everstep.rendezvous.participant import Barred, Closed, Formed, Patience, Proposal, Round, Wait
-from everstep.rendezvous.store import Backoff, RoundStore, View
+from everstep.membership import proposals
+from everstep.membership.errors import DocumentInvalid, JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
+from everstep.membership.formation.selection import is_spare
+from everstep.membership.proposals import Barred, Closed, Formed, Patience, Proposal, Round, Wait
+from everstep.membership.store import Backoff, RoundStore, View
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Joining:
                     self._start()
                     started = True
                 document = decoded(self._view)
-                settled = participant.outcome(document, self._wish)
+                settled = proposals.outcome(document, self._wish)
                 if isinstance(settled, Formed):
                     return self._view, settled.round
                 if isinstance(settled, Closed):
@@ -115,7 +115,7 @@ class Joining:
         if fresh.edition != self._view.edition:
             self._seen(fresh)
         document = decoded(self._view)
-        if document is None or participant.outcome(document, self._wish) is not None:
+        if document is None or proposals.outcome(document, self._wish) is not None:
             return document is not None
         return is_spare(document, self._agent)
 
@@ -167,7 +167,7 @@ class Joining:
         waited = patience.waited(now - self._since, document)
         present = read_wishes(self._store)
         shrink = self._until_shrink(now) == 0
-        step = participant.propose_join(document, self._wish, present, waited, shrink=shrink)
+        step = proposals.propose_join(document, self._wish, present, waited, shrink=shrink)
         match step:
             case Proposal(proposed, reasons):
                 data = encode(proposed)
@@ -189,7 +189,7 @@ class Joining:
                 assert_never(step)
 
     def _is_written(self) -> bool:
-        return participant.is_written(decoded(self._view), self._wish)
+        return proposals.is_written(decoded(self._view), self._wish)
 
     def _until_shrink(self, now: float) -> float:
         """Seconds for which replacements are still waited for."""
@@ -201,7 +201,7 @@ class Joining:
 
     def _stagger(self) -> float:
         document = decoded(self._view)
-        return 0.0 if document is None else participant.stagger(document, self._agent)
+        return 0.0 if document is None else proposals.stagger(document, self._agent)
 
 
 def decoded(view: View) -> Document | None:

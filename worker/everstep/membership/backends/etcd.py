@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
-from everstep.rendezvous.errors import StoreUnavailable
-from everstep.rendezvous.etcd_http import Gateway, NotFound
-from everstep.rendezvous.store import View
-from everstep.rendezvous.watching import Watching
+from everstep.membership.backends.etcd_http import Gateway, NotFound
+from everstep.membership.backends.watching import Watching
+from everstep.membership.errors import StoreUnavailable
+from everstep.membership.store import View
 
 log = logging.getLogger(__name__)
 

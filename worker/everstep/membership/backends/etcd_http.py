@@ -18,9 +18,9 @@ import urllib3
 from urllib3.exceptions import HTTPError, NameResolutionError, NewConnectionError, ProtocolError, ReadTimeoutError
 from urllib3.exceptions import SSLError as TransportSSLError
 
-from everstep.rendezvous.errors import StoreRefused, StoreUnavailable
-from everstep.rendezvous.forks import after_fork
-from everstep.rendezvous.sockets import Sockets
+from everstep.membership.backends.forks import after_fork
+from everstep.membership.backends.sockets import Sockets
+from everstep.membership.errors import StoreRefused, StoreUnavailable
 
 DEFAULT_PORT = 2379
 MAX_ENDPOINTS = 16

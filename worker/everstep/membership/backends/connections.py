@@ -17,7 +17,7 @@ from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, PoolManager
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
-from everstep.rendezvous.meeting import connect
+from everstep.membership.peers.probe import connect
 
 SILENT = 1.5  # seconds in which what was sent is acknowledged, or its connection is over
 ALIVE = 1  # seconds without a word after which the other kernel is asked whether it is there; whole ones

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.rendezvous.configuration import (
+from everstep.membership.backends.configuration import (
     Configuration,
     ConfigurationInvalid,
     etcd_gateway,
@@ -14,9 +14,9 @@ from everstep.rendezvous.configuration import (
     read,
     read_operator,
 )
-from everstep.rendezvous.etcd import EtcdStore
-from everstep.rendezvous.http import HttpStore
-from everstep.rendezvous.store import RoundStore
+from everstep.membership.backends.etcd import EtcdStore
+from everstep.membership.backends.operator_store import HttpStore
+from everstep.membership.store import RoundStore
 
 EVERSTEP = "everstep"
 ETCD_V3 = "etcd-v3"

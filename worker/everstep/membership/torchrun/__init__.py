@@ -1,0 +1,1 @@
+"""What stock torchrun loads for `--rdzv-backend=everstep` and `=etcd-v3`."""
