@@ -8,9 +8,9 @@ from typing import Any
 
 from everstep_operator.api.conditions import ConditionType
 from everstep_operator.api.status import Status
-from everstep_operator.plan import roster
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
+from everstep_operator.plan.state import roster
 
 
 def as_text(snapshot: Snapshot, plan: Plan, cluster: str) -> str:

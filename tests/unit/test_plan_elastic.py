@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
-from everstep_operator.plan import roster, sizing
 from everstep_operator.plan.actions import CreatePod, DeletePod
+from everstep_operator.plan.build.finish import is_finished
 from everstep_operator.plan.check import PlanError, check
-from everstep_operator.plan.failure import Charge, losses_among
-from everstep_operator.plan.lifecycle import is_finished
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import Exit, PodPhase, RoundView, Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
+from everstep_operator.plan.state import roster, sizing
+from everstep_operator.plan.state.losses import Charge, losses_among
 
 PASSES = 20
 index = st.integers(0, 5)

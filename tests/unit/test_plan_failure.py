@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from everstep_operator.api.conditions import Cause
-from everstep_operator.plan.failure import CHARGES, Charge, losses
 from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.state.losses import CHARGES, Charge, losses
 
 SAMPLES = Path(__file__).parent / "transcripts/torchrun"
 RAISED, KILLED, EXITED_64, PEER = (

@@ -15,7 +15,8 @@ from everstep.agent.arguments import read
 from everstep.membership.backends.configuration import read_operator
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.api.status import Status
-from everstep_operator.plan import names, pods
+from everstep_operator.plan import names
+from everstep_operator.plan.build import pods
 from everstep_operator.plan.snapshot import JobView, Settings
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

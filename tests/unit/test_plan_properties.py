@@ -19,8 +19,8 @@ from everstep_operator.api.conditions import ConditionType
 from everstep_operator.api.status import Restarts, Status
 from everstep_operator.api.types import RendezvousBackend, TrainingJobSpec
 from everstep_operator.plan.actions import CreatePod, DeleteJob
+from everstep_operator.plan.build.finish import is_finished
 from everstep_operator.plan.explain import explain
-from everstep_operator.plan.lifecycle import is_finished
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, RoundView, Snapshot, WorkerPod

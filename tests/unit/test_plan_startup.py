@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan import budget, startup
-from everstep_operator.plan.failure import Loss, losses
+from everstep_operator.plan.decide import restart_budget, start_failures
 from everstep_operator.plan.snapshot import Exit, PodPhase, Progress, Snapshot, WorkerPod
+from everstep_operator.plan.state.losses import Loss, losses
 
 NO_SCRIPT = (Path(__file__).parent / "transcripts/torchrun/no_script.txt").read_text()
 WORDS = "python: can't open file '/w/train.py': [Errno 2] No such file or directory"
@@ -92,11 +92,11 @@ def limit(snapshot: Snapshot, tries: int) -> Snapshot:
 def test_third_try_is_the_last_of_a_job_that_never_ran(world: Any) -> None:
     loss = loss_of(world, 2, WORDS)
     for tries in (0, 1):
-        judged = budget.judge(limit(world.snapshot(), tries), loss)
-        assert isinstance(judged, budget.Restart)
+        judged = restart_budget.judge(limit(world.snapshot(), tries), loss)
+        assert isinstance(judged, restart_budget.Restart)
         assert judged.restarts.start_failures == judged.restarts.user_code == tries + 1
-    last = budget.judge(limit(world.snapshot(), 2), loss)
-    assert isinstance(last, budget.Fail)
+    last = restart_budget.judge(limit(world.snapshot(), 2), loss)
+    assert isinstance(last, restart_budget.Fail)
     assert last.reason == "CannotStart"
     assert WORDS in last.message
 
@@ -107,20 +107,20 @@ def test_losses_that_follow_the_first_are_no_try_of_their_own(world: Any) -> Non
     snapshot = replace(
         snapshot, job=replace(snapshot.job, status=snapshot.job.status.model_copy(update={"restarts": counted}))
     )
-    assert budget.judge(snapshot, loss_of(world, 2, WORDS), follows=True) == budget.Restart(counted)
+    assert restart_budget.judge(snapshot, loss_of(world, 2, WORDS), follows=True) == restart_budget.Restart(counted)
 
 
 def test_rule_of_the_user_goes_before(world: Any) -> None:
     world.do_rule("onExitCodes", "2", "RestartUncharged")
-    judged = budget.judge(limit(world.snapshot(), 2), loss_of(world, 2, WORDS))
-    assert isinstance(judged, budget.Restart)
+    judged = restart_budget.judge(limit(world.snapshot(), 2), loss_of(world, 2, WORDS))
+    assert isinstance(judged, restart_budget.Restart)
     assert judged.restarts.start_failures == 2
 
 
 def test_smaller_budget_of_restarts_goes_before(world: Any) -> None:
     world.do_job("recovery.maxRestarts=0")
-    judged = budget.judge(world.snapshot(), loss_of(world, 2, WORDS))
-    assert isinstance(judged, budget.Fail)
+    judged = restart_budget.judge(world.snapshot(), loss_of(world, 2, WORDS))
+    assert isinstance(judged, restart_budget.Fail)
     assert judged.reason == "RestartBudgetExhausted"
 
 
@@ -185,7 +185,7 @@ def test_job_of_which_anything_shows_that_it_ran_is_not_ended_early(
     for line in ("settle", "ready 0 1", "reconcile"):
         world.run(line)
     story(world)
-    assert startup.has_run(world.snapshot()) is has_run
+    assert start_failures.has_run(world.snapshot()) is has_run
 
 
 def test_words_made_to_be_slow_cost_little(world: Any) -> None:
@@ -323,4 +323,4 @@ def test_another_worker_shows_that_the_program_runs_only_if_it_outlives_the_fail
     exit_ = Exit(2, "Error", WORDS, world.now + timedelta(seconds=10))  # it took 10 s
     other(world)
     world.change(name, phase=PodPhase.FAILED, exit=exit_)
-    assert startup.runs_elsewhere(world.snapshot(), 0, name) is runs
+    assert start_failures.runs_elsewhere(world.snapshot(), 0, name) is runs

@@ -13,8 +13,8 @@ import pytest
 from everstep.contract import env
 from everstep.train import termination
 from everstep_operator.api.conditions import Cause
-from everstep_operator.plan.failure import Loss, losses
 from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
+from everstep_operator.plan.state.losses import Loss, losses
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

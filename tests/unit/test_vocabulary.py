@@ -12,8 +12,8 @@ import pytest
 from everstep.contract import exit_codes
 from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
-from everstep_operator.plan.failure import losses_among
 from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
+from everstep_operator.plan.state.losses import losses_among
 from everstep_operator.telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).with_name("transcripts")

@@ -8,9 +8,9 @@ from everstep.contract.document import Sizes
 from everstep_cli.simulation.cluster import TEMPLATE, WHOLE, Cut, World
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
-from everstep_operator.plan import roster, sizing
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.snapshot import Progress, RoundView
+from everstep_operator.plan.state import roster, sizing
 
 
 class ElasticWorld(World):

@@ -22,7 +22,8 @@ from everstep_operator.controller.progress import JobProgress
 from everstep_operator.controller.record import Recorder
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
-from everstep_operator.plan import names, recovery
+from everstep_operator.plan import names
+from everstep_operator.plan.build import recovery_record
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Event, Plan
 from everstep_operator.plan.planner import plan
@@ -178,7 +179,7 @@ class Reconciler:
         old, new = job.status, decided.status
         if new.world.round > old.world.round:
             memory.progress.published(new.world.round, now)
-        if recovery.is_open(new.recoveries) and new.recoveries != old.recoveries:
+        if recovery_record.is_open(new.recoveries) and new.recoveries != old.recoveries:
             memory.progress.lost(now)
         self._count(old, new)
         return True
@@ -197,8 +198,8 @@ class Reconciler:
         if not new.recoveries or new.recoveries == old.recoveries:
             return
         newest = new.recoveries[0]
-        if not recovery.is_open(new.recoveries):
-            seconds = None if newest.rung == Rung.REGROW else recovery.total_ms(newest) / 1000
+        if not recovery_record.is_open(new.recoveries):
+            seconds = None if newest.rung == Rung.REGROW else recovery_record.total_ms(newest) / 1000
             self._metrics.recovered(newest.cause, newest.rung, seconds)
 
     def _remember(self, obj: Unstructured) -> _Memory:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan import lifecycle, names, roster
+from everstep_operator.plan import names
 from everstep_operator.plan.actions import CreatePod, DeletePod
+from everstep_operator.plan.build import finish
 from everstep_operator.plan.outcome import Plan
-from everstep_operator.plan.roster import Roster
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import broken_rule
+from everstep_operator.plan.state import roster
+from everstep_operator.plan.state.roster import Roster
 
 
 class PlanError(Exception):
@@ -29,9 +31,9 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
     deleted = [a for a in plan.actions if isinstance(a, DeletePod)]
     if new.world.round < old.world.round:
         raise PlanError(f"round goes back from {old.world.round} to {new.world.round}")
-    if lifecycle.is_finished(old) and (created or new != old):
+    if finish.is_finished(old) and (created or new != old):
         raise PlanError("a finished job is given pods or another status")
-    if lifecycle.is_finished(new) and created:
+    if finish.is_finished(new) and created:
         raise PlanError("a job is finished and given pods in one plan")
     if len({c.name for c in created}) != len(created) or len({d.uid for d in deleted}) != len(deleted):
         raise PlanError("a pod is created or deleted twice in one plan")
@@ -41,7 +43,7 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
         pod = ours.get(delete.uid)
         if pod is None or pod.name != delete.name:
             raise PlanError(f"{delete.name} ({delete.uid}) is not a pod of this job")
-        if not lifecycle.is_finished(new):
+        if not finish.is_finished(new):
             doomed.append(pod)
     if snapshot.job.spec.rendezvous.backend is RendezvousBackend.C10D:
         _check_round(snapshot, plan, created, doomed)

@@ -14,29 +14,26 @@ from typing import assert_never
 from everstep_operator.api.conditions import ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import RecoveryRecord, Restarts, Status
-from everstep_operator.plan import (
-    budget,
-    changes,
-    condition,
-    drains,
-    lifecycle,
+from everstep_operator.plan.actions import CreatePod, SetSizes
+from everstep_operator.plan.build import (
+    disruption_budget,
+    events,
+    finish,
     pods,
-    recovery,
-    roster,
-    sizing,
-    standing,
-    startup,
+    ready_condition,
+    recovery_record,
     status,
 )
-from everstep_operator.plan.actions import CreatePod, SetSizes
-from everstep_operator.plan.carry import SURVIVOR_GRACE_SECONDS, Carried, Over, carry, or_deadline
-from everstep_operator.plan.failure import Loss, losses_among
-from everstep_operator.plan.lifecycle import Failed
+from everstep_operator.plan.build.converge import SURVIVOR_GRACE_SECONDS, Carried, Over, carry, or_deadline
+from everstep_operator.plan.build.finish import Failed
+from everstep_operator.plan.decide import restart_budget, start_failures
 from everstep_operator.plan.outcome import Event, Plan
-from everstep_operator.plan.roster import Roster
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
-from everstep_operator.plan.standing import Standing
+from everstep_operator.plan.state import roster, sizing, world_state
+from everstep_operator.plan.state.losses import Loss, losses_among
+from everstep_operator.plan.state.roster import Roster
+from everstep_operator.plan.state.world_state import Standing
 
 # Losses of workers that were there when an incident began, so soon after it, are part of it.
 INCIDENT = timedelta(seconds=10)
@@ -74,9 +71,9 @@ def plan(snapshot: Snapshot) -> Plan:
     current = published.current(job.name, snapshot.pods)
     match _judge(snapshot, published, current):
         case _Complete(size):
-            return lifecycle.complete(snapshot, len(current), size)
+            return finish.complete(snapshot, len(current), size)
         case Failed() as failed:
-            return lifecycle.fail(snapshot, len(current), failed)
+            return finish.fail(snapshot, len(current), failed)
         case _Revise() as change:
             return _publish(snapshot, change)
         case _Keep():
@@ -88,20 +85,20 @@ def plan(snapshot: Snapshot) -> Plan:
 def _judge(snapshot: Snapshot, published: Roster, current: dict[int, WorkerPod]) -> _Judgement:
     job = snapshot.job
     wanted = sizing.wanted(job.spec)
-    seen = standing.of(snapshot, published, current)
+    seen = world_state.of(snapshot, published, current)
     lost = losses_among(snapshot, current, {index: life.started for index, life in published.lives.items()})
     # Before anything else: a job that has ended is not suspended, resized or opened again.
-    if (size := standing.completed(snapshot, published, seen, current, lost)) is not None:
+    if (size := world_state.completed(snapshot, published, seen, current, lost)) is not None:
         return _Complete(size)
     if job.spec.suspend:
         return _suspend(snapshot, published)
     if job.status.roster is None or published.wanted == 0:
         return _open(snapshot, published, wanted)
-    if (late := lifecycle.overdue(snapshot)) is not None:
+    if (late := finish.overdue(snapshot)) is not None:
         return late
-    if missed := standing.missed(snapshot, seen, current, lost):
+    if missed := world_state.missed(snapshot, seen, current, lost):
         return _judge_loss(snapshot, published, current, seen, missed)
-    if standing.ends(snapshot, current):
+    if world_state.ends(snapshot, current):
         return _Keep()
     target = roster.revised(published, wanted, (), replaced=_regrows(snapshot))
     if wanted != published.wanted:
@@ -141,13 +138,13 @@ def _judge_loss(
     snapshot: Snapshot, published: Roster, current: dict[int, WorkerPod], seen: Standing, lost: tuple[Loss, ...]
 ) -> _Judgement:
     root = lost[0]
-    if (why := standing.given_up(snapshot, current, lost)) is not None:
+    if (why := world_state.given_up(snapshot, current, lost)) is not None:
         return Failed("RendezvousClosed", f"{root.sentence}; the agents gave the job up: {why}", root)
     follows = _follows(snapshot, current.get(root.index))
-    match budget.judge(snapshot, root, follows=follows):
-        case budget.Fail(reason, message, event):
+    match restart_budget.judge(snapshot, root, follows=follows):
+        case restart_budget.Fail(reason, message, event):
             return Failed(reason, message, root, event)
-        case budget.Restart(restarts):
+        case restart_budget.Restart(restarts):
             pass
         case other:
             assert_never(other)
@@ -160,8 +157,8 @@ def _judge_loss(
     if not follows:
         restarts = restarts.model_copy(update={"incident_at": snapshot.now})
     records = snapshot.job.status.recoveries
-    if hit and not (follows and recovery.is_open(records)):
-        records = recovery.opened(snapshot.now, root, records, Rung.RECREATE if replaced else Rung.SHRINK)
+    if hit and not (follows and recovery_record.is_open(records)):
+        records = recovery_record.opened(snapshot.now, root, records, Rung.RECREATE if replaced else Rung.SHRINK)
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
     message = root.sentence + more
     what = f"replacing {_workers(indices)}" if replaced else "going on without a replacement (spec.elastic.regrow)"
@@ -171,7 +168,7 @@ def _judge_loss(
         ReadyReason.RECOVERING if hit else None,
         restarts,
         records,
-        Event(EventReason.WORKER_LOST, f"{message}; {what}{startup.tried(snapshot, restarts)}"),
+        Event(EventReason.WORKER_LOST, f"{message}; {what}{start_failures.tried(snapshot, restarts)}"),
     )
 
 
@@ -224,7 +221,7 @@ def _publish(snapshot: Snapshot, change: _Revise) -> Plan:
 def _converge(snapshot: Snapshot, published: Roster, current: dict[int, WorkerPod]) -> Plan:
     observed = _status(snapshot, published, current, None)
     carried = _carry(snapshot, observed, published, current)
-    requeue = carried.requeue or condition.patience(snapshot, current)
+    requeue = carried.requeue or ready_condition.patience(snapshot, current)
     ready = observed.condition(ConditionType.READY)
     return Plan(
         observed,
@@ -237,7 +234,11 @@ def _converge(snapshot: Snapshot, published: Roster, current: dict[int, WorkerPo
 
 def _stages(snapshot: Snapshot, carried: Carried) -> tuple[Stage, ...]:
     """Workers are released when those that stay may train without them; nothing else waits for the store."""
-    actions = {**carried.actions, StageName.GUARD: drains.actions(snapshot), StageName.SIZES: _told(snapshot)}
+    actions = {
+        **carried.actions,
+        StageName.GUARD: disruption_budget.actions(snapshot),
+        StageName.SIZES: _told(snapshot),
+    }
     return staged(actions, {StageName.RELEASE: (StageName.SIZES,)})
 
 
@@ -251,24 +252,24 @@ def _told(snapshot: Snapshot) -> tuple[SetSizes, ...]:
 
 
 def _events(snapshot: Snapshot, observed: Status, current: dict[int, WorkerPod]) -> tuple[Event, ...]:
-    unplaced = condition.starved(snapshot, current)
-    return (*changes.of_capacity(snapshot, observed, unplaced), *changes.events(snapshot, observed))
+    unplaced = ready_condition.starved(snapshot, current)
+    return (*events.of_capacity(snapshot, observed, unplaced), *events.events(snapshot, observed))
 
 
 def _status(snapshot: Snapshot, wanted: Roster, current: dict[int, WorkerPod], change: _Revise | None) -> Status:
-    job, seen = snapshot.job, standing.of(snapshot, wanted, current)
-    world = standing.world(snapshot, seen)
+    job, seen = snapshot.job, world_state.of(snapshot, wanted, current)
+    world = world_state.world(snapshot, seen)
     if wanted.wanted == 0:
         world = world.model_copy(update={"size": 0, "formed_at": None, "formed_round": None})
     records = change.recoveries if change is not None and change.recoveries is not None else job.status.recoveries
     if change is None and seen.stands:
         rung = Rung.RECREATE if seen.size >= wanted.wanted else Rung.SHRINK
-        records = recovery.completed_as(records, snapshot.progress, job.status.restarts.last_step, rung)
-        if seen.size >= wanted.wanted and condition.trains(snapshot, seen):
-            records = recovery.regrown(snapshot.now, snapshot.progress, records)
-    verdict = condition.verdict(snapshot, wanted, current, seen)
+        records = recovery_record.completed_as(records, snapshot.progress, job.status.restarts.last_step, rung)
+        if seen.size >= wanted.wanted and ready_condition.trains(snapshot, seen):
+            records = recovery_record.regrown(snapshot.now, snapshot.progress, records)
+    verdict = ready_condition.verdict(snapshot, wanted, current, seen)
     if change is not None and change.reason is not None:
-        verdict = condition.of_change(verdict, change.reason, change.message)
+        verdict = ready_condition.of_change(verdict, change.reason, change.message)
     return status.build(
         snapshot,
         verdict,
@@ -304,7 +305,7 @@ def _carry(snapshot: Snapshot, wanted: Status, made: Roster, current: dict[int, 
         snapshot,
         wanted,
         [end(p) for p in over],
-        [] if standing.ends(snapshot, current) else missing,
+        [] if world_state.ends(snapshot, current) else missing,
         create,
         workers=len(made.lives),
     )

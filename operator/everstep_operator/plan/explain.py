@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from everstep_operator.api.conditions import ConditionType
-from everstep_operator.plan import roster
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.snapshot import Snapshot
+from everstep_operator.plan.state import roster
 
 
 def explain(snapshot: Snapshot, plan: Plan) -> str:

@@ -17,11 +17,12 @@ There are two ways to do 2 to 4. With backend c10d every change is a new round t
 from __future__ import annotations
 
 from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan import elastic, lifecycle, recreate
+from everstep_operator.plan import elastic, recreate
+from everstep_operator.plan.build import finish
 from everstep_operator.plan.check import check
 from everstep_operator.plan.outcome import Plan
+from everstep_operator.plan.sanitize import harmless
 from everstep_operator.plan.snapshot import Snapshot
-from everstep_operator.plan.untrusted import harmless
 
 OUR_NAME = "everstep.dev/operator"
 
@@ -43,8 +44,8 @@ def _decide(snapshot: Snapshot) -> Plan:
         return Plan(job.status, reason="the job is being deleted; garbage collection removes what it owns")
     if job.spec.managed_by not in (None, OUR_NAME):
         return Plan(job.status, reason=f"managed by {job.spec.managed_by}")
-    if lifecycle.is_finished(job.status):
-        return lifecycle.after_finish(snapshot)
+    if finish.is_finished(job.status):
+        return finish.after_finish(snapshot)
     if job.spec.rendezvous.backend is RendezvousBackend.C10D:
         return recreate.plan(snapshot)
     return elastic.plan(snapshot)

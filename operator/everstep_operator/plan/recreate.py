@@ -12,15 +12,17 @@ from typing import assert_never
 from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts, Status, World
-from everstep_operator.plan import budget, changes, lifecycle, names, pods, recovery, startup, status
+from everstep_operator.plan import names
 from everstep_operator.plan.actions import CreatePod
-from everstep_operator.plan.carry import SURVIVOR_GRACE_SECONDS, Carried, Over, blocked, carry, or_deadline
-from everstep_operator.plan.failure import Loss, losses
-from everstep_operator.plan.lifecycle import Failed
+from everstep_operator.plan.build import events, finish, pods, recovery_record, status
+from everstep_operator.plan.build.converge import SURVIVOR_GRACE_SECONDS, Carried, Over, blocked, carry, or_deadline
+from everstep_operator.plan.build.finish import Failed
+from everstep_operator.plan.build.status import Verdict
+from everstep_operator.plan.decide import restart_budget, start_failures
 from everstep_operator.plan.outcome import Event, Plan, Requeue
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
-from everstep_operator.plan.status import Verdict
+from everstep_operator.plan.state.losses import Loss, losses
 
 # Peers' failures are often seen before the failure that caused them: wait this long for it before judging.
 SETTLE = timedelta(seconds=2)
@@ -58,15 +60,15 @@ def plan(snapshot: Snapshot) -> Plan:
     current = _current(snapshot)
     match _judge(snapshot, current):
         case _Complete():
-            return lifecycle.complete(snapshot, len(current), snapshot.job.status.world.size)
+            return finish.complete(snapshot, len(current), snapshot.job.status.world.size)
         case Failed() as failed:
-            return lifecycle.fail(snapshot, len(current), failed)
+            return finish.fail(snapshot, len(current), failed)
         case _NewRound() as change:
             return _publish(snapshot, change)
         case _Settling(until, message):
             observed = _converged_status(snapshot, current)
-            events = changes.events(snapshot, observed)
-            return Plan(observed, (), events, Requeue(until, message), reason=message)
+            told = events.events(snapshot, observed)
+            return Plan(observed, (), told, Requeue(until, message), reason=message)
         case _KeepRound():
             return _converge(snapshot, current)
         case other:
@@ -97,7 +99,7 @@ def _judge(snapshot: Snapshot, current: dict[int, WorkerPod]) -> _Judgement:
         return _NewRound(ReadyReason.SUSPENDED, "spec.suspend is true: no workers", job.status.restarts)
     if world.round == 0 or world.size == 0:
         return _NewRound(ReadyReason.PENDING, f"creating {job.spec.replicas} workers", job.status.restarts)
-    if (late := lifecycle.overdue(snapshot)) is not None:
+    if (late := finish.overdue(snapshot)) is not None:
         return late
     lost = losses(snapshot, current, world.size, formed=world.formed_at is not None)
     if lost:
@@ -115,10 +117,10 @@ def _judge_loss(snapshot: Snapshot, lost: tuple[Loss, ...]) -> _Judgement:
         waited = snapshot.now - root.at
         if timedelta(0) <= waited < SETTLE:
             return _Settling(SETTLE - waited, f"worker {root.index} lost a peer; waiting to see which one")
-    match budget.judge(snapshot, root):
-        case budget.Fail(reason, message, event):
+    match restart_budget.judge(snapshot, root):
+        case restart_budget.Fail(reason, message, event):
             return Failed(reason, message, root, event)
-        case budget.Restart(restarts):
+        case restart_budget.Restart(restarts):
             return _NewRound(ReadyReason.RECOVERING, root.sentence, restarts, root)
         case other:
             assert_never(other)
@@ -132,7 +134,7 @@ def _publish(snapshot: Snapshot, change: _NewRound) -> Plan:
     world = World(round=names.next_round(snapshot), size=size, since=snapshot.now)
     records = job.status.recoveries
     if change.loss is not None:
-        records = recovery.opened(snapshot.now, change.loss, records)
+        records = recovery_record.opened(snapshot.now, change.loss, records)
     wanted = status.build(
         snapshot,
         Verdict(change.reason, change.message),
@@ -155,7 +157,7 @@ def _publish(snapshot: Snapshot, change: _NewRound) -> Plan:
 
 def _publish_events(snapshot: Snapshot, change: _NewRound) -> tuple[Event, ...]:
     if change.loss is not None:
-        what = "recreating the world" + startup.tried(snapshot, change.restarts)
+        what = "recreating the world" + start_failures.tried(snapshot, change.restarts)
         return (Event(EventReason.WORKER_LOST, f"{change.message}; {what}"),)
     if change.reason is ReadyReason.RESIZING:
         return (Event(EventReason.WORLD_RESIZED, change.message),)
@@ -173,7 +175,7 @@ def _converge(snapshot: Snapshot, current: dict[int, WorkerPod]) -> Plan:
     requeue = or_deadline(snapshot, carried.requeue)
     ready = observed.condition(ConditionType.READY)
     reason = carried.waits or (ready.message if ready is not None else "")
-    return Plan(observed, _stages(carried), changes.events(snapshot, observed), requeue, reason=reason)
+    return Plan(observed, _stages(carried), events.events(snapshot, observed), requeue, reason=reason)
 
 
 def _stages(carried: Carried) -> tuple[Stage, ...]:
@@ -188,7 +190,7 @@ def _converged_status(snapshot: Snapshot, current: dict[int, WorkerPod]) -> Stat
     succeeded = sum(p.phase is PodPhase.SUCCEEDED for p in current.values())
     if world.formed_at is None and ready + succeeded >= world.size > 0:
         world = world.model_copy(update={"formed_at": snapshot.now})
-    records = recovery.completed(
+    records = recovery_record.completed(
         job.status.recoveries, snapshot.progress, snapshot.progress.published_at, job.status.restarts.last_step
     )
     verdict = _verdict(snapshot, current, ready, succeeded)

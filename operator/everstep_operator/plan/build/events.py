@@ -7,7 +7,7 @@ from collections.abc import Collection
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Status, World
-from everstep_operator.plan import recovery
+from everstep_operator.plan.build import recovery_record
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.snapshot import Snapshot
 
@@ -21,7 +21,11 @@ def events(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
         number = world.round if world.formed_round is None else world.formed_round
         text = f"round {number} formed with {world.size} workers" if number else f"{world.size} workers are ready"
         found.append(Event(EventReason.WORLD_FORMED, text))
-    if observed.recoveries != before.recoveries and observed.recoveries and not recovery.is_open(observed.recoveries):
+    if (
+        observed.recoveries != before.recoveries
+        and observed.recoveries
+        and not recovery_record.is_open(observed.recoveries)
+    ):
         found += _recovered(snapshot, observed)
     slow = observed.progress.straggler
     if slow is not None and slow != before.progress.straggler:
@@ -62,7 +66,7 @@ def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
     found = [
         Event(
             EventReason.WORLD_RESIZED if done.rung == Rung.SHRINK else EventReason.WORKER_REPLACED,
-            f"training resumed{size} {recovery.total_ms(done) / 1000:.1f} s after worker {done.worker} was lost "
+            f"training resumed{size} {recovery_record.total_ms(done) / 1000:.1f} s after worker {done.worker} was lost "
             f"({done.cause}){_repeated(done.lost_steps)}",
         )
     ]

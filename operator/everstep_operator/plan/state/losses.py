@@ -19,10 +19,11 @@ from enum import StrEnum
 
 from everstep.contract import exit_codes, redact
 from everstep_operator.api.conditions import Cause
-from everstep_operator.plan import startup, untrusted
+from everstep_operator.plan import sanitize
 from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.state import exit_text
 
-MAX_MESSAGE = untrusted.MAX_TEXT
+MAX_MESSAGE = sanitize.MAX_TEXT
 MAX_LINE = 500  # characters of a log line that a status keeps
 MAX_ERROR = 800  # and of an error, which may end with what to write instead
 SIGKILL, SIGTERM = 9, 15
@@ -81,7 +82,7 @@ class Loss:
     exit_code: int | None = None  # of the training process where it is known, else of the container
     at: datetime | None = None  # when it happened, if anything tells
     log_lines: tuple[str, ...] = ()
-    cannot_start: bool = False  # it would fail in the same way again: see `startup`
+    cannot_start: bool = False  # it would fail in the same way again: see `decide.start_failures`
 
     @property
     def charge(self) -> Charge:
@@ -181,7 +182,7 @@ def _loss_of_exit(pod: WorkerPod) -> Loss:
     cause = _cause(exit_, code, record)
     lines = record.lines if record is not None else _tail(exit_.message)
     detail = record.text if record is not None and record.text else _describe(exit_, code, lines)
-    hopeless = cause in (Cause.ERROR, Cause.START_FAILED) and startup.cannot_start(code, detail)
+    hopeless = cause in (Cause.ERROR, Cause.START_FAILED) and exit_text.cannot_start(code, detail)
     return Loss(pod.index, cause, detail, pod.name, pod.node, code, exit_.finished_at, lines, hopeless)
 
 
@@ -260,7 +261,7 @@ def _describe(exit_: Exit, code: int, lines: tuple[str, ...]) -> str:
         return f"ended by signal {code - 128}"
     reason = f" ({exit_.reason})" if exit_.reason and exit_.reason != "Error" else ""
     # A container that never ran has the runtime's words, all in one sentence.
-    words = lines[-1] if exit_.reason in _NEVER_RAN and lines else startup.telling(lines)
+    words = lines[-1] if exit_.reason in _NEVER_RAN and lines else exit_text.telling(lines)
     return f"exit code {code}{reason}" + (f": {words}" if words else "")
 
 
@@ -268,10 +269,10 @@ def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
     """The last lines of what the program said; of the launcher's, if it said nothing."""
     # Hidden together: a key has many lines.
     kept = "\n".join(redact.lines((message or "")[:MAX_MESSAGE].splitlines()))
-    text = startup.own_lines(kept) or [line for line in kept.splitlines() if line.strip()]
+    text = exit_text.own_lines(kept) or [line for line in kept.splitlines() if line.strip()]
     return tuple(_shown(line) for line in text[-lines:])
 
 
 def _shown(text: str, limit: int = MAX_LINE) -> str:
     """What a status may quote. Cut after hiding too, because hiding makes a text longer."""
-    return untrusted.encodable(redact.short(text, limit))
+    return sanitize.encodable(redact.short(text, limit))

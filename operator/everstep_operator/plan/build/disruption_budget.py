@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.contract import labels
-from everstep_operator.plan import names, pods, sizing
+from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, CreateBudget, DeleteBudget
+from everstep_operator.plan.build import pods
 from everstep_operator.plan.snapshot import JobView, Snapshot
+from everstep_operator.plan.state import sizing
 
 
 def actions(snapshot: Snapshot) -> tuple[Action, ...]:

@@ -14,10 +14,11 @@ from everstep.contract.document import Sizes
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
 from everstep_operator.api.status import World
 from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan import names, sizing
-from everstep_operator.plan.failure import Loss, losses_among
-from everstep_operator.plan.roster import Roster
+from everstep_operator.plan import names
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.state import sizing
+from everstep_operator.plan.state.losses import Loss, losses_among
+from everstep_operator.plan.state.roster import Roster
 
 
 @dataclass(frozen=True, slots=True)

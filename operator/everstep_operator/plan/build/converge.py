@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from everstep_operator.api.status import Status
-from everstep_operator.plan import budget, lifecycle, names, pods
+from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod
-from everstep_operator.plan.failure import on_lost_node
+from everstep_operator.plan.build import finish, pods
+from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
+from everstep_operator.plan.state.losses import on_lost_node
 
 # What a worker that is not wanted holds, the commit log or its peers hold too; its accelerators are needed at once.
 SURVIVOR_GRACE_SECONDS = 1
@@ -63,7 +65,7 @@ def carry(
         actions[StageName.NETWORK] = [service]
     if not missing:
         return Carried(actions)
-    start = budget.held_until(snapshot.now, job.spec.recovery, wanted.restarts)
+    start = restart_budget.held_until(snapshot.now, job.spec.recovery, wanted.restarts)
     if start is not None:
         left = start - snapshot.now
         return Carried(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
@@ -79,7 +81,7 @@ def carry(
 
 def or_deadline(snapshot: Snapshot, requeue: Requeue | None) -> Requeue | None:
     """When to look again if nothing else asks for it."""
-    due = lifecycle.deadline(snapshot)
+    due = finish.deadline(snapshot)
     return Requeue(due - snapshot.now, "activeDeadlineSeconds") if requeue is None and due is not None else requeue
 
 

@@ -9,13 +9,14 @@ from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionTy
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Failure, Status
 from everstep_operator.api.types import PodCleanup
-from everstep_operator.plan import drains, names, status
+from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
-from everstep_operator.plan.failure import Loss
+from everstep_operator.plan.build import disruption_budget, status
+from everstep_operator.plan.build.status import Verdict
 from everstep_operator.plan.outcome import Event, Plan, Requeue
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
-from everstep_operator.plan.status import Verdict
+from everstep_operator.plan.state.losses import Loss
 
 # A finished job's process has nothing left to save; the kubelet still gets to stop it in order.
 FINISH_GRACE_SECONDS = 5
@@ -103,14 +104,14 @@ def clean_up(snapshot: Snapshot) -> tuple[Stage, ...]:
 def _left_over(snapshot: Snapshot) -> tuple[Action, ...]:
     policy = snapshot.job.spec.pod_cleanup
     if policy is PodCleanup.NONE:
-        return drains.gone(snapshot)
+        return disruption_budget.gone(snapshot)
     doomed = (p for p in snapshot.pods if p.deleted_at is None and (policy is PodCleanup.ALL or not p.finished))
     actions: list[Action] = [_delete(p, f"the job is finished, podCleanup {policy}") for p in doomed]
     if snapshot.service_uid is not None:
         actions.append(
             DeleteService(names.service_name(snapshot.job.name), snapshot.service_uid, "the job is finished")
         )
-    return (*actions, *drains.gone(snapshot))
+    return (*actions, *disruption_budget.gone(snapshot))
 
 
 def after_finish(snapshot: Snapshot) -> Plan:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 from everstep.contract import labels
 from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan import names, sizing
+from everstep_operator.plan import names
 from everstep_operator.plan.snapshot import JobView, Settings
+from everstep_operator.plan.state import sizing
 
 # Stock c10d waits 30 s for late joiners and needs 15 s to notice a dead agent; a fixed-size world knows whom to expect.
 _RENDEZVOUS_TUNING = {

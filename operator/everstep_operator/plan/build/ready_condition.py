@@ -7,13 +7,14 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
-from everstep_operator.plan import budget, sizing
-from everstep_operator.plan.carry import blocked
+from everstep_operator.plan.build.converge import blocked
+from everstep_operator.plan.build.status import Verdict
+from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
-from everstep_operator.plan.roster import Roster
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
-from everstep_operator.plan.standing import Standing
-from everstep_operator.plan.status import Verdict
+from everstep_operator.plan.state import sizing
+from everstep_operator.plan.state.roster import Roster
+from everstep_operator.plan.state.world_state import Standing
 
 # For so long a pod may find no node before that is said to be a lack of capacity: autoscalers take their time.
 CAPACITY_PATIENCE = timedelta(seconds=30)
@@ -76,7 +77,7 @@ def verdict(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod]
 def _backs_off(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod]) -> str | None:
     """That missing workers are created later, in words that stay the same until then."""
     job = snapshot.job
-    start = budget.held_until(snapshot.now, job.spec.recovery, job.status.restarts)
+    start = restart_budget.held_until(snapshot.now, job.spec.recovery, job.status.restarts)
     if start is None or len(current) >= wanted.wanted:
         return None
     return f"no worker is created before {start:%H:%M:%S} UTC, after failures (back-off)"

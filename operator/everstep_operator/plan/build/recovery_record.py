@@ -6,8 +6,8 @@ from datetime import datetime
 
 from everstep_operator.api.conditions import Rung
 from everstep_operator.api.status import MAX_RECOVERIES, RecoveryRecord
-from everstep_operator.plan.failure import Loss
 from everstep_operator.plan.snapshot import Progress
+from everstep_operator.plan.state.losses import Loss
 
 
 def opened(

@@ -12,7 +12,8 @@ from typing import Any
 
 from everstep.contract import env, labels
 from everstep.contract.messages import REPORT_PATH
-from everstep_operator.plan import agents, names, rendezvous
+from everstep_operator.plan import names
+from everstep_operator.plan.build import agents, rendezvous
 from everstep_operator.plan.snapshot import JobView, Settings
 
 TOKEN_VOLUME = "everstep-token"

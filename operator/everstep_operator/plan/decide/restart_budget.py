@@ -13,9 +13,9 @@ from everstep_operator.api.conditions import Cause
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.recovery import Recovery, RuleAction
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan import startup
-from everstep_operator.plan.failure import Charge, Loss
+from everstep_operator.plan.decide import start_failures
 from everstep_operator.plan.snapshot import Snapshot
+from everstep_operator.plan.state.losses import Charge, Loss
 
 # Losing the machine under a process says nothing about whether its program can take a step.
 _SAYS_NOTHING_ABOUT_PROGRESS = frozenset({Cause.NODE_LOST, Cause.POD_DELETED, Cause.EVICTED, Cause.DISRUPTION_TARGET})
@@ -43,8 +43,8 @@ def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Re
     before = job.status.progress
     step = seen.step if seen.step is not None else before.step
     reporting = seen.updated_at is not None or before.updated_at is not None
-    elsewhere = startup.runs_elsewhere(snapshot, loss.index, loss.pod)
-    if loss.cannot_start and not elsewhere and not startup.has_run(snapshot):
+    elsewhere = start_failures.runs_elsewhere(snapshot, loss.index, loss.pod)
+    if loss.cannot_start and not elsewhere and not start_failures.has_run(snapshot):
         return _at_start(snapshot.now, job.spec.recovery, job.status.restarts, loss, follows)
     # Others run meanwhile, and nothing is known of their steps, or they do not train with this one.
     alone = elsewhere and (step is None or _is_outside(snapshot, loss))

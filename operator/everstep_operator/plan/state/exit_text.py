@@ -1,0 +1,44 @@
+"""What a container's last words say of why it ended: the program's own lines, and the one that names the error.
+
+Pure. Invariant: the words are untrusted text; the patterns look at bounded lines.
+"""
+
+from __future__ import annotations
+
+import re
+
+NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of shells and launchers
+
+# Where torchrun's own words begin, after those of the program.
+_TORCHRUN = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode: ")
+_LAUNCHER = re.compile(r"\[?[WEIF]\d{4} [\d:.]+ |[\d:.]+ everstep-run: |\{\"everstep\"")
+_RANK = re.compile(r"\[rank\d{1,6}\]:\s*")
+_ERROR = re.compile(
+    r"(?:[\w.]{1,100}(?:Error|Exception|Exit|Interrupt)|.{0,200}: error|.{0,200}can't open file|"
+    r".{0,200}: No module named)\b"
+)
+_CANNOT = re.compile(
+    r"can't (?:open|run) .{0,400}(?:No such file|Permission denied|Is a directory)|No module named|"
+    r"(?:^|: )(?:ModuleNotFound|Import|Syntax|Indentation|Tab|Name)Error\b|"
+    r"unrecognized arguments|arguments are required|invalid choice|expected (?:one|at least one) argument|"
+    r"executable file not found|command not found|[Ee]xec format error|"
+    r"\bexec:? [\"/].{0,400}(?:no such file or directory|permission denied|is a directory)"
+)
+
+
+def own_lines(message: str) -> list[str]:
+    """What the program said itself, without the lines of the launcher that end a log."""
+    lines = message.splitlines()
+    end = next((i for i, line in enumerate(lines) if _TORCHRUN.search(line[:300])), None)
+    return [line for line in lines[:end] if line.strip() and not _LAUNCHER.match(line)]
+
+
+def telling(lines: list[str] | tuple[str, ...]) -> str:
+    """The line that says what went wrong: the last that names an error; empty if none does."""
+    said = (_RANK.sub("", line.strip(), count=1) for line in reversed(lines))
+    return next((line for line in said if _ERROR.match(line[:300])), "")
+
+
+def cannot_start(code: int, words: str) -> bool:
+    """Whether a program that ended so would end so again: it is not there, cannot be run or read, or lacks a module."""
+    return code in (NOT_EXECUTABLE, NOT_FOUND) or _CANNOT.search(words[:1000]) is not None
