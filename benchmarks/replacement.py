@@ -22,9 +22,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from figures import Better, Figure, finish, parser, quantile
 
+from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.client import Changed, EventType
 from everstep_operator.kube.resources import PODS
-from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import SystemClock
 from everstep_operator.settings import OperatorSettings

@@ -23,12 +23,12 @@ from figures import Better, Figure, finish, parser, quantile
 from everstep.contract import labels
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.train.report import Reporter
+from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.endpoint.auth import Gate, GateLimits, Leading
 from everstep_operator.endpoint.server import IntakeSettings, ReportIntake
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache
 from everstep_operator.endpoint.token_signatures import SigningKeys
-from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import SystemClock
 from everstep_operator.telemetry.metrics import Metrics
 

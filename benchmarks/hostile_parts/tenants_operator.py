@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/rendezvous"))
 from operator_parts import TEMPLATE, lenient_crd, pod_body, start
 
 from everstep.contract import labels
+from everstep_local.apiserver.client import MemoryClient
+from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.client import TokenReview
 from everstep_operator.kube.resources import PODS
-from everstep_operator.local.memory.client import MemoryClient
-from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import SystemClock
 from everstep_operator.runtime.garbage_collection import settle

@@ -8,8 +8,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from everstep_operator.local.run.history import ActionTaken, Entry, EventSeen, History, StatusSeen
-from everstep_operator.local.run.view import View
+from everstep_local.run.history import ActionTaken, Entry, EventSeen, History, StatusSeen
+from everstep_local.run.view import View
 
 STYLES = {"training": "green", "starting": "yellow", "Failed": "red", "Terminating": "yellow", "Succeeded": "cyan"}
 

@@ -1,6 +1,6 @@
 """`everstep run` and its kin: run a TrainingJob on this machine, and reach into a run from a second terminal.
 
-Thin: it parses, calls `everstep_operator.local.run` and prints. Needs the operator's dependencies.
+Thin: it parses, calls `everstep_local.run` and prints. Needs the operator's dependencies.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rich.console import Console
 
 from everstep_cli import running
 from everstep_cli.console import render
-from everstep_operator.local.run import control
-from everstep_operator.local.run.faults import ACTIONS, FaultError, parse
-from everstep_operator.local.run.job_file import Asked, parse_elastic, read_secret
-from everstep_operator.local.run.manifest import JobFileError
-from everstep_operator.local.run.view import View
+from everstep_local.run import control
+from everstep_local.run.faults import ACTIONS, FaultError, parse
+from everstep_local.run.job_file import Asked, parse_elastic, read_secret
+from everstep_local.run.manifest import JobFileError
+from everstep_local.run.view import View
 
 app = typer.Typer()
 EXPECTED = (control.ControlError, JobFileError, FaultError)  # what a person has given wrongly; the text says what

@@ -20,14 +20,14 @@ from rich.console import Console
 from rich.live import Live
 
 from everstep_cli.console import Plain, render
+from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
+from everstep_local.run.drawing import draw, text
+from everstep_local.run.faults import Fault, changes_world, due, target
+from everstep_local.run.job_file import Asked, Prepared, load, place_checkpoints
+from everstep_local.run.local_run import LocalRun, Options, Outcome, Refused
+from everstep_local.run.timeline import build
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import PODS
-from everstep_operator.local.run.control import Answer, ControlError, ControlServer, Handler
-from everstep_operator.local.run.drawing import draw, text
-from everstep_operator.local.run.faults import Fault, changes_world, due, target
-from everstep_operator.local.run.job_file import Asked, Prepared, load, place_checkpoints
-from everstep_operator.local.run.local_run import LocalRun, Options, Outcome, Refused
-from everstep_operator.local.run.timeline import build
 from everstep_operator.main import JOBS
 from everstep_operator.runtime.clock import cancel
 from everstep_operator.telemetry.logs import setup

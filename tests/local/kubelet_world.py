@@ -13,12 +13,12 @@ from typing import Any
 
 from descriptors import opened
 
+from everstep_local.apiserver.cluster import MemoryCluster
+from everstep_local.kubelet.sources import CONFIG_MAPS, PODS, SECRETS
+from everstep_local.nodes.node import NODES, NodeTiming
+from everstep_local.nodes.pool import LocalNodes
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.wire import Unstructured
-from everstep_operator.local.machine.kubelet_sources import CONFIG_MAPS, PODS, SECRETS
-from everstep_operator.local.machine.node import NODES, NodeTiming
-from everstep_operator.local.machine.node_pool import LocalNodes
-from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import SystemClock, cancel
 
 NAMESPACE = "default"

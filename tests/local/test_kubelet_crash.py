@@ -13,15 +13,15 @@ from types import ModuleType
 
 import pytest
 
-from everstep_operator.local.machine.process_root import Root
+from everstep_local.kubelet.processes.root import Root
 
 # A run of local mode with two pods, each of which has processes in other sessions that ignore SIGTERM.
 PROGRAM = """
 import asyncio, signal, sys
 from pathlib import Path
-from everstep_operator.local.memory.cluster import MemoryCluster
-from everstep_operator.local.machine.kubelet_sources import PODS
-from everstep_operator.local.machine.node_pool import LocalNodes
+from everstep_local.apiserver.cluster import MemoryCluster
+from everstep_local.kubelet.sources import PODS
+from everstep_local.nodes.pool import LocalNodes
 from everstep_operator.runtime.clock import SystemClock
 
 FAMILY = '''

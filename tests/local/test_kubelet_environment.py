@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from everstep_local.apiserver.cluster import MemoryCluster
+from everstep_local.kubelet.addresses import Addresses
+from everstep_local.kubelet.starter import Host, Starter
 from everstep_operator.kube.client import TokenIdentity
 from everstep_operator.kube.errors import ServerError
 from everstep_operator.kube.wire import ObjectMeta, Unstructured
-from everstep_operator.local.machine.addresses import Addresses
-from everstep_operator.local.machine.kubelet_start import Host, Starter
-from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import ManualClock
 
 Start = Callable[..., Any]

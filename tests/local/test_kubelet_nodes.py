@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from everstep_local.apiserver.cluster import MemoryCluster
+from everstep_local.kubelet.sources import PODS
+from everstep_local.kubelet.status_reporter import StatusReporter
+from everstep_local.nodes.controller import UNREACHABLE
+from everstep_local.nodes.node import NodeTiming
+from everstep_local.nodes.pool import LocalNodes
 from everstep_operator.kube.errors import ServerError
 from everstep_operator.kube.resources import LEASES
-from everstep_operator.local.machine.kubelet_report import StatusReporter
-from everstep_operator.local.machine.kubelet_sources import PODS
-from everstep_operator.local.machine.node import NodeTiming
-from everstep_operator.local.machine.node_controller import UNREACHABLE
-from everstep_operator.local.machine.node_pool import LocalNodes
-from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import SystemClock, cancel
 
 Start = Callable[..., Any]

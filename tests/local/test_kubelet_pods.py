@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from everstep_local.kubelet.sources import NotStartable
+from everstep_local.kubelet.starter import Starter
 from everstep_operator.kube.wire import ObjectMeta, Unstructured
-from everstep_operator.local.machine.kubelet_sources import NotStartable
-from everstep_operator.local.machine.kubelet_start import Starter
 
 Start = Callable[..., Any]
 NS = "default"
@@ -159,7 +159,9 @@ async def test_killed_guard_takes_its_pod_along(machine: Start, kubelet_world: M
     await m.create("unguarded", sys.executable, "-c", FAMILY)
     pids = await family(m, "unguarded")
     # Servers of other tests may be children of this process too.
-    (guard,) = (p for p in kubelet_world.children_of(os.getpid()) if "process_guard" in kubelet_world.command_of(p))
+    (guard,) = (
+        p for p in kubelet_world.children_of(os.getpid()) if "processes/guard.py" in kubelet_world.command_of(p)
+    )
     os.kill(guard, signal.SIGKILL)
     assert (await m.until_over("unguarded"))["exitCode"] == 137
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from everstep_local.kubelet.addresses import Addresses, PodHost
+from everstep_local.kubelet.environment import PathMap, expand
+from everstep_local.kubelet.pod_status import PodView, Running, Terminated, Waiting, phase, pod_status
+from everstep_local.kubelet.processes.guard import MAX_LINE, Log
+from everstep_local.kubelet.processes.log import last_text, read, tail
+from everstep_local.kubelet.processes.root import LOCK, Root, remove_stale
+from everstep_local.nodes.resources import quantity, requests_of
+from everstep_local.nodes.scheduler import Seat, obstacle, place
 from everstep_operator.kube.wire import ObjectMeta, OwnerReference, Unstructured
-from everstep_operator.local.machine.addresses import Addresses, PodHost
-from everstep_operator.local.machine.kubelet_env import PathMap, expand
-from everstep_operator.local.machine.kubelet_status import PodView, Running, Terminated, Waiting, phase, pod_status
-from everstep_operator.local.machine.node_resources import quantity, requests_of
-from everstep_operator.local.machine.node_scheduler import Seat, obstacle, place
-from everstep_operator.local.machine.process_guard import MAX_LINE, Log
-from everstep_operator.local.machine.process_log import last_text, read, tail
-from everstep_operator.local.machine.process_root import LOCK, Root, remove_stale
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HOST = PodHost("ns", "w0", "sub")

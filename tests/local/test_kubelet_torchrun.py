@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from everstep_local.kubelet.sources import PODS
 from everstep_operator.api.parse import parse_spec, parse_status
-from everstep_operator.local.machine.kubelet_sources import PODS
 from everstep_operator.plan.build import pods
 from everstep_operator.plan.snapshot import JobView, Settings
 

@@ -27,11 +27,11 @@ from ports import Ports
 from everstep.contract import labels
 from everstep.membership.backends.operator_calls import Limits, OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
+from everstep_local.apiserver.cluster import MemoryCluster
+from everstep_local.apiserver.faults import Faults
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import CONFIGMAPS, LEASES, NODES, PODS
 from everstep_operator.kube.wire import Unstructured
-from everstep_operator.local.memory.cluster import MemoryCluster
-from everstep_operator.local.memory.faults import Faults
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import SystemClock
 from everstep_operator.settings import OperatorSettings

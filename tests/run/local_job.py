@@ -26,7 +26,7 @@ from training_processes import children_of, command_of, trainers
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
-from everstep_operator.local.run.control import ControlError, RunAddress, ask
+from everstep_local.run.control import ControlError, RunAddress, ask
 
 NODES = 2
 BUCKET = "everstep"

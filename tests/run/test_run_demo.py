@@ -16,7 +16,7 @@ import pytest
 from elastic_rows import taken, worker_logs
 from reference import ROOT
 
-from everstep_operator.local.run.history import ActionTaken, EventSeen, History, StatusSeen
+from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
 
 pytestmark = pytest.mark.timeout(300)
 STYLES = re.compile(r"\x1b\[[0-9;]*m")

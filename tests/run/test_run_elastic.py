@@ -14,7 +14,7 @@ import yaml
 from elastic_rows import taken, worker_logs
 from reference import EXAMPLE
 
-from everstep_operator.local.run.history import EventSeen, History, StatusSeen
+from everstep_local.run.history import EventSeen, History, StatusSeen
 
 pytestmark = pytest.mark.timeout(240)
 

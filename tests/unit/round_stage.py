@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.contract.document import Document, Member, Sizes, decode
+from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.errors import ConnectionFailed
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.kube.wire import Unstructured
-from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.main import JOBS
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.presence import Worker

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from everstep_cli.console import Plain, render
-from everstep_operator.local.run import control
-from everstep_operator.local.run.history import ActionTaken, EventSeen, History, StatusSeen
-from everstep_operator.local.run.view import EventRow, View, WorkerRow
+from everstep_local.run import control
+from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
+from everstep_local.run.view import EventRow, View, WorkerRow
 
 GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 

@@ -18,7 +18,7 @@ from everstep_operator.kube.errors import CredentialsError
 from everstep_operator.settings import VARIABLES, SettingsError
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = {"operator": ROOT / "operator", "worker": ROOT / "worker"}
+SOURCES = {name: ROOT / name for name in ("operator", "worker", "local")}
 
 
 def programs() -> dict[str, list[str]]:

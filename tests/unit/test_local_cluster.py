@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.client import EventType, KubeClient, TokenIdentity, TokenRefused
 from everstep_operator.kube.errors import Gone
 from everstep_operator.kube.resources import PODS
-from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import ManualClock
 
 

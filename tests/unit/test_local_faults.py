@@ -10,21 +10,9 @@ from typing import Any
 
 import pytest
 
-from everstep_operator.kube.client import Changed
-from everstep_operator.kube.errors import (
-    AlreadyExists,
-    ConnectionFailed,
-    Gone,
-    KubeError,
-    NotFound,
-    ServerError,
-    StreamBroken,
-    TooManyRequests,
-)
-from everstep_operator.kube.resources import NODES, PODS, SERVICES
-from everstep_operator.local.memory.client import MemoryClient
-from everstep_operator.local.memory.cluster import MemoryCluster
-from everstep_operator.local.memory.faults import (
+from everstep_local.apiserver.client import MemoryClient
+from everstep_local.apiserver.cluster import MemoryCluster
+from everstep_local.apiserver.faults import (
     Break,
     Delay,
     Disconnect,
@@ -38,7 +26,19 @@ from everstep_operator.local.memory.faults import (
     Stale,
     Swap,
 )
-from everstep_operator.local.memory.kinds import CONFIG_MAPS
+from everstep_local.apiserver.kinds.kind import CONFIG_MAPS
+from everstep_operator.kube.client import Changed
+from everstep_operator.kube.errors import (
+    AlreadyExists,
+    ConnectionFailed,
+    Gone,
+    KubeError,
+    NotFound,
+    ServerError,
+    StreamBroken,
+    TooManyRequests,
+)
+from everstep_operator.kube.resources import NODES, PODS, SERVICES
 from everstep_operator.runtime.clock import ManualClock, cancel
 from everstep_operator.runtime.informer import Informer
 

@@ -24,13 +24,13 @@ from everstep.contract import labels
 from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.contract.rounds import DOCUMENT_PATH, PRESENCE_PATH, TTL_HEADER, VERSION_HEADER
+from everstep_local.apiserver.cluster import MemoryCluster
+from everstep_local.apiserver.faults import Delay, Expire, Faults, LoseAnswer, Refuse
 from everstep_operator.api.events import EventReason
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import EVENTS, LEASES, PDBS, PODS, SERVICES
 from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
-from everstep_operator.local.memory.cluster import MemoryCluster
-from everstep_operator.local.memory.faults import Delay, Expire, Faults, LoseAnswer, Refuse
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.rounds.documents import JobRef
 from everstep_operator.rounds.presence import Worker

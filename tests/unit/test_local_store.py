@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep_local.apiserver.refusals import Refusal
+from everstep_local.apiserver.storage.feed import Feed
+from everstep_local.apiserver.storage.selectors import parse
+from everstep_local.apiserver.storage.store import Store
 from everstep_operator.kube.client import EventType
-from everstep_operator.local.memory.refusals import Refusal
-from everstep_operator.local.memory.selectors import parse
-from everstep_operator.local.memory.store import Store
-from everstep_operator.local.memory.watching import Feed
 
 THINGS = ("", "things")
 # (namespace, name, value of the label, or None for a delete)

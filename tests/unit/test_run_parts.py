@@ -12,9 +12,9 @@ import yaml
 
 from everstep.storage import open_store
 from everstep_cli.running import last_words
-from everstep_operator.local.run import control
-from everstep_operator.local.run.faults import Fault, FaultError, changes_world, due, parse, target
-from everstep_operator.local.run.job_file import (
+from everstep_local.run import control
+from everstep_local.run.faults import Fault, FaultError, changes_world, due, parse, target
+from everstep_local.run.job_file import (
     Asked,
     Prepared,
     load,
@@ -22,8 +22,8 @@ from everstep_operator.local.run.job_file import (
     place_checkpoints,
     read_secret,
 )
-from everstep_operator.local.run.manifest import JobFileError
-from everstep_operator.local.run.view import View, WorkerRow
+from everstep_local.run.manifest import JobFileError
+from everstep_local.run.view import View, WorkerRow
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_operator.local.run.drawing import draw, text
-from everstep_operator.local.run.history import (
+from everstep_local.run.drawing import draw, text
+from everstep_local.run.history import (
     ActionTaken,
     Entry,
     EventSeen,
@@ -21,7 +21,7 @@ from everstep_operator.local.run.history import (
     decode,
     encode,
 )
-from everstep_operator.local.run.timeline import Segment, Span, State, build
+from everstep_local.run.timeline import Segment, Span, State, build
 
 KILLED: list[Entry] = [
     StatusSeen(0.0, "Pending", "creating 2 workers", 1, 2),

@@ -11,14 +11,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from everstep_local.apiserver import deletion, server
+from everstep_local.apiserver.garbage_collector import Collector
+from everstep_local.apiserver.kinds import custom
+from everstep_local.apiserver.kinds.kind import Kind
+from everstep_local.apiserver.kinds.schema import Schema
+from everstep_local.apiserver.server import Server
+from everstep_local.apiserver.storage.feed import Feed, Told
+from everstep_local.apiserver.storage.store import Json, Stored, Table
 from everstep_operator.kube.client import EventType
-from everstep_operator.local.memory import custom, deleting, server, watching
-from everstep_operator.local.memory.collector import Collector
-from everstep_operator.local.memory.kinds import Kind
-from everstep_operator.local.memory.schema import Schema
-from everstep_operator.local.memory.server import Server
-from everstep_operator.local.memory.store import Json, Stored, Table
-from everstep_operator.local.memory.watching import Feed, Told
 
 Mutation = Callable[[], AbstractContextManager[Any]]
 MUTATIONS: dict[str, Mutation] = {}
@@ -57,20 +58,20 @@ def uid_precondition_is_ignored() -> Iterator[None]:
     def delete(*args: Any, **options: Any) -> None:
         right(*args, **{**options, "uid": None})
 
-    right = deleting.delete
-    with patch("everstep_operator.local.memory.client.delete", delete):
+    right = deletion.delete
+    with patch("everstep_local.apiserver.client.delete", delete):
         yield
 
 
 @mutation
 def finalizer_is_ignored() -> Iterator[None]:
-    with patch.object(deleting, "_finalizers", lambda old, propagation: []):
+    with patch.object(deletion, "_finalizers", lambda old, propagation: []):
         yield
 
 
 @mutation
 def bound_pod_goes_at_once() -> Iterator[None]:
-    with patch.object(deleting, "_grace", lambda kind, old, asked: 0):
+    with patch.object(deletion, "_grace", lambda kind, old, asked: 0):
         yield
 
 
@@ -99,7 +100,7 @@ def leaving_a_selector_is_a_change() -> Iterator[None]:
     def told(self: Feed, event: Any) -> Told | None:
         found = right(self, event)
         if found is not None and found.type is EventType.DELETED and event.type is EventType.MODIFIED:
-            return watching.Told(EventType.MODIFIED, event.new)
+            return Told(EventType.MODIFIED, event.new)
         return found
 
     right = Feed._told

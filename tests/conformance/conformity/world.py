@@ -16,12 +16,12 @@ from itertools import count
 from typing import Any, TypeVar
 
 from conformity.bodies import ACCOUNTS, CONFIGMAPS, NAMESPACES, configmap
+from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.client import Bookmark, Changed, KubeClient
 from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.errors import KubeError, NotFound
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.transport import HttpKubeClient
-from everstep_operator.local.memory.cluster import MemoryCluster
 from everstep_operator.runtime.clock import ManualClock, cancel
 
 T = TypeVar("T")

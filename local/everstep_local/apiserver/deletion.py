@@ -1,0 +1,119 @@
+"""Deletion: preconditions, grace, finalizers.
+
+Invariant: an object leaves the store only when it has no finalizer and no grace left; until then it carries a
+deletionTimestamp that is never taken back and never moved to later.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from everstep_local.apiserver.kinds.kind import Kind
+from everstep_local.apiserver.refusals import conflict
+from everstep_local.apiserver.server import NAMESPACE_TABLE, Server
+from everstep_local.apiserver.storage.merging import at_path
+from everstep_local.apiserver.storage.store import Json, Stored
+from everstep_operator.kube.client import Propagation
+from everstep_operator.kube.wire import rfc3339
+
+FOREGROUND, ORPHAN = "foregroundDeletion", "orphan"
+_FINALIZERS: dict[Propagation, str] = {"Foreground": FOREGROUND, "Orphan": ORPHAN}
+DEFAULT_GRACE = 30  # seconds
+
+
+def delete(
+    server: Server,
+    kind: Kind,
+    namespace: str | None,
+    name: str,
+    *,
+    uid: str | None = None,
+    resource_version: str | None = None,
+    grace_seconds: int | None = None,
+    propagation: Propagation | None = None,
+) -> None:
+    """Begin or complete the deletion. Raises Refusal: 404, or 409 if a precondition does not hold."""
+    old = server.find(kind, namespace, name)
+    # The server names the kind here, where it names the resource elsewhere.
+    if uid is not None and uid != old.uid:
+        detail = "The object might have been deleted and then recreated"
+        raise conflict(kind.full_kind, name, _mismatch("UID", uid, old.uid, detail))
+    found = old.meta["resourceVersion"]
+    if resource_version is not None and resource_version != found:
+        detail = "The object might have been modified"
+        raise conflict(kind.full_kind, name, _mismatch("ResourceVersion", resource_version, found, detail))
+    if kind.id == NAMESPACE_TABLE:
+        _terminate_namespace(server, kind, old)
+        return
+    grace = _grace(kind, old, grace_seconds)
+    finalizers = _finalizers(old, propagation)
+    if not finalizers and not kind.graceful:
+        server.remove(kind, old)
+        return
+    # A pod is marked before it goes, even if it goes at once: watchers see both.
+    meta = _marked(server, old, grace, finalizers)
+    marked = old
+    if meta != old.meta:
+        marked = server.store.put(kind.id, {**old.raw, "metadata": meta}, old)
+        server.touched(marked.uid)
+    if not grace and not finalizers:
+        server.remove(kind, marked)
+
+
+def _mismatch(what: str, asked: str, found: str, detail: str) -> str:
+    return f"the {what} in the precondition ({asked}) does not match the {what} in record ({found}). {detail}"
+
+
+def _grace(kind: Kind, old: Stored, asked: int | None) -> int:
+    """Seconds that the object may live on. A pod that no kubelet runs, or that has ended, gets none."""
+    if not kind.graceful:
+        return 0
+    if asked is not None and asked < 0:
+        asked = 1
+    if pending := old.meta.get("deletionGracePeriodSeconds"):
+        # Begun: it can be made shorter, and what became of the pod meanwhile does not count.
+        return int(pending) if asked is None else min(asked, int(pending))
+    if not at_path(old.raw, ("spec", "nodeName")) or at_path(old.raw, ("status", "phase")) in ("Succeeded", "Failed"):
+        return 0
+    if asked is not None:
+        return asked
+    configured = at_path(old.raw, ("spec", "terminationGracePeriodSeconds"))
+    return DEFAULT_GRACE if configured is None else int(configured)
+
+
+def _finalizers(old: Stored, propagation: Propagation | None) -> list[str]:
+    kept = list(old.meta.get("finalizers") or ())
+    if propagation is None:
+        return kept
+    kept = [one for one in kept if one not in _FINALIZERS.values()]
+    wanted = _FINALIZERS.get(propagation)
+    return [*kept, wanted] if wanted is not None else kept
+
+
+def _marked(server: Server, old: Stored, grace: int, finalizers: list[str]) -> Json:
+    """The metadata of an object that is being deleted."""
+    meta = {key: value for key, value in old.meta.items() if key != "finalizers"}
+    if finalizers:
+        meta["finalizers"] = finalizers
+    if "deletionTimestamp" in meta and grace >= meta["deletionGracePeriodSeconds"]:
+        return meta
+    began = server.clock.now()
+    if "deletionTimestamp" in meta:
+        # Shortened: counted from the first delete, not from this one.
+        first = datetime.fromisoformat(meta["deletionTimestamp"])
+        began = first - timedelta(seconds=meta["deletionGracePeriodSeconds"])
+    meta["deletionTimestamp"] = rfc3339(began + timedelta(seconds=grace))
+    meta["deletionGracePeriodSeconds"] = grace
+    if "generation" in meta and "deletionTimestamp" not in old.meta:
+        meta["generation"] += 1
+    return meta
+
+
+def _terminate_namespace(server: Server, kind: Kind, old: Stored) -> None:
+    """Its content goes first, which is the collector's work; then it goes itself."""
+    if "deletionTimestamp" not in old.meta:
+        meta = {**old.meta, "deletionTimestamp": server.now(), "deletionGracePeriodSeconds": 0}
+        # What the real one keeps in spec.finalizers: without it the object would be gone at once.
+        raw = {**old.raw, "metadata": meta, "status": {**(old.raw.get("status") or {}), "phase": "Terminating"}}
+        server.store.put(kind.id, raw, old)
+        server.touched(old.uid)

@@ -1,0 +1,153 @@
+"""Garbage collection: what no owner holds any more goes, and a namespace goes with all that is in it.
+
+Works through the UIDs that the server touched, as the real collector works through its queue: after the request, never
+inside it. Invariant: when the queue is empty, no object exists all of whose owners are gone, and no terminating
+namespace is empty.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from everstep_local.apiserver.deletion import FOREGROUND, ORPHAN, delete
+from everstep_local.apiserver.kinds.kind import Kind
+from everstep_local.apiserver.refusals import Refusal
+from everstep_local.apiserver.server import ACCOUNT_TABLE, NAMESPACE_TABLE, Server
+from everstep_local.apiserver.storage.store import Stored
+from everstep_operator.kube.client import Propagation
+
+
+class Collector:
+    """`touch` may be called any time; `collect` does all the work there is."""
+
+    def __init__(self) -> None:
+        self._queue: deque[str] = deque()
+        self._queued: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def touch(self, uid: str) -> None:
+        if uid not in self._queued:
+            self._queued.add(uid)
+            self._queue.append(uid)
+
+    def collect(self, server: Server) -> None:
+        """Until nothing is left to do. Bounded: a visit that changes something removes it or shortens a list of it."""
+        while self._queue:
+            uid = self._queue.popleft()
+            self._queued.discard(uid)
+            self._visit(server, uid)
+
+    def _visit(self, server: Server, uid: str) -> None:
+        found = server.store.find(uid)
+        if found is None:
+            for dependent in server.store.dependents(uid):
+                self.touch(dependent)
+            self._visit_namespaces(server)
+            return
+        table, stored = found
+        kind = server.kinds.at(table)
+        if table == NAMESPACE_TABLE:
+            self._visit_namespace(server, kind, stored)
+            return
+        finalizers = stored.meta.get("finalizers") or ()
+        if "deletionTimestamp" in stored.meta and FOREGROUND in finalizers:
+            self._foreground(server, kind, stored)
+        elif "deletionTimestamp" in stored.meta and ORPHAN in finalizers:
+            self._orphan(server, kind, stored)
+        else:
+            self._dependent(server, kind, stored)
+
+    def _dependent(self, server: Server, kind: Kind, stored: Stored) -> None:
+        owners = stored.meta.get("ownerReferences") or []
+        live = [owner for owner in owners if self._exists(server, owner, stored)]
+        if not owners or len(live) == len(owners):
+            return
+        if live:
+            meta = {**stored.meta, "ownerReferences": live}
+            server.put(kind, {**stored.raw, "metadata": meta}, stored)
+        elif "deletionTimestamp" not in stored.meta:
+            self._delete(server, kind, stored, "Background")
+
+    @staticmethod
+    def _exists(server: Server, owner: dict[str, Any], dependent: Stored) -> bool:
+        """By UID and by name: a reference with a right UID and a wrong name points nowhere."""
+        found = server.store.find(owner["uid"])
+        if found is None:
+            return False
+        table, stored = found
+        namespace, name = stored.key
+        same_place = namespace in ("", dependent.key[0])
+        return same_place and name == owner["name"] and server.kinds.at(table).kind == owner["kind"]
+
+    def _foreground(self, server: Server, kind: Kind, owner: Stored) -> None:
+        blocked = False
+        for uid in server.store.dependents(owner.uid):
+            found = server.store.find(uid)
+            assert found is not None
+            child_kind, child = server.kinds.at(found[0]), found[1]
+            (reference,) = [one for one in child.meta["ownerReferences"] if one["uid"] == owner.uid][:1]
+            blocked = blocked or bool(reference.get("blockOwnerDeletion"))
+            if "deletionTimestamp" not in child.meta:
+                nested = bool(server.store.dependents(uid))
+                self._delete(server, child_kind, child, "Foreground" if nested else "Background")
+                # Looked at again: what went at once blocks no more.
+                self.touch(owner.uid)
+        if not blocked:
+            self._drop_finalizer(server, kind, owner, FOREGROUND)
+
+    def _orphan(self, server: Server, kind: Kind, owner: Stored) -> None:
+        for uid in server.store.dependents(owner.uid):
+            found = server.store.find(uid)
+            assert found is not None
+            child_kind, child = server.kinds.at(found[0]), found[1]
+            kept = [one for one in child.meta["ownerReferences"] if one["uid"] != owner.uid]
+            meta = {key: value for key, value in child.meta.items() if key != "ownerReferences"}
+            if kept:
+                meta["ownerReferences"] = kept
+            server.put(child_kind, {**child.raw, "metadata": meta}, child)
+        self._drop_finalizer(server, kind, owner, ORPHAN)
+
+    @staticmethod
+    def _drop_finalizer(server: Server, kind: Kind, owner: Stored, finalizer: str) -> None:
+        kept = [one for one in owner.meta["finalizers"] if one != finalizer]
+        meta = {key: value for key, value in owner.meta.items() if key != "finalizers"}
+        if kept:
+            meta["finalizers"] = kept
+        server.put(kind, {**owner.raw, "metadata": meta}, owner)
+
+    def _visit_namespaces(self, server: Server) -> None:
+        """Something went: perhaps it was the last of a terminating namespace."""
+        for one in server.store.table(NAMESPACE_TABLE).select(None):
+            if "deletionTimestamp" in one.meta:
+                self.touch(one.uid)
+
+    def _visit_namespace(self, server: Server, kind: Kind, namespace: Stored) -> None:
+        name = namespace.meta["name"]
+        if "deletionTimestamp" not in namespace.meta:
+            self._give_account(server, name)
+            return
+        left = 0
+        for table_id, table in tuple(server.store.tables()):
+            for stored in table.select(name) if name else ():
+                if "deletionTimestamp" not in stored.meta:
+                    self._delete(server, server.kinds.at(table_id), stored, "Background")
+                left += table.get(stored.key) is not None
+        if not left:
+            server.store.remove(kind.id, namespace)
+
+    @staticmethod
+    def _give_account(server: Server, namespace: str) -> None:
+        """Every namespace has a service account `default`, a moment after it was made."""
+        if server.store.table(ACCOUNT_TABLE).get((namespace, "default")) is None:
+            server.create(server.kinds.at(ACCOUNT_TABLE), namespace, {"metadata": {"name": "default"}})
+
+    @staticmethod
+    def _delete(server: Server, kind: Kind, stored: Stored, propagation: Propagation) -> None:
+        namespace, name = stored.key
+        try:
+            delete(server, kind, namespace, name, uid=stored.uid, propagation=propagation)
+        except Refusal as refusal:
+            raise AssertionError(f"the collector's delete of {kind.plural} {namespace}/{name}: {refusal}") from refusal

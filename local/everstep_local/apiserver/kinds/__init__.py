@@ -1,0 +1,1 @@
+"""What the server checks and fills in for each kind of object."""

@@ -1,0 +1,148 @@
+"""The metadata that the server keeps for every object, whatever its kind.
+
+Invariant: a client writes names, labels, annotations, owners and finalizers; identity, versions and times are the
+server's, and a client's idea of them is at most a precondition.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from everstep_local.apiserver.refusals import FieldError, forbidden, invalid
+from everstep_local.apiserver.storage.store import Json
+
+_LABEL_PART = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_LABEL = (
+    "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and must start and "
+    "end with an alphanumeric character, with at most 63 characters"
+)
+MAX_ANNOTATIONS = 256 * 1024  # bytes of all keys and values
+_WRITTEN = ("labels", "annotations", "ownerReferences", "finalizers")
+_KEPT = ("name", "generateName", "namespace", "uid", "creationTimestamp", "generation")
+_DELETION = ("deletionTimestamp", "deletionGracePeriodSeconds")
+
+
+def dns_label(name: str) -> list[str]:
+    """Why `name` is no DNS-1123 label."""
+    if len(name) > 63:
+        return ["must be no more than 63 bytes"]
+    text = (
+        "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end "
+    )
+    return [] if _DNS_LABEL.fullmatch(name) else [_must(text + "with an alphanumeric character", "my-name", _DNS_LABEL)]
+
+
+def dns_1035(name: str) -> list[str]:
+    """Why `name` is no DNS-1035 label, which a Service needs."""
+    if len(name) > 63:
+        return ["must be no more than 63 bytes"]
+    text = "a DNS-1035 label must consist of lower case alphanumeric characters or '-', start with an alphabetic "
+    ends = "character, and end with an alphanumeric character"
+    return [] if _DNS_1035.fullmatch(name) else [_must(text + ends, "my-name", _DNS_1035)]
+
+
+def dns_subdomain(name: str) -> list[str]:
+    """Why `name` is no DNS-1123 subdomain."""
+    if len(name) > 253:
+        return ["must be no more than 253 bytes"]
+    text = (
+        "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start "
+    )
+    ends = "and end with an alphanumeric character"
+    return [] if _DNS_SUBDOMAIN.fullmatch(name) else [_must(text + ends, "example.com", _DNS_SUBDOMAIN)]
+
+
+def _must(what: str, example: str, pattern: re.Pattern[str]) -> str:
+    return f"{what} (e.g. '{example}', regex used for validation is '{pattern.pattern}')"
+
+
+def of_new(given: Json, *, name: str, namespace: str, uid: str, now: str, counts: bool) -> Json:
+    """The metadata of an object that is being created; `now` as RFC 3339."""
+    meta: Json = {"name": name}
+    if given.get("generateName"):
+        meta["generateName"] = given["generateName"]
+    if namespace:
+        meta["namespace"] = namespace
+    meta |= {"uid": uid, "creationTimestamp": now}
+    if counts:
+        meta["generation"] = 1
+    return meta | _written(given)
+
+
+def of_changed(given: Json, old: Json) -> Json:
+    """The metadata after an update: what clients write is the new, the rest is the old."""
+    kept = {field: old[field] for field in (*_KEPT, *_DELETION) if field in old}
+    written = _written(given)
+    for field in _WRITTEN:
+        # The old list itself where nothing changed: others compare it by identity.
+        if field in written and written[field] == old.get(field):
+            written[field] = old[field]
+    return kept | written
+
+
+def _written(given: Json) -> Json:
+    return {field: value for field in _WRITTEN if (value := given.get(field))}
+
+
+def errors(new: Json, old: Json | None, name_errors: list[str]) -> list[FieldError]:
+    """What is wrong with it."""
+    found = [invalid("metadata.name", new["name"], text) for text in name_errors]
+    for key, value in (new.get("labels") or {}).items():
+        found += _label(key, value)
+    annotations = new.get("annotations") or {}
+    for key, value in annotations.items():
+        if not isinstance(value, str):
+            found.append(invalid(f"metadata.annotations.{key}", value, "must be a string"))
+        elif not _qualified(key.lower()):
+            found.append(invalid("metadata.annotations", key, "name part must be a qualified name"))
+    if sum(len(k.encode()) + len(str(v).encode()) for k, v in annotations.items()) > MAX_ANNOTATIONS:
+        found.append(FieldError("TooLong", "metadata.annotations", "Too long: may not be more than 262144 bytes"))
+    found += _owners(new.get("ownerReferences") or ())
+    for name in new.get("finalizers") or ():
+        if not isinstance(name, str) or not _qualified(name):
+            found.append(invalid("metadata.finalizers", name, "name part must be a qualified name"))
+    if old is not None and "deletionTimestamp" in old:
+        added = sorted(set(new.get("finalizers") or ()) - set(old.get("finalizers") or ()))
+        if added:
+            text = f"no new finalizers can be added if the object is being deleted, found new finalizers {added}"
+            found.append(forbidden("metadata.finalizers", text))
+    return found
+
+
+def _qualified(name: str) -> bool:
+    prefix, slash, rest = name.rpartition("/")
+    if slash and dns_subdomain(prefix):
+        return False
+    return len(rest) <= 63 and _LABEL_PART.fullmatch(rest) is not None
+
+
+def _label(key: str, value: Any) -> list[FieldError]:
+    found = []
+    if not _qualified(key):
+        found.append(invalid("metadata.labels", key, "name part must be a qualified name"))
+    if not isinstance(value, str):
+        found.append(invalid("metadata.labels", value, "must be a string"))
+    elif len(value) > 63 or (value and not _LABEL_PART.fullmatch(value)):
+        found.append(invalid("metadata.labels", value, _LABEL))
+    return found
+
+
+def _owners(owners: Any) -> list[FieldError]:
+    found = []
+    path = "metadata.ownerReferences"  # the server names no index
+    for owner in owners:
+        found += [
+            invalid(
+                f"{path}.{field}", "", "version must not be empty" if field == "apiVersion" else "must not be empty"
+            )
+            for field in ("apiVersion", "kind", "name", "uid")
+            if not owner.get(field)
+        ]
+    controllers = [owner for owner in owners if owner.get("controller")]
+    if len(controllers) > 1:
+        found.append(invalid("metadata.ownerReferences", owners, "Only one reference can have Controller set to true"))
+    return found

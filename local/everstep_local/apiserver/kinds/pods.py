@@ -1,0 +1,178 @@
+"""Pods as the server takes them: defaults, what must be there, and the little that may change later.
+
+Only what an operator, a scheduler or a kubelet can run into is checked; a field that is not known here is kept as it
+is. Invariant: the spec of a stored pod never changes but for its images, deadlines and added tolerations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep_local.apiserver.kinds.metadata import dns_label
+from everstep_local.apiserver.refusals import FieldError, duplicate, forbidden, invalid, not_supported, required
+from everstep_local.apiserver.storage.merging import at_path
+from everstep_local.apiserver.storage.store import Json
+
+RESTART_POLICIES = ("Always", "OnFailure", "Never")
+_DEFAULTS: Json = {
+    "restartPolicy": "Always",
+    "terminationGracePeriodSeconds": 30,
+    "dnsPolicy": "ClusterFirst",
+    "securityContext": {},
+    "schedulerName": "default-scheduler",
+    "enableServiceLinks": True,
+    "preemptionPolicy": "PreemptLowerPriority",
+    "priority": 0,
+}
+# Given at creation only: a later PUT that leaves it out asks for a change.
+_ADMITTED: Json = {"serviceAccountName": "default"}
+_CONTAINER: Json = {
+    "resources": {},
+    "terminationMessagePath": "/dev/termination-log",
+    "terminationMessagePolicy": "File",
+}
+# What the admission of a real server adds: how long a pod stays on a node that is not ready or cannot be reached.
+_TOLERATED = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+TOLERATION_SECONDS = 300
+_MUTABLE = ("activeDeadlineSeconds", "tolerations", "containers", "initContainers")
+
+
+def prepare(new: Json, old: Json | None) -> Json:
+    """With defaults; a new pod is Pending."""
+    if old is not None and new.get("spec") is old.get("spec"):
+        return new
+    spec = {**_DEFAULTS, **(_ADMITTED if old is None else {}), **(new.get("spec") or {})}
+    if "serviceAccountName" in spec:
+        spec["serviceAccount"] = spec["serviceAccountName"]
+    for field in ("containers", "initContainers"):
+        if spec.get(field):
+            spec[field] = [{**_pull_policy(one), **_CONTAINER, **one} for one in spec[field]]
+    spec["tolerations"] = _tolerations(spec.get("tolerations") or [])
+    if old is None:
+        return {**new, "spec": spec, "status": {"phase": "Pending", "qosClass": _quality(spec)}}
+    return {**new, "spec": spec}
+
+
+def _pull_policy(container: Json) -> Json:
+    image = container.get("image", "")
+    latest = isinstance(image, str) and (image.endswith(":latest") or ":" not in image.rpartition("/")[2])
+    return {"imagePullPolicy": "Always" if latest else "IfNotPresent"}
+
+
+def _tolerations(given: list[Json]) -> list[Json]:
+    added = [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATION_SECONDS}
+        for key in _TOLERATED
+        if not any(_tolerates(one, key) for one in given)
+    ]
+    return [*given, *added]
+
+
+def _tolerates(toleration: Json, key: str) -> bool:
+    return toleration.get("key") in (None, "", key) and toleration.get("effect") in (None, "", "NoExecute")
+
+
+def _quality(spec: Json) -> str:
+    parts = [one.get("resources") or {} for one in spec.get("containers") or ()]
+    if not any(part.get("requests") or part.get("limits") for part in parts):
+        return "BestEffort"
+    whole = all(
+        {"cpu", "memory"} <= (part.get("limits") or {}).keys()
+        and (part.get("requests") or part.get("limits")) == part.get("limits")
+        for part in parts
+    )
+    return "Guaranteed" if whole else "Burstable"
+
+
+def validate(new: Json, old: Json | None) -> list[FieldError]:
+    if old is not None:
+        return [] if new.get("spec") is old.get("spec") else _changed(new["spec"], old["spec"])
+    spec = new["spec"]
+    found = _containers(spec)
+    if spec["restartPolicy"] not in RESTART_POLICIES:
+        found.append(not_supported("spec.restartPolicy", spec["restartPolicy"], RESTART_POLICIES))
+    for field in ("hostname", "subdomain"):
+        if spec.get(field):
+            found += [invalid(f"spec.{field}", spec[field], text) for text in dns_label(spec[field])]
+    for field in ("terminationGracePeriodSeconds", "activeDeadlineSeconds"):
+        least = 1 if field == "activeDeadlineSeconds" else 0
+        value = spec.get(field)
+        if value is not None and (not isinstance(value, int) or value < least):
+            found.append(invalid(f"spec.{field}", value, f"must be at least {least}"))
+    return found
+
+
+def _containers(spec: Json) -> list[FieldError]:
+    containers = spec.get("containers")
+    if not containers:
+        return [required("spec.containers")]
+    volumes = {one.get("name") for one in spec.get("volumes") or ()}
+    found = []
+    names: set[Any] = set()
+    places = [("initContainers", spec.get("initContainers") or []), ("containers", containers)]
+    for path, one in ((f"spec.{field}[{i}]", c) for field, many in places for i, c in enumerate(many)):
+        name = one.get("name")
+        if not name:
+            found.append(required(f"{path}.name"))
+        else:
+            found += [invalid(f"{path}.name", name, text) for text in dns_label(name)]
+            if name in names:
+                found.append(duplicate(f"{path}.name", name))
+            names.add(name)
+        if not one.get("image"):
+            found.append(required(f"{path}.image"))
+        found += _inside(path, one, volumes)
+    return found
+
+
+def _inside(path: str, container: Json, volumes: set[Any]) -> list[FieldError]:
+    found = []
+    for index, variable in enumerate(container.get("env") or ()):
+        if not variable.get("name"):
+            found.append(required(f"{path}.env[{index}].name"))
+    for index, mount in enumerate(container.get("volumeMounts") or ()):
+        if mount.get("name") not in volumes:
+            found.append(
+                FieldError("NotFound", f"{path}.volumeMounts[{index}].name", f'Not found: "{mount.get("name")}"')
+            )
+        if not mount.get("mountPath"):
+            found.append(required(f"{path}.volumeMounts[{index}].mountPath"))
+    return found
+
+
+def _changed(new: Json, old: Json) -> list[FieldError]:
+    found = []
+    before, after = old.get("activeDeadlineSeconds"), new.get("activeDeadlineSeconds")
+    if before is not None and after is None:
+        text = "must not update from a positive integer to nil value"
+        found.append(invalid("spec.activeDeadlineSeconds", None, text))
+    elif before is not None and after > before:
+        found.append(invalid("spec.activeDeadlineSeconds", after, "must be less than or equal to previous value"))
+    kept = new.get("tolerations") or []
+    if any(one not in kept for one in old.get("tolerations") or ()):
+        text = "existing toleration can not be modified except its tolerationSeconds"
+        found.append(forbidden("spec.tolerations", text))
+    if _fixed(new) != _fixed(old):
+        found.append(
+            forbidden(
+                "spec",
+                "pod updates may not change fields other than `spec.containers[*].image`,"
+                "`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to "
+                "existing tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was "
+                "previously negative)",
+            )
+        )
+    return found
+
+
+def _fixed(spec: Json) -> Json:
+    """The part that may not change."""
+    fixed = {key: value for key, value in spec.items() if key not in _MUTABLE}
+    for field in ("containers", "initContainers"):
+        fixed[field] = [{k: v for k, v in one.items() if k != "image"} for one in spec.get(field) or ()]
+    return fixed
+
+
+def phase(pod: Json) -> str:
+    """Pending, Running, Succeeded, Failed or Unknown."""
+    return str(at_path(pod, ("status", "phase")) or "Pending")

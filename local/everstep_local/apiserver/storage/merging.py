@@ -1,0 +1,86 @@
+"""JSON values, copied and merged without touching what is shared.
+
+Invariant: nothing that was passed in is changed, and what did not change is the same object in the result, so that a
+comparison of two versions is cheap where they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from everstep_local.apiserver.refusals import Refusal, bad_request
+from everstep_local.apiserver.storage.store import Json
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder()
+MAX_BODY = 3 * 1024 * 1024  # bytes; the server's limit of a request
+
+
+def copied(body: Mapping[str, Any]) -> Json:
+    """A copy that the caller cannot reach any more, and that is JSON. Raises Refusal (400, 413)."""
+    try:
+        text = _encoder.encode(body)
+        value = _decoder.decode(text)
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise bad_request(f"the object provided is not JSON: {error}") from error
+    if len(text) > MAX_BODY:
+        raise Refusal(413, "RequestEntityTooLarge", f"Request entity too large: limit is {MAX_BODY}")
+    if not isinstance(value, dict):
+        raise bad_request("the object provided is not a JSON object")
+    return value
+
+
+def merged(old: Any, patch: Any) -> Any:
+    """RFC 7386: `patch` laid over `old`, null deletes."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(old) if isinstance(old, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merged(result.get(key), value)
+    return result
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the fields that are null, as a typed object is read; the same object if there are none."""
+    if isinstance(value, dict):
+        kept = {key: without_nulls(item) for key, item in value.items() if item is not None}
+        same = len(kept) == len(value) and all(kept[key] is value[key] for key in kept)
+        return value if same else kept
+    if isinstance(value, list):
+        items = [without_nulls(item) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    return value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same to a typed object, which has no empty list or map apart from an absent one."""
+    if one is other or one == other:
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(same(one.get(key), other.get(key)) for key in one.keys() | other.keys())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one in _EMPTY and other in _EMPTY
+
+
+_EMPTY: tuple[Any, ...] = (None, {}, [])
+
+
+def at_path(value: Any, path: tuple[str, ...]) -> Any:
+    """What stands at `path`; None if nothing does."""
+    for field in path:
+        value = value.get(field) if isinstance(value, dict) else None
+    return value
+
+
+def put_at(value: Json, path: tuple[str, ...], item: Any) -> Json:
+    """`value` with `item` at `path`."""
+    field, *rest = path
+    inner = value.get(field)
+    return {**value, field: put_at(inner if isinstance(inner, dict) else {}, tuple(rest), item) if rest else item}

@@ -1,0 +1,55 @@
+"""Label selectors, as the server parses them: `a=b`, `a!=b`, `a in (b,c)`, `a notin (b)`, `a`, `!a`, joined by commas.
+
+Invariant: a selector that the server would refuse is refused, never taken as one that matches everything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TypeAlias
+
+from everstep_local.apiserver.refusals import bad_request
+
+Selector: TypeAlias = Callable[[Mapping[str, str]], bool]
+
+_KEY = r"(?:[A-Za-z0-9.-]+/)?[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_VALUE = r"[A-Za-z0-9._-]*"
+_TERM = re.compile(
+    rf"\s*(?:(?P<absent>!\s*{_KEY})|(?P<key>{_KEY})\s*(?:(?P<op>==|=|!=)\s*(?P<value>{_VALUE})"
+    rf"|\s(?P<set>in|notin)\s*\((?P<values>\s*{_VALUE}(?:\s*,\s*{_VALUE})*\s*)\))?)\s*(?:,|$)"
+)
+
+
+@lru_cache(maxsize=256)
+def parse(text: str) -> Selector:
+    """A predicate over labels. Raises Refusal (400)."""
+    terms: list[Selector] = []
+    position = 0
+    while position < len(text):
+        found = _TERM.match(text, position)
+        if found is None or found.end() == position:
+            raise bad_request(f"unable to parse requirement: {text[position : position + 60]!r} of {text[:200]!r}")
+        terms.append(_term(found))
+        position = found.end()
+    return lambda labels: all(term(labels) for term in terms)
+
+
+def _term(found: re.Match[str]) -> Selector:
+    if found["absent"]:
+        absent = found["absent"][1:].strip()
+        return lambda labels: absent not in labels
+    key = found["key"]
+    if found["op"]:
+        value = found["value"]
+        if found["op"] == "!=":
+            return lambda labels: labels.get(key) != value
+        return lambda labels: labels.get(key) == value
+    if found["set"]:
+        values = frozenset(part.strip() for part in found["values"].split(","))
+        if found["set"] == "in":
+            return lambda labels: labels.get(key) in values
+        # As the server has it: an object without the label is not in the set either.
+        return lambda labels: labels.get(key) not in values
+    return lambda labels: key in labels

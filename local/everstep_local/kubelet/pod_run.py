@@ -1,0 +1,309 @@
+"""The life of one pod on one node: made, run, ended, removed.
+
+One task a pod. It waits for three things at once (what the API says of the pod, its processes, the clock) and after
+each looks at all of them again, so that no order of events matters. Writing the status is another task's.
+
+Invariant: when `run` has returned, nothing of the pod's processes is left. Only cancellation ends it before the pod's
+object is gone, and that writes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from everstep_local.kubelet.addresses import AddressesExhausted
+from everstep_local.kubelet.pod_status import (
+    ContainerState,
+    PodView,
+    Running,
+    Terminated,
+    Waiting,
+    pod_status,
+)
+from everstep_local.kubelet.processes.process import Process
+from everstep_local.kubelet.sources import PODS, NotStartable
+from everstep_local.kubelet.starter import Host, Starter, own_host, start_error, termination_message
+from everstep_local.kubelet.status_reporter import StatusReporter
+from everstep_operator.kube.errors import Conflict, KubeError, NotFound
+from everstep_operator.kube.wire import Unstructured
+from everstep_operator.runtime.clock import cancel, wait_event
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0  # between two attempts to start a pod, or to remove it
+DEFAULT_GRACE = 30
+FINISHED = ("Succeeded", "Failed")
+
+
+class PodRun:
+    """`folder` is this pod's alone, and stays until the pod is gone."""
+
+    def __init__(self, host: Host, folder: Path, pod: Unstructured) -> None:
+        self._host = host
+        self._folder = folder
+        self._pod = pod
+        self._starter = Starter(host, folder)
+        self._gone = False
+        self._event = asyncio.Event()
+        self._processes: dict[str, Process] = {}
+        self._started_at: dict[str, datetime] = {}
+        self._finished = pod.status.get("phase") in FINISHED
+        self._killed = False
+        self._off = False
+        self._term_at: float | None = None
+        self._begun = host.clock.monotonic()
+        first = Waiting("PodInitializing" if self._inits else "ContainerCreating")
+        self._view = PodView(
+            states={str(c["name"]): first for c in self._containers},
+            init_states={str(c["name"]): Waiting("PodInitializing") for c in self._inits},
+            start_time=host.clock.now(),
+        )
+        self._reporter = StatusReporter(
+            host.client, pod.key, pod.metadata.uid, clock=host.clock, rng=host.rng, gone=self.vanish
+        )
+
+    # What others tell it; none of these waits.
+
+    def update(self, pod: Unstructured) -> None:
+        """The object's newest state."""
+        self._pod = pod
+        self._event.set()
+
+    def vanish(self) -> None:
+        """The object is gone: forced, or deleted while nobody looked."""
+        self._gone = True
+        self._event.set()
+
+    def power_off(self) -> None:
+        """SIGKILL to everything, at once, and not a word more to the API server. The task is to be cancelled too."""
+        self._reporter.mute()
+        self._off = True
+        self._kill()
+
+    # What others may ask.
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will be logged."""
+        return self._gone or self._finished
+
+    def log_path(self, container: str | None) -> Path:
+        """Of that container, or of the first. Raises KeyError."""
+        names = [str(c["name"]) for c in (*self._containers, *self._inits)]
+        name = container or names[0]
+        if name not in names:
+            raise KeyError(f"container {name!r} is not in the pod, which has {', '.join(names)}")
+        return self._starter.folder_of(name) / "log"
+
+    def pids(self) -> dict[str, int]:
+        """The main process of each container that runs."""
+        return {name: p.pid for name, p in self._processes.items() if p.pid is not None and p.exit_code is None}
+
+    async def run(self) -> None:
+        reporter = asyncio.create_task(self._reporter.run())
+        try:
+            await self._live()
+        finally:
+            self._kill()
+            for process in self._processes.values():
+                await process.wait()
+            await cancel(reporter)
+            self._host.addresses.release(self._pod.metadata.uid)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Its life.
+
+    @property
+    def _containers(self) -> Sequence[Mapping[str, Any]]:
+        return self._pod.spec.get("containers") or ()
+
+    @property
+    def _inits(self) -> Sequence[Mapping[str, Any]]:
+        return self._pod.spec.get("initContainers") or ()
+
+    @property
+    def _deleting(self) -> bool:
+        return self._pod.metadata.deletion_timestamp is not None
+
+    @property
+    def _over(self) -> bool:
+        return self._gone or self._deleting
+
+    async def _live(self) -> None:
+        if not self._finished:
+            if _was_started(self._pod):
+                self._lose()
+            else:
+                await self._start_and_supervise()
+            self._finished = True
+        while not self._over:
+            await self._wait(None)
+        if not self._gone:
+            await self._reporter.flush()
+            await self._remove()
+
+    def _lose(self) -> None:
+        """The node went down under it: a container runtime finds its containers dead, and cannot say of what."""
+        now = self._host.clock.now()
+        lost = Terminated(255, "Unknown", "", now, now)
+        self._view = replace(
+            self._view,
+            states=dict.fromkeys(self._view.states, lost),
+            init_states={name: Terminated(0, "Completed", "", now, now) for name in self._view.init_states},
+            pod_ip=str(self._pod.status.get("podIP") or ""),
+        )
+        self._show()
+
+    async def _start_and_supervise(self) -> None:
+        for stage in [*([c] for c in self._inits), list(self._containers)]:
+            if not await self._start(stage):
+                return
+            await self._supervise()
+            if self._over or self._view.reason or any(_failed(s) for s in self._view.init_states.values()):
+                return
+
+    async def _start(self, stage: list[Mapping[str, Any]]) -> bool:
+        """Whether the stage's processes were started; False when the pod is over before."""
+        while not self._over:
+            if self._expired(self._host.clock.monotonic()):
+                self._show()
+                return False
+            try:
+                address = self._starter.address(self._pod)
+                if self._view.pod_ip != address:
+                    self._view = replace(self._view, pod_ip=address)
+                    self._show()
+                specs = await self._starter.prepare(self._pod, stage)
+                if self._over:
+                    return False
+                self._host.addresses.before_start(own_host(self._pod))
+                for name, spec in specs.items():
+                    if name not in self._processes:
+                        self._processes[name] = Process.start(spec, self._event.set)
+                        self._started_at[name] = self._host.clock.now()
+                return True
+            except (NotStartable, AddressesExhausted, KubeError, OSError) as e:
+                reason = e.reason if isinstance(e, NotStartable) else "CreateContainerError"
+                waiting = Waiting(reason, str(e))
+                self._set({name: waiting for c in stage if (name := str(c["name"])) not in self._processes})
+                await self._wait(RETRY_SECONDS)
+        return False
+
+    async def _supervise(self) -> None:
+        """Until every process of the stage has ended."""
+        while True:
+            self._collect()
+            if all(p.exit_code is not None for p in self._processes.values()):
+                return
+            await self._wait(await self._act())
+
+    async def _act(self) -> float | None:
+        """End what has to end, refresh what has to be fresh; seconds until this is to be looked at again."""
+        now = self._host.clock.monotonic()
+        ends = [end for end in (self._grace_ends(now), self._deadline()) if end is not None]
+        if self._gone or any(now >= end for end in ends):
+            self._expired(now)
+            if not self._killed:
+                self._killed = True
+                self._kill()
+            return None
+        refresh = await self._starter.refresh(now)
+        due = [*ends, refresh] if refresh is not None else ends
+        return max(0.0, min(due) - self._host.clock.monotonic()) if due else None
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    def _grace_ends(self, now: float) -> float | None:
+        if not self._deleting:
+            return None
+        if self._term_at is None:
+            self._term_at = now
+            for process in self._processes.values():
+                process.terminate()
+        # Each time anew: a second delete may have shortened it.
+        grace = self._pod.metadata.deletion_grace_period_seconds
+        return self._term_at + (DEFAULT_GRACE if grace is None else grace)
+
+    def _deadline(self) -> float | None:
+        limit = self._pod.spec.get("activeDeadlineSeconds")
+        return None if limit is None else self._begun + float(limit)
+
+    def _expired(self, now: float) -> bool:
+        """Whether the deadline has passed, which fails the pod as a whole."""
+        deadline = self._deadline()
+        if deadline is None or now < deadline:
+            return False
+        message = "Pod was active on the node longer than the specified deadline"
+        self._view = replace(self._view, reason="DeadlineExceeded", message=message)
+        return True
+
+    def _collect(self) -> None:
+        """Take in what the processes have told."""
+        states = {**self._view.init_states, **self._view.states}
+        changed: dict[str, ContainerState] = {}
+        for name, process in self._processes.items():
+            state = states[name]
+            if isinstance(state, Terminated):
+                continue
+            if process.exit_code is not None:
+                changed[name] = self._ended(name, process, process.exit_code)
+            elif process.pid is not None and not isinstance(state, Running):
+                changed[name] = Running(self._started_at[name], process.pid)
+        if changed:
+            self._set(changed)
+
+    def _ended(self, name: str, process: Process, code: int) -> Terminated:
+        started, now = self._started_at[name], self._host.clock.now()
+        container = next(c for c in (*self._containers, *self._inits) if c["name"] == name)
+        if process.refused is not None:
+            return Terminated(128, "StartError", start_error(container, process.refused.errno), started, now)
+        message = termination_message(self._starter.folder_of(name), container, code)
+        return Terminated(code, "Completed" if code == 0 else "Error", message, started, now)
+
+    def _set(self, states: Mapping[str, ContainerState]) -> None:
+        inits = {n: states.get(n, s) for n, s in self._view.init_states.items()}
+        mains = {n: states.get(n, s) for n, s in self._view.states.items()}
+        if (inits, mains) != (self._view.init_states, self._view.states):
+            self._view = replace(self._view, states=mains, init_states=inits)
+            self._show()
+
+    def _show(self) -> None:
+        view, containers, inits = self._view, self._containers, self._inits
+        self._reporter.show(lambda previous, now: pod_status(view, previous, containers, inits, now))
+
+    async def _wait(self, seconds: float | None) -> None:
+        """For news, or for that long."""
+        await wait_event(self._host.clock, self._event, seconds)
+        self._event.clear()
+
+    async def _remove(self) -> None:
+        """The last act of a kubelet: the object may go."""
+        meta = self._pod.metadata
+        while not self._gone and not self._off:
+            try:
+                await self._host.client.delete(PODS, meta.namespace, meta.name, uid=meta.uid, grace_seconds=0)
+                return
+            except (NotFound, Conflict):
+                return  # gone, or the name is a successor's
+            except KubeError as e:
+                log.warning("pod not removed yet", extra={"pod": meta.name, "error": str(e)})
+                await self._wait(RETRY_SECONDS)
+
+
+def _failed(state: ContainerState) -> bool:
+    return isinstance(state, Terminated) and state.exit_code != 0
+
+
+def _was_started(pod: Unstructured) -> bool:
+    """Whether any container ever ran, by what is stored."""
+    statuses = [*(pod.status.get("initContainerStatuses") or ()), *(pod.status.get("containerStatuses") or ())]
+    return any({"running", "terminated"} & set(s.get("state") or {}) for s in statuses)

@@ -1,0 +1,114 @@
+"""Writes a pod's status, again and again until it is there, without ever holding up who looks after the processes.
+
+Invariant: what is written is the newest view, on the object of this UID, by compare-and-swap: two writers of conditions
+do not undo each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, TypeAlias
+
+from everstep_local.kubelet.sources import PODS
+from everstep_operator.kube.backoff import Backoff
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.errors import Conflict, KubeError, NotFound
+from everstep_operator.runtime.clock import Clock, wait_event
+from everstep_operator.runtime.randomness import Random
+
+log = logging.getLogger(__name__)
+
+BACKOFF = Backoff(base=0.05, cap=2.0)
+# A pod that is to go does not stay for a status that the server will not take.
+FLUSH_SECONDS = 5.0
+# The previous status and the time -> the status to merge into it.
+View: TypeAlias = Callable[[Mapping[str, Any], datetime], dict[str, Any]]
+
+
+class Gone(Exception):
+    """The object with this UID is not there any more."""
+
+
+class StatusReporter:
+    """Of one pod. `run` it in a task; `gone` is called when the object turns out to have vanished."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        key: tuple[str, str],
+        uid: str,
+        *,
+        clock: Clock,
+        rng: Random,
+        gone: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._namespace, self._name = key
+        self._uid = uid
+        self._clock = clock
+        self._rng = rng
+        self._gone = gone
+        self._muted = False
+        self._wanted: View | None = None
+        self._changed = asyncio.Event()
+        self._written = asyncio.Event()
+        self._written.set()
+
+    def show(self, view: View) -> None:
+        """Write this, instead of what was not written yet."""
+        self._wanted = view
+        self._written.clear()
+        self._changed.set()
+
+    def mute(self) -> None:
+        """Write nothing from now on, not even what is under way where that can be helped."""
+        self._muted = True
+
+    async def flush(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Return when the newest view is written or the object is gone; after `seconds` in any case."""
+        await wait_event(self._clock, self._written, seconds)
+
+    async def run(self) -> None:
+        failures = 0
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            view = self._wanted
+            if view is None or self._muted:
+                continue
+            try:
+                await self._write(view)
+            except Gone:
+                self._written.set()
+                self._gone()
+                return
+            except Conflict:
+                self._changed.set()
+                continue
+            except KubeError as error:
+                level = logging.WARNING if failures == 0 else logging.DEBUG
+                log.log(level, "pod status not written", extra={"pod": self._name, "error": str(error)})
+                await self._clock.sleep(max(BACKOFF.delay(failures, self._rng()), error.retry_after or 0.0))
+                failures += 1
+                self._changed.set()
+                continue
+            failures = 0
+            if self._wanted is view:
+                self._wanted = None
+                self._written.set()
+
+    async def _write(self, view: View) -> None:
+        try:
+            pod = await self._client.get(PODS, self._namespace, self._name)
+            if pod.metadata.uid != self._uid:
+                raise Gone
+            status = view(pod.status, self._clock.now())
+            if self._muted or all(pod.status.get(field) == value for field, value in status.items()):
+                return
+            version = pod.metadata.resource_version
+            await self._client.patch_status(PODS, self._namespace, self._name, status, resource_version=version)
+        except NotFound as e:
+            raise Gone from e

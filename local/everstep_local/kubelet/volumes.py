@@ -1,0 +1,155 @@
+"""A pod's volumes as folders on this machine.
+
+Files are replaced whole, by rename: a reader sees the old or the new. Invariant: everything lies below the
+pod's own folder, and goes with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from everstep_local.kubelet.environment import PathMap
+from everstep_local.kubelet.sources import NotStartable, PodFacts, Sources
+
+# (namespace, service account, pod name, pod UID, audience, seconds it is good for) -> token
+TokenIssuer: TypeAlias = Callable[[str, str, str, str, str, int], "str | Awaitable[str]"]
+
+TOKEN_SECONDS = 3600  # Kubernetes' default for a projected token
+REFRESH_AT = 0.8  # of its life, as a kubelet does it
+SUPPORTED = "emptyDir, secret, configMap, downwardAPI and projected"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A file that holds a token, and when (in seconds of the clock) it is to be replaced."""
+
+    path: Path
+    audience: str
+    seconds: int
+    refresh_at: float
+
+
+def failed_mount(message: str) -> NotStartable:
+    """A kubelet reports this as an event and leaves the container in ContainerCreating. Here it is the container's own
+    waiting state, in which the operator finds it and shows it in the job's status."""
+    return NotStartable(f"FailedMount: {message}")
+
+
+class Volumes:
+    """Of one pod, below `folder`."""
+
+    def __init__(self, folder: Path, facts: PodFacts, issue: TokenIssuer) -> None:
+        self._folder = folder
+        self._facts = facts
+        self._issue = issue
+
+    async def make(self, sources: Sources, now: float) -> tuple[Token, ...]:
+        """Make all volumes of the pod's spec; the tokens among them. Raises NotStartable and KubeError."""
+        tokens: list[Token] = []
+        for volume in self._facts.pod.spec.get("volumes") or ():
+            name = str(volume.get("name", ""))
+            place = self._folder / name
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                match {k: v for k, v in volume.items() if k != "name"}:
+                    case {"emptyDir": _}:
+                        pass
+                    case {"secret": ref}:
+                        await self._keys(place, ref, sources, secret=True)
+                    case {"configMap": ref}:
+                        await self._keys(place, ref, sources, secret=False)
+                    case {"downwardAPI": ref}:
+                        self._fields(place, ref)
+                    case {"projected": ref}:
+                        tokens += await self._projected(place, ref, sources, now)
+                    case other:
+                        kinds = ", ".join(sorted(other)) or "nothing"
+                        raise NotStartable(
+                            f"{kinds} does not exist in local mode; use {SUPPORTED}, or a path by itself"
+                        )
+            except NotStartable as e:
+                raise failed_mount(f"volume {name!r}: {e.message}") from e
+        return tuple(tokens)
+
+    def paths(self, container: Mapping[str, Any]) -> PathMap:
+        """Where the container's mount paths lie. Raises NotStartable."""
+        places: dict[str, Path] = {}
+        names = {str(v.get("name")) for v in self._facts.pod.spec.get("volumes") or ()}
+        for mount in container.get("volumeMounts") or ():
+            name, where = str(mount.get("name", "")), str(mount.get("mountPath", ""))
+            if name not in names:
+                raise failed_mount(f"volumeMounts names the volume {name!r}, which the pod does not have")
+            if not where.rstrip("/") or mount.get("subPathExpr"):
+                raise failed_mount(f"volume {name!r}: local mode can mount it neither at / nor with a subPathExpr")
+            place = self._below(self._folder / name, str(mount.get("subPath") or ""))
+            if mount.get("subPath") and not place.exists():
+                place.mkdir(parents=True, mode=0o700)
+            places[where] = place
+        return PathMap(places)
+
+    async def issue(self, token: Token, now: float) -> Token:
+        """A fresh token in its file. Raises what the issuer raises."""
+        meta = self._facts.pod.metadata
+        account = str(self._facts.pod.spec.get("serviceAccountName") or "default")
+        made = self._issue(meta.namespace, account, meta.name, meta.uid, token.audience, token.seconds)
+        text = made if isinstance(made, str) else await made
+        _write(token.path, text.encode(), 0o600)
+        return Token(token.path, token.audience, token.seconds, now + REFRESH_AT * token.seconds)
+
+    async def _projected(self, place: Path, ref: Mapping[str, Any], sources: Sources, now: float) -> list[Token]:
+        tokens = []
+        for source in ref.get("sources") or ():
+            match source:
+                case {"serviceAccountToken": wanted}:
+                    path = self._below(place, str(wanted.get("path", "")))
+                    seconds = int(wanted.get("expirationSeconds") or TOKEN_SECONDS)
+                    tokens.append(await self.issue(Token(path, str(wanted.get("audience") or ""), seconds, now), now))
+                case {"secret": inner}:
+                    await self._keys(place, inner, sources, secret=True)
+                case {"configMap": inner}:
+                    await self._keys(place, inner, sources, secret=False)
+                case {"downwardAPI": inner}:
+                    self._fields(place, inner)
+                case _:
+                    raise NotStartable(f"projected source {', '.join(sorted(source))} does not exist in local mode")
+        return tokens
+
+    async def _keys(self, place: Path, ref: Mapping[str, Any], sources: Sources, *, secret: bool) -> None:
+        values = await sources.values(ref, secret=secret)
+        default = int(ref.get("defaultMode") or 0o644)
+        items = ref.get("items") or [{"key": key, "path": key} for key in values]
+        for item in items:
+            key = str(item.get("key", ""))
+            if key not in values:
+                if ref.get("optional"):
+                    continue
+                raise NotStartable(f"references non-existent key {key}")
+            _write(self._below(place, str(item.get("path", ""))), values[key], int(item.get("mode") or default))
+
+    def _fields(self, place: Path, ref: Mapping[str, Any]) -> None:
+        for item in ref.get("items") or ():
+            field = (item.get("fieldRef") or {}).get("fieldPath")
+            if field is None:
+                raise NotStartable("downwardAPI items other than fieldRef do not exist in local mode")
+            _write(self._below(place, str(item.get("path", ""))), self._facts.field(str(field)).encode(), 0o644)
+
+    @staticmethod
+    def _below(place: Path, path: str) -> Path:
+        found = Path(os.path.normpath(place / path))
+        if found != place and place not in found.parents:
+            raise NotStartable(f"path {path!r} leads out of the volume")
+        return found
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new = path.with_name(f".{path.name}.new")
+    # Group and others never: there are no users and groups of a container here.
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+    new.chmod((mode & 0o700) | 0o600)
+    new.replace(path)

@@ -1,0 +1,69 @@
+"""Actions that a run takes on itself when training reaches a step: what `--at STEP:ACTION` says. Pure.
+
+An action waits until the world trains in the size and round that the one before it led to, so that a list of them is
+one story and not a pile.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from everstep_local.run.view import View
+
+ACTIONS = "kill=WORKER, delete=WORKER, kill-node=NODE, kill-operator, scale=N, suspend or resume"
+_GRAMMAR = re.compile(r"(\d+):(?:(kill|delete|scale)=(\d+)|(kill-node)=([a-z0-9-]+)|(kill-operator|suspend|resume))")
+
+
+class FaultError(ValueError):
+    """The text is no fault; says what is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    step: int
+    action: str
+    argument: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.step}:{self.action}" + (f"={self.argument}" if self.argument else "")
+
+
+def parse(text: str) -> Fault:
+    """`120:kill=1` and the like."""
+    match = _GRAMMAR.fullmatch(text.strip())
+    if match is None:
+        raise FaultError(f"--at {text}: expected STEP:ACTION, where ACTION is {ACTIONS}")
+    step, action, number, node_verb, node, bare = match.groups()
+    return Fault(int(step), action or node_verb or bare, number or node or "")
+
+
+def due(faults: tuple[Fault, ...], view: View, round_before: int) -> Fault | None:
+    """The first of `faults` if its moment has come. `round_before`: the round in which the one before it was done."""
+    if not faults:
+        return None
+    first = faults[0]
+    if first.action == "resume":
+        return first if view.status == "Suspended" and not view.workers else None
+    step = max((row.step for row in view.workers if row.step is not None), default=0)
+    trains = view.status == "Running" and view.round > round_before
+    return first if trains and step >= first.step else None
+
+
+def changes_world(fault: Fault, view: View) -> bool:
+    """Whether a new round follows, which the next fault has to wait for."""
+    match fault.action:
+        case "kill-operator":
+            return False
+        case "scale":
+            return int(fault.argument) != view.size
+        case "kill-node":
+            return any(row.node == fault.argument for row in view.workers)
+        case _:
+            return True
+
+
+def target(fault: Fault, view: View) -> str | None:
+    """The pod that a fault with a worker's number means; None where that worker has none now."""
+    rows = [row for row in view.workers if str(row.worker) == fault.argument]
+    return max(rows, key=lambda row: row.restarts).pod if rows else None

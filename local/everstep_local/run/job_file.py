@@ -1,0 +1,151 @@
+"""From what a person gives to `everstep run`, a YAML file or a script, to the TrainingJob that runs here.
+
+Pure but for reading files. A job that was written for a cluster runs unchanged but for what a laptop does not have, and
+every such change is said: a checkpoint store whose Secret is not given becomes a folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from everstep.contract import labels
+from everstep_local.run.manifest import JobFileError, read
+
+MAX_NAME = 48
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says; None leaves what the file says."""
+
+    name: str | None = None
+    workers: int | None = None
+    checkpoint: str | None = None
+    elastic: tuple[int, int] | None = None  # the fewest and the most workers
+    secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    manifest: dict[str, Any]
+    workdir: Path  # where the workers run: the folder of the file
+    notes: tuple[str, ...] = ()  # what was changed for this machine, for a person
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["metadata"]["name"])
+
+    @property
+    def namespace(self) -> str:
+        return str(self.manifest["metadata"]["namespace"])
+
+
+def parse_elastic(text: str | None) -> tuple[int, int] | None:
+    """`2:4`: the fewest and the most workers. Raises `JobFileError`."""
+    if text is None:
+        return None
+    fewest, colon, most = text.partition(":")
+    if not colon or not fewest.isascii() or not fewest.isdigit() or not most.isascii() or not most.isdigit():
+        raise JobFileError(f"--elastic {text}: expected MIN:MAX, the fewest and the most workers, as in 2:4")
+    return int(fewest), int(most)
+
+
+def load(path: Path, arguments: Sequence[str], asked: Asked) -> Prepared:
+    """The job of a `.py` file with these arguments, or of a YAML file. Raises `JobFileError`."""
+    if not path.is_file():
+        raise JobFileError(f"{path}: there is no such file; give a TrainingJob's YAML file or a Python script")
+    if path.suffix == ".py":
+        manifest = _of_script(path, arguments, elastic=asked.elastic is not None)
+    else:
+        if arguments:
+            raise JobFileError(f"{path}: arguments are for scripts; a job's are in its container's command")
+        manifest = read(path)
+    metadata = manifest["metadata"]
+    metadata["name"] = asked.name or metadata.get("name") or ""
+    metadata.setdefault("namespace", "default")
+    name = metadata["name"]
+    # Checked here already: it names files and a socket before the cluster is asked.
+    if not isinstance(name, str) or len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise JobFileError(
+            f"{path}: metadata.name: {str(name)[:60]!r} is not a name of at most {MAX_NAME} lower-case letters, digits "
+            "and dashes that begins with a letter; --name gives another"
+        )
+    if isinstance(spec := manifest.get("spec"), dict):
+        if asked.elastic is not None:
+            fewest, most = asked.elastic
+            spec["elastic"] = {**(spec.get("elastic") or {}), "minReplicas": fewest, "maxReplicas": most}
+        if asked.workers is not None:
+            spec["replicas"] = asked.workers
+    return Prepared(manifest, path.resolve().parent)
+
+
+def _of_script(path: Path, arguments: Sequence[str], *, elastic: bool) -> dict[str, Any]:
+    name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:MAX_NAME].rstrip("-")
+    name = name if name[:1].isalpha() else f"job-{name}"[:MAX_NAME].rstrip("-")
+    # A fixed run is what any script can be run with: nothing but torch. An elastic one needs survivors that go on.
+    launcher, backend = ("everstep-run", "everstep") if elastic else ("torchrun", "c10d")
+    container = {"name": labels.WORKER_CONTAINER, "image": "local", "command": [launcher, path.name, *arguments]}
+    return {
+        "apiVersion": labels.API_VERSION,
+        "kind": labels.KIND,
+        "metadata": {"name": name},
+        "spec": {
+            "replicas": 1,
+            "rendezvous": {"backend": backend},
+            "checkpoint": {"url": ""},
+            "template": {"spec": {"containers": [container]}},
+        },
+    }
+
+
+def place_checkpoints(job: Prepared, asked: Asked, folder: Path) -> Prepared:
+    """The job with a store for its commits that is here: the one asked for, the job's own, or `folder`."""
+    spec = job.manifest.get("spec")
+    checkpoint = spec.get("checkpoint") if isinstance(spec, dict) else None
+    if not isinstance(spec, dict) or not (isinstance(checkpoint, dict) or asked.checkpoint is not None):
+        return job
+    checkpoint = dict(checkpoint or {})
+    secret = checkpoint.get("secretRef")
+    name = secret.get("name") if isinstance(secret, dict) else None
+    notes = job.notes
+    if asked.checkpoint is not None:
+        checkpoint["url"] = _url(asked.checkpoint)
+    elif name is not None and name not in asked.secrets:
+        notes += (f"Secret {name} is not here (--secret {name}=FILE gives it): commits go to {folder}",)
+        checkpoint["url"] = _url(str(folder))
+    elif not checkpoint.get("url"):
+        checkpoint["url"] = _url(str(folder))
+    if name is not None and name not in asked.secrets:
+        del checkpoint["secretRef"]
+        if asked.checkpoint is not None:
+            notes += (f"Secret {name} is not here (--secret {name}=FILE gives it): commits go without it",)
+    return replace(job, manifest={**job.manifest, "spec": {**spec, "checkpoint": checkpoint}}, notes=notes)
+
+
+def _url(place: str) -> str:
+    return place if "://" in place else f"file://{quote(str(Path(place).resolve()))}"
+
+
+def read_secret(path: Path) -> dict[str, str]:
+    """The variables of a file with a NAME=value on each line. Raises `JobFileError` naming the line."""
+    found: dict[str, str] = {}
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise JobFileError(f"{path}: {e}") from e
+    for number, line in enumerate(lines, 1):
+        name, equals, value = line.partition("=")
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if not equals or not name.strip().isidentifier():
+            raise JobFileError(f"{path}:{number}: expected NAME=value")
+        if name.strip() in found:
+            raise JobFileError(f"{path}:{number}: {name.strip()} is given already; remove one of the lines")
+        found[name.strip()] = value.strip()
+    return found

@@ -1,0 +1,138 @@
+"""A run's history as lanes: what each worker did when, what was done to it, and how long the world stood still.
+
+Pure. Times are seconds since the run began. Invariant: every mark comes from an entry of the history; a lane that shows
+training had a report of a completed step from a pod of that worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeVar
+
+from everstep_local.run.history import ActionTaken, Entry, PodSeen, StatusSeen, StepSeen
+
+T = TypeVar("T")
+
+OVER = ("Succeeded", "Failed", "Deleted")
+STANDING = ("Recovering", "Resizing", "Suspended")
+
+
+class State(StrEnum):
+    STARTING = "starting"  # the pod is there, no step of it has been reported
+    TRAINING = "training"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    begin: float
+    end: float
+    state: State
+    pod: str
+    ended: str = ""  # how the pod ended where this segment does: Succeeded, Failed or Deleted
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A time in which the world as a whole did not train, and why."""
+
+    begin: float
+    end: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    seconds: float  # the length of the run
+    lanes: dict[int, tuple[Segment, ...]]  # by worker index
+    spans: tuple[Span, ...]
+    actions: tuple[ActionTaken, ...]
+    world: tuple[tuple[float, int], ...]  # (time, world size) at each change, as the status published it
+    loss: tuple[tuple[float, int, float], ...]  # (time, step, loss) as rank 0 reported it
+    commits: tuple[tuple[float, int], ...]  # (time, committed step)
+    outcome: str = ""  # the last reason of Ready
+
+
+def build(history: Iterable[Entry]) -> Timeline:
+    """Take the history apart. An empty history gives an empty timeline."""
+    entries = list(history)
+    seconds = max((e.at for e in entries), default=0.0)
+    statuses = [e for e in entries if isinstance(e, StatusSeen)]
+    steps = [e for e in entries if isinstance(e, StepSeen)]
+    return Timeline(
+        seconds,
+        _lanes(entries, seconds),
+        _spans(statuses, steps, seconds),
+        tuple(e for e in entries if isinstance(e, ActionTaken)),
+        _changes((e.at, e.size) for e in statuses),
+        tuple((e.at, e.step, e.loss) for e in steps if e.rank == 0 and e.loss is not None),
+        _changes((e.at, e.committed) for e in statuses if e.committed is not None),
+        statuses[-1].reason if statuses else "",
+    )
+
+
+def _lanes(entries: list[Entry], seconds: float) -> dict[int, tuple[Segment, ...]]:
+    open_: dict[str, tuple[int, Segment]] = {}
+    lanes: dict[int, list[Segment]] = {}
+
+    def close(pod: str, at: float, ended: str) -> None:
+        worker, segment = open_.pop(pod)
+        lanes.setdefault(worker, []).append(replace(segment, end=at, ended=ended))
+
+    over: set[str] = set()
+    for e in entries:
+        match e:
+            case PodSeen() if e.phase in OVER:
+                if e.pod in open_:
+                    close(e.pod, e.at, e.phase)
+                over.add(e.pod)
+            case PodSeen() if e.pod not in open_ and e.pod not in over:
+                open_[e.pod] = (e.worker, Segment(e.at, e.at, State.STARTING, e.pod))
+            case StepSeen() if e.pod in open_ and open_[e.pod][1].state is State.STARTING:
+                close(e.pod, e.at, "")
+                open_[e.pod] = (e.worker, Segment(e.at, e.at, State.TRAINING, e.pod))
+            case _:
+                pass
+    for pod in list(open_):
+        close(pod, seconds, "")
+    return {worker: tuple(sorted(lanes[worker], key=lambda s: s.begin)) for worker in sorted(lanes)}
+
+
+def _spans(statuses: list[StatusSeen], steps: list[StepSeen], seconds: float) -> tuple[Span, ...]:
+    """Of each status that says that the world stands still, for how long it did."""
+    spans: list[Span] = []
+    for e in statuses:
+        if e.reason not in STANDING or (spans and e.at < spans[-1].end):
+            continue
+        if (span := _stood(steps, e, seconds)) is not None:
+            spans.append(span)
+    return tuple(spans)
+
+
+def _stood(steps: list[StepSeen], status: StatusSeen, seconds: float) -> Span | None:
+    """Until the world stepped again; None if it trained on as it was.
+
+    One report a pod may be late and still tell of the old world. With a second one that world trains on, as an elastic
+    job does while a worker is missed, and stands still, if at all, from its last report to the first of the next round.
+    """
+    old = max((s.round for s in steps if s.at <= status.at), default=0)
+    later = [s for s in steps if s.at > status.at]
+    resumed = min((s.at for s in later if s.round > old), default=None)
+    before = [s for s in later if s.round <= old and (resumed is None or s.at < resumed)]
+    trains_on = len({s.pod for s in before}) < len(before)
+    if resumed is None and trains_on:
+        return None
+    if resumed is None and status.round <= old and before:
+        # Agents may be in the next round before the status says that the old one is over: then there is no newer one.
+        resumed = before[0].at
+    begin = max(s.at for s in before) if trains_on else status.at
+    return Span(begin, seconds if resumed is None else resumed, status.reason)
+
+
+def _changes(values: Iterable[tuple[float, T]]) -> tuple[tuple[float, T], ...]:
+    kept: list[tuple[float, T]] = []
+    for at, value in values:
+        if not kept or kept[-1][1] != value:
+            kept.append((at, value))
+    return tuple(kept)

@@ -1,0 +1,123 @@
+"""What a person is shown of a local run, live and by `everstep status`. Pure: objects and history to plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from everstep_local.run.history import StepSeen
+from everstep_operator.controller import observe
+from everstep_operator.kube.wire import Pod, Unstructured
+
+EVENTS = 12  # newest events that are kept in a view
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    worker: int
+    pod: str
+    node: str
+    state: str
+    rank: int | None
+    step: int | None
+    restarts: int
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    at: str  # HH:MM:SS
+    type: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    job: str
+    status: str  # the reason of Ready: the STATUS column of kubectl
+    message: str
+    round: int
+    size: int
+    step: int | None
+    total_steps: int | None
+    committed: int | None
+    restarts: int
+    goodput: str
+    workers: tuple[WorkerRow, ...]
+    events: tuple[EventRow, ...]
+    raw_status: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> View:
+        rows = tuple(WorkerRow(**row) for row in body["workers"])
+        events = tuple(EventRow(**event) for event in body["events"])
+        return cls(**{**body, "workers": rows, "events": events})
+
+
+def condition(job: Unstructured, type_: str) -> Mapping[str, Any]:
+    """A condition of the job's status; empty if it has none of that type."""
+    conditions = job.status.get("conditions") or ()
+    return next((c for c in conditions if c.get("type") == type_), {})
+
+
+def view(
+    job: Unstructured,
+    pods: Iterable[Pod],
+    steps: Mapping[str, StepSeen],
+    pids: Mapping[str, int],
+    events: Iterable[EventRow],
+) -> View:
+    """`steps` has the newest report of each pod, `pids` each pod's main process."""
+    status = job.status
+    ready = condition(job, "Ready")
+    world, progress = status.get("world") or {}, status.get("progress") or {}
+    return View(
+        job=job.metadata.name,
+        status=str(ready.get("reason", "Pending")),
+        message=str(ready.get("message", "")),
+        round=int(world.get("round", 0)),
+        size=int(world.get("size", 0)),
+        step=progress.get("step"),
+        total_steps=progress.get("totalSteps"),
+        committed=(status.get("checkpoint") or {}).get("lastCommittedStep"),
+        restarts=int((status.get("restarts") or {}).get("total", 0)),
+        goodput=str(status.get("goodput", "")),
+        workers=tuple(sorted((r for p in pods if (r := _row(p, steps, pids))), key=lambda r: (r.worker, r.restarts))),
+        events=tuple(events)[-EVENTS:],
+        raw_status=dict(status),
+    )
+
+
+def _row(pod: Pod, steps: Mapping[str, StepSeen], pids: Mapping[str, int]) -> WorkerRow | None:
+    worker = observe.worker_pod(pod)
+    if worker is None:
+        return None
+    seen = steps.get(worker.name)
+    state = str(worker.phase)
+    if worker.deleted_at is not None:
+        state = "Terminating"
+    elif worker.waiting is not None:
+        state = worker.waiting
+    elif worker.phase == "Running":
+        state = "training" if seen is not None else "starting"
+    return WorkerRow(
+        worker.index,
+        worker.name,
+        worker.node or "",
+        state,
+        seen.rank if seen is not None else None,
+        seen.step if seen is not None else None,
+        worker.incarnation,
+        pids.get(worker.name),
+    )
+
+
+def clock_time(moment: datetime) -> str:
+    """As a person's own clock shows it."""
+    return moment.astimezone().strftime("%H:%M:%S")

@@ -1,1 +1,0 @@
-"""Simulated nodes whose kubelets run pods as processes of this machine: start at `node_pool.LocalNodes`."""
