@@ -57,6 +57,16 @@ def test_a_gpu_that_is_not_there_is_named_and_nothing_is_started(script: Path) -
     assert "--nproc-per-node=gpu: torch sees no GPU on this machine; give a number" in done.stderr
 
 
+# --- as the interpreter runs it
+
+
+def test_annotations_of_the_script_are_what_it_wrote(script: Path) -> None:
+    """torch refuses a communication hook whose `bucket: dist.GradBucket` is a text; dataclasses read them too."""
+    script.write_text("def hook(bucket: int) -> float: ...\nprint(hook.__annotations__)\n")
+    done = run("--standalone", script)
+    assert done.stdout == "{'bucket': <class 'int'>, 'return': <class 'float'>}\n", done.stderr
+
+
 # --- alone
 
 

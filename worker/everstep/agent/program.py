@@ -95,7 +95,9 @@ def _run(path: str) -> None:
     except OSError as e:
         # The agent has seen it (see `startable`): it was taken away since.
         cannot_start(f"can't open file {path!r}: {e.strerror}", NOT_READABLE)
-    exec(compile(source, path, "exec"), main_module.__dict__)  # noqa: S102 - this is what we are for
+    # By itself `compile` would give the script this file's `from __future__ import annotations`.
+    code = compile(source, path, "exec", dont_inherit=True)
+    exec(code, main_module.__dict__)  # noqa: S102 - this is what we are for
 
 
 def cannot_start(why: str, code: int) -> NoReturn:
