@@ -3,7 +3,7 @@
     python benchmarks/reporting.py [--quick] [--json PATH]
 
 The reporter's call is timed in the caller's thread, with the operator there, away, and with no operator configured; the
-intake is loaded over loopback by as many connections as a large job has workers, with one token each.
+endpoint is loaded over loopback by as many connections as a large job has workers, with one token each.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from everstep.contract import labels
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.train.report import Reporter
 from everstep_local.apiserver.cluster import MemoryCluster
-from everstep_operator.endpoint.auth import Gate, GateLimits, Leading
-from everstep_operator.endpoint.server import IntakeSettings, ReportIntake
+from everstep_operator.endpoint.auth import LeaderHere, RequestAuth, RequestLimits
+from everstep_operator.endpoint.server import EndpointServer, ServerOptions
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache
 from everstep_operator.endpoint.token_signatures import SigningKeys
@@ -74,15 +74,15 @@ async def measure(file: Path, calls: int, reports: int) -> list[Figure]:
     )
     file.write_text(next(iter(pods)))  # noqa: ASYNC240  # nothing else runs yet
     token = str(file)
-    intake = ReportIntake(
+    server = EndpointServer(
         # What one pod may send in a second is another question: see hostile.py.
-        gate=Gate(identities, Leading, limits=GateLimits(calls_rate=1e6, bytes_rate=1e9)),
+        auth=RequestAuth(identities, LeaderHere, limits=RequestLimits(calls_rate=1e6, bytes_rate=1e9)),
         accept=lambda _identity, report: came.append(report),
         metrics=Metrics(process=False),
-        settings=IntakeSettings(host="127.0.0.1", port=0),
+        settings=ServerOptions(host="127.0.0.1", port=0),
     )
-    async with intake:
-        url = f"http://127.0.0.1:{intake.port}{REPORT_PATH}"
+    async with server:
+        url = f"http://127.0.0.1:{server.port}{REPORT_PATH}"
         there = await asyncio.to_thread(call_microseconds, url, token, calls, 5.0)
         if not came:
             raise RuntimeError("none of the reports reached the operator that was there: the figures would say nothing")
@@ -109,7 +109,7 @@ async def load(url: str, tokens: list[str], reports: int) -> float:
             for _ in range(reports // WORKERS):
                 async with session.post(url, data=body, headers=headers) as r:
                     if r.status != 204:
-                        raise RuntimeError(f"the intake answered {r.status}: {await r.text()}")
+                        raise RuntimeError(f"the operator answered {r.status}: {await r.text()}")
 
         began = time.perf_counter()
         await asyncio.gather(*(worker(i) for i in range(WORKERS)))

@@ -26,7 +26,7 @@ from everstep_operator.kube.client import TokenReview
 from everstep_operator.kube.resources import PODS
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import SystemClock
-from everstep_operator.runtime.garbage_collection import settle
+from everstep_operator.runtime.garbage_collection import freeze_startup_objects
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import Metrics
 
@@ -90,12 +90,12 @@ async def serve() -> None:
         {"EVERSTEP_PORT": "0", "EVERSTEP_HOST": "127.0.0.1", "EVERSTEP_POD_NAME": "operator"}
     )
     operator = Operator(Client(cluster.client()), settings, Metrics(), SystemClock(), synced=lambda: None)  # type: ignore[arg-type]
-    async with operator.intake, asyncio.TaskGroup() as group:
+    async with operator.server, asyncio.TaskGroup() as group:
         await start(operator, group)
         while not operator.elector.is_leader():  # noqa: ASYNC110  # it has no event for others
             await asyncio.sleep(0.05)
-        settle()  # as the program does
-        print(json.dumps({"port": operator.intake.port, "tokens": tokens}), flush=True)
+        freeze_startup_objects()  # as the program does
+        print(json.dumps({"port": operator.server.port, "tokens": tokens}), flush=True)
         await asyncio.to_thread(sys.stdin.read)
         for task in group._tasks:
             task.cancel()

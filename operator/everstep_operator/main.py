@@ -18,7 +18,7 @@ from everstep_operator.arguments import Invocation, read
 from everstep_operator.controller.apply import Applier, Key
 from everstep_operator.controller.event_handlers import (
     BY_UID,
-    Wiring,
+    EventHandlers,
     authenticator,
     index_node,
     index_owner,
@@ -39,14 +39,14 @@ from everstep_operator.kube.wire import Unstructured
 from everstep_operator.plan.snapshot import Settings
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.routes import RoundRoutes
-from everstep_operator.rounds.store import Rounds
+from everstep_operator.rounds.store import RoundStore
 from everstep_operator.runtime.clock import Clock, SystemClock
 from everstep_operator.runtime.controller import Controller, Limits, Outcome, Succeeded
 from everstep_operator.runtime.expectations import Expectations
-from everstep_operator.runtime.garbage_collection import settle
+from everstep_operator.runtime.garbage_collection import freeze_startup_objects
 from everstep_operator.runtime.informer import Informer
 from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
-from everstep_operator.runtime.leader_probe import Neighbour
+from everstep_operator.runtime.leader_probe import LeaderProbe
 from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
 from everstep_operator.telemetry.logs import setup
@@ -71,7 +71,7 @@ class Operator:
         clock: Clock,
         *,
         on_report: Callable[[PodIdentity, Report], None] = lambda _identity, _report: None,
-        synced: Callable[[], None] = settle,
+        synced: Callable[[], None] = freeze_startup_objects,
     ) -> None:
         """`on_report` is told of every report that was accepted; `synced` is called once, with full
         caches: it settles the memory of the process, which has to be the operator's alone."""
@@ -86,7 +86,7 @@ class Operator:
             nodes=Informer(client, NODES, clock=clock, rng=rng, relisted=relisted),
             budgets=Informer(client, PDBS, clock=clock, rng=rng, label_selector=ours, relisted=relisted),
         )
-        self.neighbour = Neighbour(lambda: self.elector.neighbour())  # noqa: PLW0108 - which asks it in turn
+        self.leader_probe = LeaderProbe(lambda: self.elector.other_holder_address())  # noqa: PLW0108 - which asks it in turn
         self.elector = LeaderElector(
             client,
             namespace=settings.namespace,
@@ -96,12 +96,12 @@ class Operator:
             rng=rng,
             timing=LeaseTiming.of(settings.lease_seconds),
             on_change=self._leadership_changed,
-            is_gone=self.neighbour.is_gone,
+            is_gone=self.leader_probe.is_gone,
         )
         self.queue: WorkQueue[Key] = WorkQueue(clock, rng)
         expectations: Expectations[Key] = Expectations()
         require = self.elector.require
-        self.rounds = Rounds(
+        self.rounds = RoundStore(
             RoundDocuments(client, JOBS, require_leading=require),
             clock=clock,
             epoch=require,
@@ -113,7 +113,7 @@ class Operator:
             expectations,
             require_leading=require,
             monotonic=clock.monotonic,
-            set_sizes=lambda job, sizes: self.rounds.rule(JobRef(job.namespace, job.name, job.uid), sizes),
+            set_sizes=lambda job, sizes: self.rounds.set_sizes(JobRef(job.namespace, job.name, job.uid), sizes),
         )
         recorder = Recorder(client, JOBS, instance=settings.pod_name, require_leading=require, now=clock.now)
         self.reconciler = Reconciler(
@@ -128,7 +128,7 @@ class Operator:
             rounds=round_views(self.caches, self.rounds),
             forget=self.rounds.forget,
         )
-        wiring = Wiring(self.caches, self.queue, expectations, self.reconciler, clock, self.rounds, client)
+        handlers = EventHandlers(self.caches, self.queue, expectations, self.reconciler, clock, self.rounds, client)
         self.controller = Controller(
             "trainingjobs",
             self.reconciler.reconcile,
@@ -141,7 +141,7 @@ class Operator:
         )
 
         def accept(identity: PodIdentity, report: Report) -> None:
-            wiring.accept(identity, report)
+            handlers.accept(identity, report)
             on_report(identity, report)
 
         self._identities = IdentityCache(
@@ -149,21 +149,21 @@ class Operator:
             audience=labels.TOKEN_AUDIENCE,
             keys=SigningKeys(client.signing_keys, monotonic=clock.monotonic),
             monotonic=clock.monotonic,
-            exists=wiring.exists,
+            exists=handlers.exists,
         )
-        checks = auth.Gate(self._identities, self._leadership, tenant=wiring.tenant)
-        self.intake = server.ReportIntake(
-            gate=checks,
+        checks = auth.RequestAuth(self._identities, self._leadership, tenant=handlers.tenant)
+        self.server = server.EndpointServer(
+            auth=checks,
             accept=accept,
-            routes=RoundRoutes(self.rounds, checks, agent=wiring.agent, metrics=metrics).add_to,
+            routes=RoundRoutes(self.rounds, checks, agent=handlers.agent, metrics=metrics).add_to,
             metrics=metrics,
             ready={"caches": self._caches_synced},
-            settings=server.IntakeSettings(host=settings.host, port=settings.port),
+            settings=server.ServerOptions(host=settings.host, port=settings.port),
         )
 
     async def run(self) -> None:
         """Serve, watch, and lead when allowed."""
-        async with self.intake, asyncio.TaskGroup() as group:
+        async with self.server, asyncio.TaskGroup() as group:
             caches = self.caches
             informers = (caches.jobs, caches.pods, caches.services, caches.nodes, caches.budgets)
             for informer in informers:
@@ -174,7 +174,7 @@ class Operator:
             self._synced()
             # Only with full caches: a leader that sees no pods would believe that all of them are lost.
             group.create_task(self.elector.run())
-            group.create_task(self.neighbour.run())
+            group.create_task(self.leader_probe.run())
             group.create_task(self.controller.run())
 
     def _leadership_changed(self, state: object) -> None:
@@ -185,14 +185,14 @@ class Operator:
             self.reconciler.forget_all()
             self._identities.forget()
 
-    def _leadership(self) -> auth.Leadership:
+    def _leadership(self) -> auth.LeaderLocation:
         if self.elector.is_leader():
-            return auth.Leading()
+            return auth.LeaderHere()
         address = self.elector.holder_address()
         if address is not None:
-            return auth.Following(f"http://{address}")
+            return auth.LeaderAt(f"http://{address}")
         starting = self._caches_synced()
-        return auth.NoLeader(f"this replica starts: it {starting}") if starting else auth.NoLeader()
+        return auth.LeaderUnknown(f"this replica starts: it {starting}") if starting else auth.LeaderUnknown()
 
     def _caches_synced(self) -> str | None:
         waiting = [

@@ -59,4 +59,4 @@ async def start(operator: Operator, group: asyncio.TaskGroup) -> None:
     for informer in informers:
         await informer.wait_synced()
     group.create_task(operator.elector.run())
-    group.create_task(operator.neighbour.run())
+    group.create_task(operator.leader_probe.run())

@@ -62,7 +62,7 @@ class Replica:
 
     @property
     def port(self) -> int:
-        return self.operator.intake.port
+        return self.operator.server.port
 
     @property
     def url(self) -> str:
@@ -154,7 +154,7 @@ class OperatorServer:
         operator = replica.operator
         async with contextlib.AsyncExitStack() as stack:
             with inside():
-                await stack.enter_async_context(operator.intake)
+                await stack.enter_async_context(operator.server)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             listening.set()
             # The Lease names the port, which is known only now.

@@ -50,7 +50,7 @@ from everstep.membership.machine import (
     apply,
 )
 from everstep.membership.proposals import Broken, Finishing, Growing, Left, Stopping, Whole, standing
-from everstep_operator.rounds.rules import under
+from everstep_operator.rounds.rules import with_pinned_sizes
 
 # --- forming
 
@@ -138,17 +138,19 @@ def test_joiners_are_taken_in_when_the_members_ask_for_the_next_round() -> None:
 
 
 def test_agents_that_were_started_with_other_sizes_join_where_the_publisher_has_set_them() -> None:
-    document = after(under(Document(TWO_OR_THREE), Sizes(4, 4)), *(Join(agent(n), TWO_OR_THREE) for n in "abc"))
+    document = after(
+        with_pinned_sizes(Document(TWO_OR_THREE), Sizes(4, 4)), *(Join(agent(n), TWO_OR_THREE) for n in "abc")
+    )
     assert "3 of at least 4" in refused(document, Close("a", 0, Waited.REJOIN)).reason
     document = after(document, Join(agent("d"), Sizes(2, 2)), Close("a", 0, Waited.NOTHING))
     assert (names(document), document.sizes) == (["a", "b", "c", "d"], Sizes(4, 4))
 
 
 def test_sizes_that_are_changed_leave_the_round_alone_until_somebody_comes_or_goes() -> None:
-    fixed = under(formed(Sizes(2, 2), "a", "b"), Sizes(3, 3))
+    fixed = with_pinned_sizes(formed(Sizes(2, 2), "a", "b"), Sizes(3, 3))
     assert standing(fixed, 1, "a") == Whole()
     assert standing(after(fixed, Join(agent("c"), Sizes(3, 3))), 1, "a") == Growing(1, None)
-    small = after(under(formed(TWO_OR_THREE, "a", "b", "c"), Sizes(2, 2)), Leave("c"))
+    small = after(with_pinned_sizes(formed(TWO_OR_THREE, "a", "b", "c"), Sizes(2, 2)), Leave("c"))
     small = after(small, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Close("a", 1, Waited.NOTHING, shrink=False))
     assert names(small) == ["a", "b"], "nobody is waited for who is not wanted"
 

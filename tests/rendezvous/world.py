@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from everstep_operator.machine.rules import under, with_wishes
-
 from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode
 from everstep.membership import machine, proposals
 from everstep.membership.formation.selection import Waited
@@ -25,6 +23,7 @@ from everstep.membership.machine import (
     Stop,
 )
 from everstep.membership.proposals import Formed, Proposal, Round
+from everstep_operator.rounds.rules import with_pinned_sizes, with_wishes
 
 MOST_AGENTS = 8
 TURNS = 60  # in which a world without faults must come to rest
@@ -177,7 +176,7 @@ class World:
         """Sizes that hold from now on, though the agents were started with others."""
         document = self.document or Document(sizes)
         if document.closed is None:
-            self._swap(self.history[-1][0], under(document, sizes), f"sizes {sizes}")
+            self._swap(self.history[-1][0], with_pinned_sizes(document, sizes), f"sizes {sizes}")
 
     # --- what happens to agents
 

@@ -14,7 +14,7 @@ from everstep_operator.kube.wire import Unstructured
 from everstep_operator.main import JOBS
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.store import Agent, Rounds
+from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.runtime.errors import NotLeading
 
@@ -82,13 +82,13 @@ class Stage:
         self.job = JobRef(NS, "digits", job.metadata.uid)
         self.agents = [Agent(self.job, Worker(f"uid-{i}", i, 0)) for i in range(2)]
 
-    def operator(self, client: Any | None = None, term: Callable[[], int] | None = None, **kwargs: Any) -> Rounds:
+    def operator(self, client: Any | None = None, term: Callable[[], int] | None = None, **kwargs: Any) -> RoundStore:
         """One that leads, in a term of its own if it is not told in which."""
         if term is None:
             self.epochs += 1
             term = functools.partial(int, self.epochs)
         documents = RoundDocuments(client or self.client, JOBS, require_leading=term)
-        return Rounds(documents, clock=self.clock, epoch=term, **kwargs)
+        return RoundStore(documents, clock=self.clock, epoch=term, **kwargs)
 
     async def stored(self) -> Document | None:
         found = (await self.client.list(CONFIGMAPS, NS)).items

@@ -138,11 +138,11 @@ def test_settled_memory_is_left_out_of_collections() -> None:
     program = """
 import gc, inspect
 from everstep_operator.main import Operator
-from everstep_operator.runtime.garbage_collection import YOUNG, settle
+from everstep_operator.runtime.garbage_collection import YOUNG, freeze_startup_objects
 
-assert inspect.signature(Operator).parameters["synced"].default is settle
+assert inspect.signature(Operator).parameters["synced"].default is freeze_startup_objects
 before = len(gc.get_objects())
-settle()
+freeze_startup_objects()
 assert gc.get_freeze_count() > 0.9 * before > 0
 assert len(gc.get_objects()) < 0.1 * before
 assert gc.get_threshold()[0] == YOUNG
@@ -369,7 +369,7 @@ async def call(stage: Stage, operator: Operator, pod: str, method: str, path: st
     """What a worker's call is answered, over HTTP and with the pod's own token."""
     uid = (await stage.pods())[pod].metadata.uid
     token = stage.cluster.issue_token("default", "default", pod, uid, labels.TOKEN_AUDIENCE, 600)
-    url = f"http://127.0.0.1:{operator.intake.port}{path}"
+    url = f"http://127.0.0.1:{operator.server.port}{path}"
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session:
         calling = asyncio.create_task(session.request(method, url, **options))
         await stage.until(f"{method} {path} is answered", calling.done)
@@ -497,7 +497,7 @@ async def test_nothing_grows_with_the_jobs_that_came_and_went() -> None:
             await live(operator, number)
         await stage.clock.advance(120)
         after = sizes(operator)
-    # Answers about tokens have a bound of their own (test_intake_identity) and expire.
+    # Answers about tokens have a bound of their own (test_endpoint_token_reviews) and expire.
     kept = {path: size for path, size in after.items() if "._identities." not in path}
     assert not {path: (before.get(path, 0), size) for path, size in kept.items() if size >= before.get(path, 0) + 6}
 
@@ -586,7 +586,7 @@ async def test_agents_that_wait_are_counted_while_they_wait() -> None:
         await stage.until("a pod is there", lambda: replaced(stage, "digits-w0-0"))
         await form(stage, operator, job, {0: 0, 1: 0})
         sight = await operator.rounds.read(Agent(JobRef("default", "digits", job.metadata.uid), Worker("p", 0, 0)), 0)
-        path = f"{DOCUMENT_PATH}?version={sight.version}&lapses={sight.lapses}&wait=600"
+        path = f"{DOCUMENT_PATH}?version={sight.version}&lapses={sight.expirations}&wait=600"
         watching = asyncio.create_task(call(stage, operator, "digits-w0-0", "GET", path))
         await stage.until("it waits", lambda: samples(operator.metrics)["everstep_round_watches"] == 1)
         await form(stage, operator, job, {0: 0, 1: 0, 2: 0})

@@ -9,8 +9,8 @@ from tokens import POD, Authority, Reviewer
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.membership.backends.operator_calls import Limits, OperatorCalls
 from everstep.membership.errors import StoreRefused, StoreUnavailable
-from everstep_operator.endpoint.auth import Gate, Leading
-from everstep_operator.endpoint.server import IntakeSettings, ReportIntake
+from everstep_operator.endpoint.auth import LeaderHere, RequestAuth
+from everstep_operator.endpoint.server import EndpointServer, ServerOptions
 from everstep_operator.telemetry.metrics import Metrics
 
 BODY = Report(Phase.TRAIN, rank=0, world_size=2, at=100.0, step=5).encode()
@@ -21,20 +21,20 @@ async def test_agent_that_was_accepted_asks_again_for_some_time_before_401_ends_
     reviewer, file, now = Reviewer(CLUSTER), tmp_path / "token", 0.0
     token = reviewer.issue(POD)
     file.write_text(token)
-    intake = ReportIntake(
-        gate=Gate(reviewer.cache(), Leading),
+    server = EndpointServer(
+        auth=RequestAuth(reviewer.cache(), LeaderHere),
         accept=lambda _pod, _report: None,
         metrics=Metrics(process=False),
-        settings=IntakeSettings(host="127.0.0.1", port=0),
+        settings=ServerOptions(host="127.0.0.1", port=0),
     )
-    async with intake, asyncio.timeout(60):
+    async with server, asyncio.timeout(60):
 
         async def call(calls: OperatorCalls) -> int:
             reviewer.now += 100  # no answer is kept
             reply = await asyncio.to_thread(calls.call, "POST", REPORT_PATH, expect={204}, body=BODY)
             return reply.status
 
-        url = f"http://127.0.0.1:{intake.port}"
+        url = f"http://127.0.0.1:{server.port}"
         calls = OperatorCalls(url, str(file), clock=lambda: now)
         stranger = OperatorCalls(url, str(file), clock=lambda: now)
         try:

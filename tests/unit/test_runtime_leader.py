@@ -262,7 +262,7 @@ async def test_leader_that_renews_is_not_replaced_whoever_says_that_it_is_gone(w
     await world.advance(60)
     assert a.elector.require() == 1
     assert b.elector.holder_address() is None
-    assert (a.elector.neighbour(), b.elector.neighbour()) == (None, "10.0.0.1:8080")
+    assert (a.elector.other_holder_address(), b.elector.other_holder_address()) == (None, "10.0.0.1:8080")
 
 
 async def test_leader_that_only_stopped_renewing_has_its_whole_lease(world: World) -> None:

@@ -23,7 +23,7 @@ from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service,
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable, published_round
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.store import Agent, Rounds
+from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.runtime.cache import Added, Deleted, Delta, Updated
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.expectations import Expectations
@@ -55,7 +55,7 @@ def index_node(pod: Pod) -> tuple[str, ...]:
     return (pod.spec.node_name,) if pod.spec.node_name else ()
 
 
-class Wiring:
+class EventHandlers:
     """Connects caches and reports to the queue."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Wiring:
         expectations: Expectations[Key],
         reconciler: Reconciler,
         clock: Clock,
-        rounds: Rounds,
+        rounds: RoundStore,
         client: KubeClient,
     ) -> None:
         """`client` is asked for a pod only if one calls that the caches do not know."""
@@ -204,7 +204,7 @@ class Wiring:
         return pod
 
 
-def round_views(caches: Caches, rounds: Rounds) -> observe.RoundViews:
+def round_views(caches: Caches, rounds: RoundStore) -> observe.RoundViews:
     """A job's round by its UID, for a plan; None where rounds are not kept here, or not known yet."""
 
     def view(job_uid: str) -> RoundView | None:

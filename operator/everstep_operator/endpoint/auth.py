@@ -17,16 +17,16 @@ from typing import TypeAlias, assert_never
 
 from aiohttp import web
 
-from everstep_operator.endpoint.connection_limits import door_of
+from everstep_operator.endpoint.connection_limits import connection_of
 from everstep_operator.endpoint.tenant_limits import Rates, Shares, Tenant
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache, Refusal, TooManyChecks
-from everstep_operator.runtime.fair_queueing import Queue, Turns
+from everstep_operator.runtime.fair_queueing import FairQueue, Flow
 from everstep_operator.telemetry.metrics import ReportResult
 
 log = logging.getLogger("everstep.auth")
 
-MANY = 1e9
+UNLIMITED = 1e9
 # What the sender can help: all else a worker may meet in good faith, and many at once.
 FAULTS = frozenset(
     {
@@ -34,34 +34,34 @@ FAULTS = frozenset(
         ReportResult.TIMED_OUT,
     }
 )  # fmt: skip
-WELCOME = web.RequestKey("welcome", bool)  # whether it was right to come
+LEGITIMATE = web.RequestKey("legitimate", bool)  # whether it was right to come
 
 
 @dataclass(frozen=True, slots=True)
-class Leading:
+class LeaderHere:
     """This replica holds the Lease."""
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class LeaderAt:
     """Another replica holds the Lease and answers at `base_url`, such as `http://10.244.1.7:8080`."""
 
     base_url: str
 
 
 @dataclass(frozen=True, slots=True)
-class NoLeader:
+class LeaderUnknown:
     """Nobody is known to hold the Lease; `reason` is told to who asks."""
 
     reason: str = "no replica leads at the moment"
 
 
-Leadership: TypeAlias = Leading | Following | NoLeader
+LeaderLocation: TypeAlias = LeaderHere | LeaderAt | LeaderUnknown
 
 
 @dataclass(slots=True)
 class Answer:
-    """A refusal, or a success without a body (204). Who gets one for their own fault is heard less (`doors`)."""
+    """A refusal, or a success without a body (204). Who gets one for their own fault is heard less (`limits`)."""
 
     status: int
     reason: str
@@ -71,7 +71,7 @@ class Answer:
     def response(self, request: web.Request) -> web.Response:
         if self.status == 204:
             return web.Response(status=204, headers=self.headers)
-        request[WELCOME] = self.result not in FAULTS
+        request[LEGITIMATE] = self.result not in FAULTS
         if not request.content.at_eof():
             self.headers["Connection"] = "close"  # do not read on what was not wanted
         return web.json_response({"reason": self.reason}, status=self.status, headers=self.headers)
@@ -86,7 +86,7 @@ def unauthorized(reason: str) -> Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class GateLimits:
+class RequestLimits:
     """Rates and bursts are a pod's; of bytes its job and its namespace have twice and four times as much."""
 
     check_seconds: float = 5.0  # for the check of a token
@@ -108,36 +108,36 @@ class Sender:
     tenant: Tenant
 
 
-class Gate:
+class RequestAuth:
     """`leadership` is asked at each request and must not block."""
 
     def __init__(
         self,
         identities: IdentityCache,
-        leadership: Callable[[], Leadership],
+        leadership: Callable[[], LeaderLocation],
         *,
         tenant: Callable[[PodIdentity], Tenant] = lambda pod: Tenant(pod.namespace, "", pod.pod_uid),
-        limits: GateLimits | None = None,
+        limits: RequestLimits | None = None,
     ) -> None:
         """`tenant` says of which job a pod is; it must not block."""
         self._identities, self._leadership, self._tenant = identities, leadership, tenant
-        self._limits = limits = limits or GateLimits()
+        self._limits = limits = limits or RequestLimits()
         self._bodies = Shares(limits.body_bytes)
         # A job has as many pods as its namespace's quota lets it have, and each speaks: only pods are slowed down.
-        self._calls = Rates(limits.calls_rate, limits.calls_burst, (MANY, MANY, 1.0))
+        self._calls = Rates(limits.calls_rate, limits.calls_burst, (UNLIMITED, UNLIMITED, 1.0))
         self._bytes = Rates(limits.bytes_rate, limits.bytes_burst)
-        self._turns = Turns(lambda go: asyncio.get_running_loop().call_soon(go))
+        self._queue = FairQueue(lambda start: asyncio.get_running_loop().call_soon(start))
         self._unchecked: str | None = None  # why tokens cannot be checked at the moment
 
-    def elsewhere(self, request: web.Request) -> Answer | None:
+    def answer_of_follower(self, request: web.Request) -> Answer | None:
         """What a replica answers that does not lead; None from the leader."""
         match self._leadership():
-            case Leading():
+            case LeaderHere():
                 return None
-            case Following(base_url=url):
+            case LeaderAt(base_url=url):
                 location = {"Location": url.rstrip("/") + request.path_qs}
                 return Answer(307, "another replica leads", ReportResult.REDIRECTED, location)
-            case NoLeader(reason):
+            case LeaderUnknown(reason):
                 return later(reason, ReportResult.NO_LEADER)
             case other:
                 assert_never(other)
@@ -149,11 +149,11 @@ class Gate:
         if isinstance(identity, Answer):
             yield identity
             return
-        request[WELCOME] = True
+        request[LEGITIMATE] = True
         tenant = self._tenant(identity)
-        queue = Queue(tenant.namespace, tenant.pod)
-        if (door := door_of(request.transport)) is not None:
-            door.admitted(queue)
+        flow = Flow(tenant.namespace, tenant.pod)
+        if (connection := connection_of(request.transport)) is not None:
+            connection.authenticate(flow)
         with room.taken(tenant) as given:
             if not given:
                 yield later("too many calls at once, of this pod, its job, its namespace or all", ReportResult.BUSY)
@@ -164,14 +164,14 @@ class Gate:
                 return
             if wait:
                 await asyncio.sleep(wait)
-            await self._turns.wait(queue)  # many may have come in one piece, or waited for the same moment
+            await self._queue.wait(flow)  # many may have come in one piece, or waited for the same moment
             if request.transport is None:
                 yield Answer(408, "the sender has gone meanwhile", ReportResult.TIMED_OUT)
                 return
             yield Sender(identity, tenant)
 
     async def _admit(self, request: web.Request) -> PodIdentity | Answer:
-        if (answer := self.elsewhere(request)) is not None:
+        if (answer := self.answer_of_follower(request)) is not None:
             return answer
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():

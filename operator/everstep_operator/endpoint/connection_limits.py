@@ -1,11 +1,12 @@
-"""Connections: how many a stranger may open, and how fast one is heard who is refused again and again.
+"""How many connections an unauthenticated sender may open, and how fast an address that is refused may send.
 
 A refused request costs the event loop some tenths of a millisecond, whatever it says; a thousand of them at once are
-ahead of every worker. So an address that was refused too often is heard `RATE` times a second: the connection that was
-refused, and each new one of that address, is not read before its turn, and closed if that were later than `LONGEST`.
-A request on a connection where nobody was admitted yet is paid for before it is read, and paid back if it is right.
-Knows no HTTP. Invariants: an address in debt has its turns one after the other, never many at once; a connection on
-which somebody was admitted counts no longer as a stranger's; this machine itself is not slowed down.
+ahead of every worker. So an address that was refused too often is read `REFUSED_RATE` times a second: its refused
+connection, and each new connection of that address, is not read before its turn, and is closed if the turn would come
+later than `MAX_DELAY`. A request on a connection that is not authenticated yet is charged before it is read, and the
+charge is returned if the request was legitimate.
+Knows no HTTP. Invariants: the requests of an address in debt are read one after the other, never many at once; an
+authenticated connection no longer counts against its address; loopback addresses are not limited.
 """
 
 from __future__ import annotations
@@ -18,115 +19,118 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from everstep_operator.endpoint.tenant_limits import Shares, Tenant
-from everstep_operator.runtime.fair_queueing import Queue, Turns
+from everstep_operator.runtime.fair_queueing import FairQueue, Flow
 
-RATE, BURST = 20.0, 100.0  # of one address, what is refused or not known yet: a second, and at once
-LONGEST = 5.0  # seconds
-IDLE = 15.0  # seconds in which something has to come
-STRANGERS = 4096  # connections on which nobody was admitted yet; of one address a fifth
+# Requests of one address that are refused or not authenticated yet: a second, and at once.
+REFUSED_RATE, REFUSED_BURST = 20.0, 100.0
+MAX_DELAY = 5.0  # seconds
+IDLE_SECONDS = 15.0  # an unauthenticated connection is closed if nothing was sent in this time
+MAX_UNAUTHENTICATED = 4096  # connections; one address has a fifth of them at most
 MAX_ADDRESSES = 10_000
-SPARE = 256  # file descriptors for all else
-# Local mode, and whoever is in the operator's own pod.
-HERE = frozenset({"127.0.0.1", "::1", ""})
+RESERVED_FILES = 256  # file descriptors that connections leave to the rest of the process
+# Local mode, and processes in the operator's own pod.
+LOOPBACK = frozenset({"127.0.0.1", "::1", ""})
 
 
-class Doors:
-    """Of one server. `connection()` makes what serves one; `enter` gives each its door."""
+class ConnectionLimits:
+    """Of one server. `protocol()` makes what serves one connection."""
 
-    def __init__(self, connection: Callable[[], asyncio.BaseProtocol]) -> None:
-        self._connection = connection
-        self.turns = Turns(lambda go: asyncio.get_running_loop().call_soon(go))
-        self._strangers = Shares(STRANGERS)
-        self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
+    def __init__(self, protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._protocol = protocol
+        self.queue = FairQueue(lambda start: asyncio.get_running_loop().call_soon(start))
+        self._unauthenticated = Shares(MAX_UNAUTHENTICATED)
+        self._balances: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
         self.open = 0
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = sys.maxsize if files == resource.RLIM_INFINITY else max(SPARE, files - SPARE)
+        self._max_open = sys.maxsize if files == resource.RLIM_INFINITY else max(RESERVED_FILES, files - RESERVED_FILES)
 
-    def enter(self, address: str) -> Door | None:
-        """The door of one more connection of that address; None if it is not served."""
-        if not self.is_heard(address, _now()) or self.open >= self._most:
+    def connect(self, address: str) -> Connection | None:
+        """One more connection of that address; None if it is not served."""
+        if not self.is_served(address, _now()) or self.open >= self._max_open:
             return None
-        if address not in HERE and not self._strangers.take(_guest(address)):
+        if address not in LOOPBACK and not self._unauthenticated.take(_as_tenant(address)):
             return None
         self.open += 1
-        return Door(self, self._connection, address)
+        return Connection(self, self._protocol, address)
 
-    def leave(self, address: str, stranger: bool) -> None:
+    def disconnect(self, address: str, authenticated: bool) -> None:
         self.open -= 1
-        if stranger:
-            self.admit(address)
+        if not authenticated:
+            self.authenticate(address)
 
-    def admit(self, address: str) -> None:
-        if address not in HERE:
-            self._strangers.give_back(_guest(address))
+    def authenticate(self, address: str) -> None:
+        """One connection of the address no longer counts as unauthenticated."""
+        if address not in LOOPBACK:
+            self._unauthenticated.give_back(_as_tenant(address))
 
-    def turn(self, address: str, now: float) -> float | None:
-        """Pay for a request. Seconds until it is heard; None: the address has too much debt already."""
-        if address in HERE:
+    def charge(self, address: str, now: float) -> float | None:
+        """Charge one request. Seconds until it may be read; None if the address is too far in debt already."""
+        if address in LOOPBACK:
             return 0.0
         left = self._left(address, now)
-        wait = max(0.0, (1 - left) / RATE)
-        if wait > LONGEST:
+        wait = max(0.0, (1 - left) / REFUSED_RATE)
+        if wait > MAX_DELAY:
             return None
-        self._debts[address] = (left - 1, now)
-        self._debts.move_to_end(address)
-        while len(self._debts) > MAX_ADDRESSES:
-            self._debts.popitem(last=False)
+        self._balances[address] = (left - 1, now)
+        self._balances.move_to_end(address)
+        while len(self._balances) > MAX_ADDRESSES:
+            self._balances.popitem(last=False)
         return wait
 
     def refund(self, address: str, now: float) -> None:
-        """What was paid for was right to come."""
-        if address in self._debts:
-            self._debts[address] = (self._left(address, now) + 1, now)
+        """A request that was charged was legitimate."""
+        if address in self._balances:
+            self._balances[address] = (self._left(address, now) + 1, now)
 
-    def is_heard(self, address: str, now: float) -> bool:
-        """Whether a request would have its turn before long."""
-        return address in HERE or (1 - self._left(address, now)) / RATE <= LONGEST
+    def is_served(self, address: str, now: float) -> bool:
+        """Whether a request of this address would be read within `MAX_DELAY`."""
+        return address in LOOPBACK or (1 - self._left(address, now)) / REFUSED_RATE <= MAX_DELAY
 
     def _left(self, address: str, now: float) -> float:
-        left, at = self._debts.get(address, (BURST, now))
-        return min(BURST, left + (now - at) * RATE)
+        left, at = self._balances.get(address, (REFUSED_BURST, now))
+        return min(REFUSED_BURST, left + (now - at) * REFUSED_RATE)
 
 
-class Door(asyncio.Protocol):
-    """One connection, between the transport and what serves it. Whoever has one has to `leave`, once."""
+class Connection(asyncio.Protocol):
+    """One connection, between the transport and what serves it. `release` has to be called once it is over."""
 
-    def __init__(self, doors: Doors, connection: Callable[[], asyncio.BaseProtocol], address: str) -> None:
-        self._doors, self._make, self._address = doors, connection, address
+    def __init__(self, limits: ConnectionLimits, protocol: Callable[[], asyncio.BaseProtocol], address: str) -> None:
+        self._limits, self._make, self._address = limits, protocol, address
         self._inner: asyncio.Protocol | None = None
-        self._transport: asyncio.Transport | None = None  # None too when nothing more is heard
-        self._entered = self._stranger = True
-        self._paid = False
+        self._transport: asyncio.Transport | None = None  # None too when nothing more is read
+        self._counted = True
+        self._authenticated = False
+        self._charged = False
         self._whole: asyncio.Transport | None = None  # until the connection is over
-        self._timer: asyncio.TimerHandle | None = None  # until it is heard, or closed because nothing came
-        self._held = False  # until it is heard
-        self._queue = Queue(address)
-        self._queued = False  # until it has its turn
+        self._timer: asyncio.TimerHandle | None = None  # until it is read, or closed because nothing was sent
+        self._delayed = False  # until the address has paid its debt
+        self._flow = Flow(address)
+        self._queued = False  # until the fair queue starts it
         self._waiting: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         # What serves it is made when something comes: until then it costs a socket.
         self._transport = self._whole = transport
-        self._timer = asyncio.get_running_loop().call_later(IDLE, transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if self._stranger and not self._paid and not self._held:
-            self._paid = True
-            self._hear(self._doors.turn(self._address, _now()))
+        if not self._authenticated and not self._charged and not self._delayed:
+            self._charged = True
+            self._delay(self._limits.charge(self._address, _now()))
         if self._transport is None:
             return
-        if not self._held and not self._queued:
-            if self._doors.turns.ask(self._queue, self._turn):
+        if not self._delayed and not self._queued:
+            if self._limits.queue.ask(self._flow, self._start):
                 self._hand_on(data)
                 return
             self._queued = True
         self._waiting.append(data)
         self._pause()
 
-    def _turn(self) -> None:
+    def _start(self) -> None:
         self._queued = False
-        if not self._held:
+        if not self._delayed:
             self._go_on()
 
     def _hand_on(self, data: bytes) -> None:
@@ -149,7 +153,7 @@ class Door(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self.leave()
+        self.release()
         self._waiting.clear()
         if self._whole is not None:
             # asyncio's transport keeps a bound method of itself. Without this cycle a connection is freed when it ends;
@@ -159,43 +163,43 @@ class Door(asyncio.Protocol):
         if self._inner is not None:
             self._inner.connection_lost(exc)
 
-    def leave(self) -> None:
-        """It is over, or was never begun."""
-        if self._entered:
-            self._entered = False
-            self._doors.leave(self._address, self._stranger)
+    def release(self) -> None:
+        """The connection is over, or was never begun: it counts no longer."""
+        if self._counted:
+            self._counted = False
+            self._limits.disconnect(self._address, self._authenticated)
 
-    def admitted(self, queue: Queue) -> None:
-        """Somebody has proven who they are: their requests wait with those of their own."""
-        self._queue = queue
-        if self._stranger:
-            self._stranger = False
-            self._doors.admit(self._address)
-            self._doors.refund(self._address, _now())
+    def authenticate(self, flow: Flow) -> None:
+        """The sender has proven its identity: its requests wait with those of its own flow."""
+        self._flow = flow
+        if not self._authenticated:
+            self._authenticated = True
+            self._limits.authenticate(self._address)
+            self._limits.refund(self._address, _now())
 
-    def welcomed(self) -> None:
-        """What came was right to come, as far as is known: a follower sends everybody on."""
-        if self._stranger and self._paid:
-            self._paid = False
-            self._doors.refund(self._address, _now())
+    def request_was_legitimate(self) -> None:
+        """The request was right to come, as far as is known: a follower redirects everybody."""
+        if not self._authenticated and self._charged:
+            self._charged = False
+            self._limits.refund(self._address, _now())
 
-    def refused(self) -> None:
-        """What came is answered with a refusal."""
-        if not self._stranger:
-            self._hear(self._doors.turn(self._address, _now()))
-        elif self._paid:
-            self._paid = False  # the next one pays
-        elif self._transport is not None and self._address not in HERE:
-            self._transport.abort()  # requests in one piece, of which only the first was paid for
+    def request_was_refused(self) -> None:
+        """The request is answered with a refusal that is its sender's fault."""
+        if self._authenticated:
+            self._delay(self._limits.charge(self._address, _now()))
+        elif self._charged:
+            self._charged = False  # the next one is charged
+        elif self._transport is not None and self._address not in LOOPBACK:
+            self._transport.abort()  # requests in one piece, of which only the first was charged
 
-    def _hear(self, wait: float | None) -> None:
-        if self._transport is None or self._held:
+    def _delay(self, wait: float | None) -> None:
+        if self._transport is None or self._delayed:
             return
         if wait is None:
             self._transport.close()
             self._transport = None
         elif wait:
-            self._held = True
+            self._delayed = True
             self._set_timer(wait)
             self._pause()
         elif self._timer is not None:
@@ -205,7 +209,7 @@ class Door(asyncio.Protocol):
     def _set_timer(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._release)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._end_delay)
 
     def _pause(self) -> None:
         if self._transport is not None:
@@ -218,15 +222,15 @@ class Door(asyncio.Protocol):
         self._inner = inner
         inner.connection_made(self._transport)
 
-    def _release(self) -> None:
-        self._timer, self._held = None, False
+    def _end_delay(self) -> None:
+        self._timer, self._delayed = None, False
         if self._waiting and not self._queued:
-            self._queued = not self._doors.turns.ask(self._queue, self._turn)
+            self._queued = not self._limits.queue.ask(self._flow, self._start)
         if not self._queued:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Hand on what has come, and hear more."""
+        """Hand on what has come, and read more."""
         if self._transport is None or self._transport.is_closing():
             return
         with contextlib.suppress(RuntimeError):  # it began to close in between
@@ -236,13 +240,13 @@ class Door(asyncio.Protocol):
             self._hand_on(data)
 
 
-def door_of(transport: asyncio.BaseTransport | None) -> Door | None:
-    """The one that a request came through, while its connection is open."""
-    door = transport.get_protocol() if isinstance(transport, asyncio.Transport) else None
-    return door if isinstance(door, Door) else None
+def connection_of(transport: asyncio.BaseTransport | None) -> Connection | None:
+    """The connection that a request came through, while it is open."""
+    found = transport.get_protocol() if isinstance(transport, asyncio.Transport) else None
+    return found if isinstance(found, Connection) else None
 
 
-def _guest(address: str) -> Tenant:
+def _as_tenant(address: str) -> Tenant:
     return Tenant(address, address, address)
 
 

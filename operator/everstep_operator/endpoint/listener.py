@@ -1,9 +1,9 @@
-"""Accepts connections, and closes at once those that `doors` does not let in.
+"""Accepts connections, and closes at once those that the connection limits refuse.
 
-asyncio makes a transport, a task and a protocol of each connection before anybody may say no: 0.1 ms of the event loop,
+asyncio makes a transport, a task and a protocol of each connection before it can be refused: 0.1 ms of the event loop,
 and objects in a cycle that the garbage collector has to find (30 ms a few thousand connections later). Here a refused
 connection costs `accept` and `close`, some 20 µs. Knows no protocol. Invariants: one turn of the event loop accepts a
-bounded number, so that whoever has a connection is answered in between; a process without free file descriptors goes on
+bounded number, so that open connections are answered in between; a process without free file descriptors goes on
 serving those that it has.
 """
 
@@ -15,23 +15,23 @@ import logging
 import socket
 import struct
 
-from everstep_operator.endpoint.connection_limits import Door, Doors
+from everstep_operator.endpoint.connection_limits import Connection, ConnectionLimits
 
 log = logging.getLogger("everstep.listener")
 
-# In one turn of the event loop: whoever is let in costs as much as several who are not.
-SERVED, REFUSED = 4, 32
+# In one turn of the event loop: an accepted connection costs as much as several refused ones.
+MAX_ACCEPTED, MAX_REFUSED = 4, 32
 RETRY = 1.0  # seconds until the next try where the process or the kernel has nothing left for one more connection
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # A reset: the kernel keeps nothing of the connection, where a handshake of its end would stay for a minute.
 RESET = struct.pack("ii", 1, 0)
 
 
-class Entrance:
+class Listener:
     """Listens from `open()` to `close()`."""
 
-    def __init__(self, doors: Doors) -> None:
-        self._doors = doors
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
         self._listening: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -63,7 +63,7 @@ class Entrance:
 
     def _accept(self, listening: socket.socket) -> None:
         served = refused = 0
-        while served < SERVED and refused < REFUSED:
+        while served < MAX_ACCEPTED and refused < MAX_REFUSED:
             try:
                 guest, address = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -71,32 +71,32 @@ class Entrance:
             except OSError as e:
                 if e.errno not in EXHAUSTED:
                     raise
-                self._rest(listening, e)
+                self._pause(listening, e)
                 return
-            door = self._doors.enter(str(address[0]) if isinstance(address, tuple) else "")
-            if door is None:
+            connection = self._limits.connect(str(address[0]) if isinstance(address, tuple) else "")
+            if connection is None:
                 refused += 1
                 guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
                 guest.close()
                 continue
             served += 1
             guest.setblocking(False)
-            task = asyncio.ensure_future(self._serve(guest, door))
+            task = asyncio.ensure_future(self._serve(guest, connection))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     @staticmethod
-    async def _serve(guest: socket.socket, door: Door) -> None:
+    async def _serve(guest: socket.socket, connection: Connection) -> None:
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: door, guest)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, guest)
         except BaseException as e:
             guest.close()
-            door.leave()
+            connection.release()
             if not isinstance(e, OSError):  # it has gone again
                 raise
 
-    def _rest(self, listening: socket.socket, error: OSError) -> None:
-        """The kernel says again and again that somebody is there: it is not asked for a moment."""
+    def _pause(self, listening: socket.socket, error: OSError) -> None:
+        """Stop listening for a moment: the kernel would report the waiting connection again and again."""
         log.warning("no connection can be accepted", extra={"reason": str(error), "seconds": RETRY})
         loop = asyncio.get_running_loop()
         loop.remove_reader(listening)

@@ -18,9 +18,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, MessageError, Report
-from everstep_operator.endpoint.auth import WELCOME, Answer, Gate, Sender
-from everstep_operator.endpoint.connection_limits import Doors, door_of
-from everstep_operator.endpoint.listener import Entrance
+from everstep_operator.endpoint.auth import LEGITIMATE, Answer, RequestAuth, Sender
+from everstep_operator.endpoint.connection_limits import ConnectionLimits, connection_of
+from everstep_operator.endpoint.listener import Listener
 from everstep_operator.endpoint.tenant_limits import Shares
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics, ReportResult
@@ -38,38 +38,38 @@ class ReportRefused(Exception):  # it is an answer to the worker, not a fault of
 
 
 @dataclass(frozen=True, slots=True)
-class IntakeSettings:
+class ServerOptions:
     """Bounds of the server. Times in seconds."""
 
     host: str = "0.0.0.0"  # noqa: S104  # pods and the kubelet reach it through the pod's own address
-    port: int = 8080  # 0: any free one, see `ReportIntake.port`
+    port: int = 8080  # 0: any free one, see `EndpointServer.port`
     max_in_flight: int = 4096  # reports handled at once; who asks for more than a share of it is answered 503
     keepalive_seconds: float = 75.0
     stop_seconds: float = 5.0
     backlog: int = 1024  # connections that wait to be accepted
 
 
-class ReportIntake:
+class EndpointServer:
     """Serves until `stop()`. `start()` raises OSError when the address is taken."""
 
     def __init__(
         self,
         *,
-        gate: Gate,
+        auth: RequestAuth,
         accept: Callable[[PodIdentity, Report], None],
         metrics: Metrics,
         routes: Callable[[web.UrlDispatcher], None] | None = None,
         ready: Mapping[str, Check] | None = None,
         alive: Mapping[str, Check] | None = None,
-        settings: IntakeSettings | None = None,
+        settings: ServerOptions | None = None,
     ) -> None:
         """`routes` adds what else this server answers."""
-        self._gate, self._accept, self._metrics, self._routes = gate, accept, metrics, routes
+        self._auth, self._accept, self._metrics, self._routes = auth, accept, metrics, routes
         self._ready, self._alive = dict(ready or {}), dict(alive or {})
-        self._settings = settings or IntakeSettings()
+        self._settings = settings or ServerOptions()
         self._room = Shares(self._settings.max_in_flight)
         self._runner: web.AppRunner | None = None
-        self._entrance: Entrance | None = None
+        self._listener: Listener | None = None
         self._scraped, self._scraped_at = b"", float("-inf")
         self.port = self._settings.port
 
@@ -95,22 +95,22 @@ class ReportIntake:
         await runner.setup()
         try:
             assert runner.server is not None
-            entrance = Entrance(Doors(runner.server))
-            self.port = await entrance.open(s.host, s.port, s.backlog)
+            listener = Listener(ConnectionLimits(runner.server))
+            self.port = await listener.open(s.host, s.port, s.backlog)
         except BaseException:
             await runner.cleanup()
             raise
-        self._runner, self._entrance = runner, entrance
+        self._runner, self._listener = runner, listener
         log.info("serving reports, probes and metrics", extra={"host": s.host, "port": self.port})
 
     async def stop(self) -> None:
         """Stop listening, finish what is under way (at most `stop_seconds`), close all connections."""
         runner, self._runner = self._runner, None
-        if runner is not None and self._entrance is not None:
-            self._entrance.close()
+        if runner is not None and self._listener is not None:
+            self._listener.close()
             await runner.cleanup()
 
-    async def __aenter__(self) -> ReportIntake:
+    async def __aenter__(self) -> EndpointServer:
         await self.start()
         return self
 
@@ -118,13 +118,13 @@ class ReportIntake:
         await self.stop()
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
-        async with self._gate.admitted(request, self._room) as sender:
+        async with self._auth.admitted(request, self._room) as sender:
             answer = sender if isinstance(sender, Answer) else await self._answer(request, sender)
         self._metrics.report(answer.result)
         return answer.response(request)
 
     async def _answer(self, request: web.Request, sender: Sender) -> Answer:
-        body = await self._gate.body(request, MAX_REPORT_BYTES, sender)
+        body = await self._auth.body(request, MAX_REPORT_BYTES, sender)
         if isinstance(body, Answer):
             return body
         try:
@@ -166,5 +166,5 @@ async def _heard(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     finally:
-        if (door := door_of(request.transport)) is not None:
-            door.welcomed() if request.get(WELCOME, False) else door.refused()
+        if (connection := connection_of(request.transport)) is not None:
+            connection.request_was_legitimate() if request.get(LEGITIMATE, False) else connection.request_was_refused()

@@ -1,8 +1,8 @@
 """Reads documents without holding the event loop: a large one in pieces, and in one turn of the loop one piece.
 
-A megabyte takes 25 ms to read, for which everybody waited. The longest piece is the JSON itself, 3 ms. Whose piece is
-next goes round between namespaces and their jobs (`turns`), so that many large documents of one delay the large ones of
-another by little, and the small ones not at all.
+A megabyte takes 25 ms to read, for which everybody waited. The longest piece is the JSON itself, 3 ms. Fair queueing
+between namespaces and their jobs decides which piece is next: many large documents of one job delay the large documents
+of another a little, and small documents not at all.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import asyncio
 from everstep.contract.document import Document, DocumentInvalid, decode, decoding
 from everstep_operator.rounds.document_shape import SMALL, check_shape
 from everstep_operator.rounds.documents import JobRef
-from everstep_operator.runtime.fair_queueing import Queue, Turns
+from everstep_operator.runtime.fair_queueing import FairQueue, Flow
 
 
 class DocumentReader:
     """For one replica, in one event loop."""
 
     def __init__(self) -> None:
-        self._turns = Turns(lambda go: asyncio.get_running_loop().call_soon(go), of_one=1, of_all=1)
+        self._queue = FairQueue(lambda start: asyncio.get_running_loop().call_soon(start), max_of_group=1, max_of_all=1)
 
     async def read(self, data: bytes, job: JobRef) -> tuple[str, Document]:
         """The document as text and as what it says. Raises DocumentInvalid."""
@@ -29,12 +29,12 @@ class DocumentReader:
             raise DocumentInvalid(f"not UTF-8: {e}") from e
         if len(data) <= SMALL:
             return text, decode(data)
-        queue = Queue(job.namespace, job.uid)
-        await self._turns.wait(queue)
+        flow = Flow(job.namespace, job.uid)
+        await self._queue.wait(flow)
         check_shape(data)
         pieces = decoding(data)
         while True:
-            await self._turns.wait(queue)
+            await self._queue.wait(flow)
             try:
                 next(pieces)
             except StopIteration as end:

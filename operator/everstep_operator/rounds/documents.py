@@ -43,7 +43,7 @@ class JobRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredDocument:
     """A document as the API server holds it; version 0 and None: there is none."""
 
     document: str | None = None
@@ -63,17 +63,17 @@ class RoundDocuments:
     ) -> None:
         self._client, self._jobs, self._require_leading = client, jobs, require_leading
 
-    async def load(self, job: JobRef) -> Kept:
+    async def load(self, job: JobRef) -> StoredDocument:
         """Read consistently. Raises RoundsUnavailable."""
         try:
             found = await self._client.get(CONFIGMAPS, job.namespace, config_map_name(job.name))
         except NotFound:
-            return Kept()
+            return StoredDocument()
         except KubeError as e:
             raise RoundsUnavailable(f"the document cannot be read: {e}") from e
         return self._kept(job, found)
 
-    async def store(self, job: JobRef, expected: int, document: str, lease: float = 0.0) -> Kept | None:
+    async def store(self, job: JobRef, expected: int, document: str, lease: float = 0.0) -> StoredDocument | None:
         """Write if the version is still `expected`; None if another is there.
 
         Raises RoundsUnavailable, after which it may have been written.
@@ -143,7 +143,7 @@ class RoundDocuments:
         raise RoundsUnavailable("the job's status changes all the time")
 
     @staticmethod
-    def _kept(job: JobRef, found: ConfigMap) -> Kept:
+    def _kept(job: JobRef, found: ConfigMap) -> StoredDocument:
         meta = found.metadata
         if controller_uid(meta) != job.uid:
             # Of a deleted job of that name, and then it goes; or somebody's own, and then they must rename it.
@@ -152,7 +152,9 @@ class RoundDocuments:
             )
         if not meta.resource_version.isdigit():
             raise RoundsUnavailable(f"resource version {meta.resource_version!r} is no number: versions have no order")
-        return Kept(found.data.get(KEY, ""), int(meta.resource_version), _seconds(meta.annotations.get(LEASE, "")))
+        return StoredDocument(
+            found.data.get(KEY, ""), int(meta.resource_version), _seconds(meta.annotations.get(LEASE, ""))
+        )
 
 
 def published_round(job: Unstructured) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from everstep.contract.document import Document
-from everstep_operator.rounds.documents import JobRef, Kept, RoundsUnavailable
+from everstep_operator.rounds.documents import JobRef, RoundsUnavailable, StoredDocument
 from everstep_operator.rounds.presence import Presences, Worker
 from everstep_operator.rounds.watches import Urgency, Watches
 from everstep_operator.runtime.clock import Clock
@@ -29,7 +29,7 @@ class RememberedJob:
     presences: Presences
     watches: Watches
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    kept: Kept | None = None  # None: not known
+    kept: StoredDocument | None = None  # None: not known
     document: Document | None = None
     urgent: int = 0  # the version that brought news which are told at once or soon
     read: bool = False  # once
@@ -113,7 +113,7 @@ class Memory:
 
     def _begin(self, ref: JobRef, epoch: int) -> RememberedJob:
         now = self._clock.monotonic()
-        # Another leader's count of lapses is not known here: every epoch counts in a range of its own.
+        # Another leader's count of expirations is not known here: every epoch counts in a range of its own.
         job = RememberedJob(ref, epoch, Presences(epoch << 32, now), Watches(), refilled_at=now)
         self._jobs[ref.uid] = job
         left = self._left.pop(ref.uid, None)

@@ -51,13 +51,13 @@ class _Presence:
 
 
 class Presences:
-    """`changes` grows with every change of who is present or with what; `lapses` with each presence that ended.
+    """`changes` grows with every change of who is present or with what; `expirations` with each presence that ended.
 
     `lease` is the longest that was asked for, in seconds.
     """
 
-    def __init__(self, lapses: int, now: float) -> None:
-        self.lapses, self.changes = lapses, 0
+    def __init__(self, expirations: int, now: float) -> None:
+        self.expirations, self.changes = expirations, 0
         self._present: dict[str, _Presence] = {}
         self._of_pod: dict[str, set[str]] = {}
         self._bytes = 0
@@ -80,12 +80,12 @@ class Presences:
             self._awaited = {m.agent: m for m in everyone if m.agent not in self._present}
             self._earliest = min(self._earliest, self._began + self.lease)
 
-    def resume(self, lapses: int, now: float) -> None:
+    def resume(self, expirations: int, now: float) -> None:
         """The same replica leads again, and nobody did in between. Nobody could renew: each has one more lease.
 
         Without this a leader that lost its Lease in a crowd, or to a slow API server, would have forgotten the crowd.
         """
-        self.lapses, self.changes, self._began = lapses, self.changes + 1, now
+        self.expirations, self.changes, self._began = expirations, self.changes + 1, now
         for presence in self._present.values():
             presence.until = now + presence.ttl
         self._earliest = self._first_end()
@@ -212,4 +212,4 @@ class Presences:
                 if not own:
                     del self._of_pod[presence.pod_uid]
             if presence is not None or self._awaited.pop(agent, None) is not None:
-                self.lapses, self.changes = self.lapses + 1, self.changes + 1
+                self.expirations, self.changes = self.expirations + 1, self.changes + 1

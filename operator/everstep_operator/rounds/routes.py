@@ -1,8 +1,8 @@
 """The round store's HTTP calls: `everstep.contract.rounds` says what they are.
 
-It knows neither documents nor presences, only how a call reaches `Rounds` and what its outcome is in HTTP. Invariants:
-the job is the token's and never the request's; calls, watches and the memory of bodies are bounded; what is refused has
-changed nothing.
+It knows neither documents nor presences, only how a call reaches the round store and what its outcome is in HTTP.
+Invariants: the job is the token's and never the request's; calls, watches and the memory of bodies are bounded; a
+refused call has changed nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from everstep.contract.rounds import (
     TTL_HEADER,
     VERSION_HEADER,
 )
-from everstep_operator.endpoint.auth import Answer, Gate, Sender, later
+from everstep_operator.endpoint.auth import Answer, RequestAuth, Sender, later
 from everstep_operator.endpoint.tenant_limits import Shares
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.rounds.documents import RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.presence import PresenceFull, PresenceRefused
-from everstep_operator.rounds.store import Agent, Rounds, Sight
+from everstep_operator.rounds.store import Agent, RoundStore, VersionedDocument
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.telemetry.metrics import Metrics, ReportResult
 
@@ -57,14 +57,14 @@ class RoundRoutes:
 
     def __init__(
         self,
-        rounds: Rounds,
-        gate: Gate,
+        rounds: RoundStore,
+        auth: RequestAuth,
         *,
         agent: Callable[[PodIdentity], Awaitable[Agent]],
         metrics: Metrics,
         limits: RoundLimits | None = None,
     ) -> None:
-        self._rounds, self._gate, self._agent, self._metrics = rounds, gate, agent, metrics
+        self._rounds, self._auth, self._agent, self._metrics = rounds, auth, agent, metrics
         limits = limits or RoundLimits()
         self._calls, self._watches = Shares(limits.calls), Shares(limits.watches)
 
@@ -79,7 +79,7 @@ class RoundRoutes:
 
     def _route(self, name: str, call: Call) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            async with self._gate.admitted(request, self._calls) as sender:
+            async with self._auth.admitted(request, self._calls) as sender:
                 response = await self._answer(request, sender, call)
             self._metrics.round_request(name, response.status)
             return response
@@ -90,7 +90,7 @@ class RoundRoutes:
         """Reads and watches: of watches there may be many more."""
         if "wait" not in request.query:
             return await self._route("read", self._read)(request)
-        async with self._gate.admitted(request, self._watches) as sender:
+        async with self._auth.admitted(request, self._watches) as sender:
             self._metrics.round_watches(int(self._watches.used))
             response = await self._answer(request, sender, self._watch)
         self._metrics.round_watches(int(self._watches.used))
@@ -111,27 +111,29 @@ class RoundRoutes:
         except (RoundsUnavailable, PresenceFull) as e:
             answer = later(str(e), ReportResult.UNAVAILABLE)
         except NotLeading as e:
-            answer = self._gate.elsewhere(request) or later(str(e), ReportResult.NO_LEADER)
+            answer = self._auth.answer_of_follower(request) or later(str(e), ReportResult.NO_LEADER)
         except Exception:
             log.exception("a call failed in the operator", extra={**who, "path": request.path})
             answer = Answer(500, "the operator failed on this call; see its log", ReportResult.UNAVAILABLE)
         return answer.response(request)
 
     async def _read(self, request: web.Request, agent: Agent, _: Sender) -> web.Response:
-        version, lapses = _known(request)
+        version, expirations = _known(request)
         sight = await self._rounds.read(agent, version)
-        return web.Response(status=304) if (sight.version, sight.lapses) == (version, lapses) else _seen(sight)
+        return (
+            web.Response(status=304) if (sight.version, sight.expirations) == (version, expirations) else _seen(sight)
+        )
 
     async def _watch(self, request: web.Request, agent: Agent, _: Sender) -> web.Response:
-        version, lapses = _known(request)
-        sight = await self._rounds.watch(agent, version, lapses, _seconds(request.query["wait"], "wait", MAX_WAIT))
+        version, expirations = _known(request)
+        sight = await self._rounds.watch(agent, version, expirations, _seconds(request.query["wait"], "wait", MAX_WAIT))
         return web.Response(status=304) if sight is None else _seen(sight)
 
     async def _swap(self, request: web.Request, agent: Agent, sender: Sender) -> web.Response:
         expected = _number(request.headers.get(VERSION_HEADER, ""), VERSION_HEADER)
         if self._rounds.is_late(agent, expected):
             return _late()  # its body costs nobody anything
-        body = await self._gate.body(request, MAX_BYTES, sender)
+        body = await self._auth.body(request, MAX_BYTES, sender)
         if isinstance(body, Answer):
             return body.response(request)
         version = await self._rounds.swap(agent, expected, body)
@@ -144,7 +146,7 @@ class RoundRoutes:
 
     async def _announce(self, request: web.Request, agent: Agent, sender: Sender) -> web.Response:
         ttl = _seconds(request.headers.get(TTL_HEADER, ""), TTL_HEADER, float("inf"))
-        body = await self._gate.body(request, MAX_WISH_BYTES, sender)
+        body = await self._auth.body(request, MAX_WISH_BYTES, sender)
         if isinstance(body, Answer):
             return body.response(request)
         self._rounds.announce(agent, _agent(request), body, ttl)
@@ -169,15 +171,15 @@ def _late() -> web.Response:
     return web.json_response({"reason": "another document is there: read it"}, status=412)
 
 
-def _seen(sight: Sight) -> web.Response:
-    headers = {VERSION_HEADER: str(sight.version), LAPSES_HEADER: str(sight.lapses)}
+def _seen(sight: VersionedDocument) -> web.Response:
+    headers = {VERSION_HEADER: str(sight.version), LAPSES_HEADER: str(sight.expirations)}
     if sight.document is None:
         return web.Response(status=204, headers=headers)
     return web.Response(body=sight.document.encode(), headers=headers, content_type=_JSON)
 
 
 def _known(request: web.Request) -> tuple[int, int]:
-    """Version and lapses that the sender has seen."""
+    """Version and expirations that the sender has seen."""
     query = request.query
     return _number(query.get("version", "0"), "version"), _number(query.get("lapses", "-1"), "lapses", low=-1)
 

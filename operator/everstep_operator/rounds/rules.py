@@ -31,7 +31,7 @@ def require_lawful(before: Document | None, after: Document) -> None:
         raise RoundsRefused(f"the members of round {before.round} cannot be changed, only lost")
 
 
-def under(document: Document, sizes: Sizes) -> Document:
+def with_pinned_sizes(document: Document, sizes: Sizes) -> Document:
     """The document of a job that may have these sizes from now on, whatever its agents ask for.
 
     The round that runs is not ended by it: who is too many is taken away, who is missing is taken in.
@@ -50,7 +50,7 @@ def with_sizes(text: str | None, document: Document | None, sizes: Sizes) -> tup
     before = Document(sizes) if document is None else document
     if before.closed is not None or (before.ruled and before.sizes == sizes):
         return None
-    after = under(before, sizes)
+    after = with_pinned_sizes(before, sizes)
     written = json.loads(encode(after))
     kept = written if text is None else json.loads(text)
     return json.dumps({**kept, "sizes": written["sizes"], "ruled": True}, separators=(",", ":")), after

@@ -19,7 +19,7 @@ from everstep.contract.document import Document, DocumentInvalid, Sizes, decode_
 from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.document_reader import DocumentReader
-from everstep_operator.rounds.documents import JobRef, Kept, RoundDocuments, RoundsRefused, RoundsUnavailable
+from everstep_operator.rounds.documents import JobRef, RoundDocuments, RoundsRefused, RoundsUnavailable, StoredDocument
 from everstep_operator.rounds.memory import Memory, RememberedJob
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.rules import (
@@ -37,14 +37,17 @@ from everstep_operator.runtime.errors import NotLeading
 
 log = logging.getLogger("everstep.rounds")
 
-API_SECONDS = 10.0  # for what one call asks of the API server
-FRESH = 5.0  # seconds after which a read asks the API server again: somebody may have edited the ConfigMap
-CROWD = 32  # agents present; with more, one after the other is told who is present, in order to write
-TURN = 0.25  # seconds for that, or until it has written
-GATHER, GATHER_PER_AGENT = 0.02, 2.5e-4  # seconds in which wishes are gathered before they are written
-GATHER_PER_BYTE = 7e-7  # of the document: to look for what is not written takes time, a twentieth of that
-ATTEMPTS = 5  # to write wishes
-GRACE, GRACE_PER_AGENT = 1.0, 2e-3  # seconds after which an agent whose wish is not written writes it itself
+API_TIMEOUT = 10.0  # seconds, for what one call asks of the API server
+MAX_CACHE_SECONDS = 5.0  # a read asks the API server again after this time: somebody may have edited the ConfigMap
+# With more agents present than this, only one at a time is told who is present, because each that is told will write.
+MAX_UNCOORDINATED_AGENTS = 32
+WRITER_SECONDS = 0.25  # for how long that one agent is the only one, unless it has written before
+# Join requests are gathered for this time before they are written in one swap. The part for each byte of the document
+# is twenty times what it takes to find the requests that are not in the document yet.
+BATCH_SECONDS, BATCH_SECONDS_PER_AGENT, BATCH_SECONDS_PER_BYTE = 0.02, 2.5e-4, 7e-7
+MAX_WRITE_ATTEMPTS = 5  # for one batch of join requests
+# An agent whose join request is not written after this time writes it itself.
+WRITE_GRACE_SECONDS, WRITE_GRACE_SECONDS_PER_AGENT = 1.0, 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +59,15 @@ class Agent:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class VersionedDocument:
     """What the store holds; see `everstep.contract.rounds`."""
 
     document: str | None
     version: int
-    lapses: int
+    expirations: int
 
 
-class Rounds:
+class RoundStore:
     """For one replica, in one event loop. `epoch` is that of its leadership and raises when it does not lead."""
 
     def __init__(
@@ -83,14 +86,14 @@ class Rounds:
 
     # --- what agents call
 
-    async def read(self, agent: Agent, known: int) -> Sight:
+    async def read(self, agent: Agent, known: int) -> VersionedDocument:
         """The newest document. `known` is the newest version that the agent has seen, here or at another leader."""
         job = self._memory.of(agent.job)
-        await self._loaded(job, known, FRESH)
+        await self._loaded(job, known, MAX_CACHE_SECONDS)
         return self._sight(job)
 
-    async def watch(self, agent: Agent, known: int, lapses: int, wait: float) -> Sight | None:
-        """As soon as version or lapses differ from these; None if they do not within `wait` seconds.
+    async def watch(self, agent: Agent, known: int, expirations: int, wait: float) -> VersionedDocument | None:
+        """As soon as version or expirations differ from these; None if they do not within `wait` seconds.
 
         Where only more agents wait for a round, it is told when all are told: an agent that was told while others came
         has an old version when it asks again, and would be told of each of them.
@@ -98,7 +101,7 @@ class Rounds:
         job = self._memory.of(agent.job)
         await self._loaded(job, known)
         sight = self._sight(job)
-        if sight.lapses != lapses or not job.urgent <= known <= sight.version:
+        if sight.expirations != expirations or not job.urgent <= known <= sight.version:
             return sight
         if known != sight.version:
             asyncio.get_running_loop().call_soon(job.watches.wake, Urgency.LATER)  # once this one waits
@@ -106,7 +109,7 @@ class Rounds:
         self._epoch()  # it may have been long: another may lead
         await self._loaded(job, known)
         sight = self._sight(job)
-        return None if (sight.version, sight.lapses) == (known, lapses) else sight
+        return None if (sight.version, sight.expirations) == (known, expirations) else sight
 
     def is_late(self, agent: Agent, expected: int) -> bool:
         """Whether a swap would be refused whatever it writes: in a crowd most come too late."""
@@ -138,12 +141,12 @@ class Rounds:
         """What `swap` gives. The lock is held."""
         job.spend(self._clock.monotonic())
         try:
-            async with asyncio.timeout(API_SECONDS):
+            async with asyncio.timeout(API_TIMEOUT):
                 kept, written = await self._write(job, expected, text, document)
         except BaseException as e:
             job.kept = None  # it may have been written
             if isinstance(e, TimeoutError):
-                raise RoundsUnavailable(f"the API server did not answer in {API_SECONDS:g} s") from e
+                raise RoundsUnavailable(f"the API server did not answer in {API_TIMEOUT:g} s") from e
             raise
         if kept is None:
             await self._load(job)
@@ -153,7 +156,7 @@ class Rounds:
 
     async def _write(
         self, job: RememberedJob, expected: int, text: str, document: Document
-    ) -> tuple[Kept | None, Document]:
+    ) -> tuple[StoredDocument | None, Document]:
         """What is kept now, and as which document: another than was asked for if its round has another number."""
         last = job.document.round if job.document is not None else 0
         if document.round > last:
@@ -185,7 +188,7 @@ class Rounds:
             return 0.0  # it will find out why it cannot join
         job.presences.ask(name)
         self._write_soon(job)
-        return GRACE + len(job.presences) * GRACE_PER_AGENT
+        return WRITE_GRACE_SECONDS + len(job.presences) * WRITE_GRACE_SECONDS_PER_AGENT
 
     def renew(self, agent: Agent, name: str) -> bool:
         """False: it has lapsed. Raises PresenceRefused."""
@@ -209,9 +212,9 @@ class Rounds:
         # Who asks this is about to write. In a crowd the first one writes for all; it costs the others much to be late.
         version = job.kept.version if job.kept is not None else 0
         if (
-            len(job.presences) > CROWD
+            len(job.presences) > MAX_UNCOORDINATED_AGENTS
             and job.writer[:2] != (version, agent.worker.pod_uid)
-            and (job.writer[0] == version and now < job.writer[2] + TURN)
+            and (job.writer[0] == version and now < job.writer[2] + WRITER_SECONDS)
         ):
             raise RoundsUnavailable("another agent writes just now: look again")
         job.writer = (version, agent.worker.pod_uid, now)
@@ -244,7 +247,7 @@ class Rounds:
             return None if job.document is None else round_view(job.document)
         return RoundView(0) if job.document is None else round_view(job.document)
 
-    async def rule(self, ref: JobRef, sizes: Sizes) -> None:
+    async def set_sizes(self, ref: JobRef, sizes: Sizes) -> None:
         """Agents keep to these sizes from now on. Raises RoundsUnavailable, after which it may be so."""
         job = self._memory.of(ref)
         async with job.lock:
@@ -277,8 +280,8 @@ class Rounds:
         if job.writing is None:
             loop = asyncio.get_running_loop()
             size = len(job.kept.document or "") if job.kept is not None else 0
-            pause = max(GATHER, len(job.presences) * GATHER_PER_AGENT, size * GATHER_PER_BYTE)
-            due = max(loop.time() + GATHER * 2**attempt, job.written_at + pause)
+            pause = max(BATCH_SECONDS, len(job.presences) * BATCH_SECONDS_PER_AGENT, size * BATCH_SECONDS_PER_BYTE)
+            due = max(loop.time() + BATCH_SECONDS * 2**attempt, job.written_at + pause)
             job.writing = loop.call_at(due, lambda: self._start(self._write_wishes(job, attempt)))
 
     async def _write_wishes(self, job: RememberedJob, attempt: int) -> None:
@@ -302,7 +305,7 @@ class Rounds:
             return
         except (RoundsUnavailable, RoundsRefused, DocumentInvalid) as e:
             log.info("wishes are not written", extra={"job": _name(job.ref), "reason": str(e)})
-        if attempt < ATTEMPTS and self._memory.remembers(job):
+        if attempt < MAX_WRITE_ATTEMPTS and self._memory.remembers(job):
             self._write_soon(job, attempt + 1)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
@@ -336,16 +339,16 @@ class Rounds:
     async def _load(self, job: RememberedJob) -> None:
         """What the API server holds. The lock is held."""
         try:
-            async with asyncio.timeout(API_SECONDS):
+            async with asyncio.timeout(API_TIMEOUT):
                 kept = await self._documents.load(job.ref)
             found = None if kept.document is None else await self._reader.read(kept.document.encode(), job.ref)
         except TimeoutError as e:
-            raise RoundsUnavailable(f"the API server did not answer in {API_SECONDS:g} s") from e
+            raise RoundsUnavailable(f"the API server did not answer in {API_TIMEOUT:g} s") from e
         except DocumentInvalid as e:
             raise RoundsUnavailable(f"the job's ConfigMap holds no document ({e}); delete it to begin anew") from e
         self._take(job, kept, None if found is None else found[1])
 
-    def _take(self, job: RememberedJob, kept: Kept, document: Document | None) -> None:
+    def _take(self, job: RememberedJob, kept: StoredDocument, document: Document | None) -> None:
         """`kept` is what is known now, and `document` what it says."""
         before, changed = job.document, job.kept is None or job.kept.version != kept.version
         job.kept, job.document, job.read_at = kept, document, self._clock.monotonic()
@@ -364,16 +367,16 @@ class Rounds:
                 log.info("round", extra=extra)
             self._changed(job.ref)
 
-    def _sight(self, job: RememberedJob) -> Sight:
+    def _sight(self, job: RememberedJob) -> VersionedDocument:
         if job.kept is None:
             raise RoundsUnavailable("a write is under way")
         if job.presences.expire(self._clock.monotonic()):
             self._after_presence(job)
-        return Sight(job.kept.document, job.kept.version, job.presences.lapses)
+        return VersionedDocument(job.kept.document, job.kept.version, job.presences.expirations)
 
     def _after_presence(self, job: RememberedJob) -> None:
         """Wake who waits if a presence ended, and see to it that the next end is noticed."""
-        job.watches.wake_if_new(job.presences.lapses)
+        job.watches.wake_if_new(job.presences.expirations)
         now, earliest = self._clock.monotonic(), job.presences.earliest
         if job.timer is not None:
             if job.timer.when() <= asyncio.get_running_loop().time() + max(0.0, earliest - now) + 1e-3:

@@ -31,7 +31,7 @@ class Watches:
     def __init__(self) -> None:
         self._of_pod: dict[str, deque[asyncio.Future[None]]] = {}
         self._count = 0
-        self._lapses: int | None = None
+        self._expirations: int | None = None
         self._woken, self._woken_at = 0, float("-inf")
         self._waking: asyncio.TimerHandle | None = None
 
@@ -58,11 +58,11 @@ class Watches:
             if not own and self._of_pod.get(pod_uid) is own:
                 del self._of_pod[pod_uid]
 
-    def wake_if_new(self, lapses: int) -> None:
+    def wake_if_new(self, expirations: int) -> None:
         """Presences end: told if the count is another than at the last call."""
-        if self._lapses is not None and self._lapses != lapses:
+        if self._expirations is not None and self._expirations != expirations:
             self.wake()
-        self._lapses = lapses
+        self._expirations = expirations
 
     def wake(self, urgency: Urgency = Urgency.SOON) -> None:
         """Something changed."""

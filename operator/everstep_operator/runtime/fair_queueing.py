@@ -1,11 +1,11 @@
-"""Whose request is handled next: a few in each turn of the event loop, and by turns where more wait.
+"""Which request is started next, so that many requests of one sender do not delay those of others.
 
-What one request costs the loop is small, but fifty that arrive together are ahead of everybody who comes a moment
-later, whoever they are from. So in one turn of the loop a few of each namespace (or address, before it is known who
-speaks) are begun, and a few more of all; the others wait, round robin between namespaces and in each between its pods
-(deficit round robin of requests: Shreedhar and Varghese, SIGCOMM 1995, with a quantum of one). Rates and shares say how
-much anybody may have (`tenants`); this says only when. Invariants: what is asked for is begun, once, in its own order;
-nobody waits for more turns than there are others who wait.
+One request costs the event loop little, but fifty that arrive together would delay every request that comes a moment
+later. So one turn of the event loop starts a few requests of each group (a namespace; or an address, before the sender
+is authenticated) and a few more of all groups. The others wait: round robin between groups, and in a group between its
+flows (deficit round robin: Shreedhar and Varghese, SIGCOMM 1995, with a quantum of one request). This decides only when
+a request starts; how much a sender may have is decided elsewhere. Invariants: each request is started once, in the
+order of its flow; a flow waits for no more turns than there are other flows that wait.
 """
 
 from __future__ import annotations
@@ -18,75 +18,79 @@ from dataclasses import dataclass
 
 log = logging.getLogger("everstep.fair_queueing")
 
-OF_ONE, OF_ALL = 2, 8  # requests
+MAX_OF_GROUP, MAX_OF_ALL = 2, 8  # requests
 
-Go = Callable[[], None]
+Start = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
-    """`group`: a namespace, or an address; `one`: a pod of it."""
+class Flow:
+    """One sender. `group`: its namespace, or its address; `name`: the pod in that namespace."""
 
     group: str
-    one: str = ""
+    name: str = ""
 
 
-class Turns:
-    """`soon` calls something in the next turn of the event loop. `of_one`, `of_all`: begun in one turn."""
+class FairQueue:
+    """`soon` calls its argument in the next turn of the event loop. One turn starts at most `max_of_all` requests."""
 
-    def __init__(self, soon: Callable[[Go], object], of_one: int = OF_ONE, of_all: int = OF_ALL) -> None:
-        self._soon, self._of_one, self._of_all = soon, of_one, of_all
-        self._waiting: OrderedDict[str, OrderedDict[str, deque[Go]]] = OrderedDict()
-        self._begun: Counter[str] = Counter()  # in this turn
-        self._all = 0
+    def __init__(
+        self, soon: Callable[[Start], object], max_of_group: int = MAX_OF_GROUP, max_of_all: int = MAX_OF_ALL
+    ) -> None:
+        self._soon, self._max_of_group, self._max_of_all = soon, max_of_group, max_of_all
+        self._waiting: OrderedDict[str, OrderedDict[str, deque[Start]]] = OrderedDict()
+        self._started: Counter[str] = Counter()  # in this turn, by group
+        self._started_of_all = 0
         self._next_is_due = False
 
-    def ask(self, queue: Queue, go: Go) -> bool:
-        """True: go on now. False: `go` is called in a later turn."""
-        free = self._all < self._of_all and self._begun[queue.group] < self._of_one and queue.group not in self._waiting
+    def ask(self, flow: Flow, start: Start) -> bool:
+        """True: the caller starts now. False: `start` is called in a later turn."""
+        group = flow.group
+        may = self._started_of_all < self._max_of_all and self._started[group] < self._max_of_group
+        free = may and group not in self._waiting
         if free:
-            self._count(queue.group)
+            self._count(group)
         else:
-            self._waiting.setdefault(queue.group, OrderedDict()).setdefault(queue.one, deque()).append(go)
+            self._waiting.setdefault(group, OrderedDict()).setdefault(flow.name, deque()).append(start)
         if not self._next_is_due:
             self._next_is_due = True
             self._soon(self._next)
         return free
 
-    async def wait(self, queue: Queue) -> None:
-        """Return in the turn that may go on."""
+    async def wait(self, flow: Flow) -> None:
+        """Return in the turn in which the caller may start."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not self.ask(queue, lambda: None if turn.done() else turn.set_result(None)):
+        if not self.ask(flow, lambda: None if turn.done() else turn.set_result(None)):
             await turn
 
     def __len__(self) -> int:
-        """How many wait."""
-        return sum(len(calls) for pods in self._waiting.values() for calls in pods.values())
+        """How many requests wait."""
+        return sum(len(calls) for flows in self._waiting.values() for calls in flows.values())
 
     def _count(self, group: str) -> None:
-        self._begun[group] += 1
-        self._all += 1
+        self._started[group] += 1
+        self._started_of_all += 1
 
     def _next(self) -> None:
-        self._next_is_due, self._all = False, 0
-        self._begun.clear()
-        while self._waiting and self._all < self._of_all:
-            group, pods = self._waiting.popitem(last=False)
-            if self._begun[group] >= self._of_one:  # so has each that waits
-                self._waiting[group] = pods
+        self._next_is_due, self._started_of_all = False, 0
+        self._started.clear()
+        while self._waiting and self._started_of_all < self._max_of_all:
+            group, flows = self._waiting.popitem(last=False)
+            if self._started[group] >= self._max_of_group:  # so has each that waits
+                self._waiting[group] = flows
                 self._waiting.move_to_end(group, last=False)
                 break
-            one, calls = pods.popitem(last=False)
-            go = calls.popleft()
+            name, calls = flows.popitem(last=False)
+            start = calls.popleft()
             if calls:
-                pods[one] = calls
-            if pods:
-                self._waiting[group] = pods
+                flows[name] = calls
+            if flows:
+                self._waiting[group] = flows
             self._count(group)
             try:
-                go()
+                start()
             except Exception:
-                log.exception("a request failed before it was read")
-        if (self._waiting or self._all) and not self._next_is_due:
+                log.exception("a request failed before it was started")
+        if (self._waiting or self._started_of_all) and not self._next_is_due:
             self._next_is_due = True
             self._soon(self._next)

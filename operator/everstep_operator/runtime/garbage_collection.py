@@ -13,7 +13,7 @@ import gc
 YOUNG = 2_000
 
 
-def settle() -> None:
+def freeze_startup_objects() -> None:
     """Keep all that exists now out of later collections. Once a process, when its caches are full."""
     gc.collect()
     gc.freeze()

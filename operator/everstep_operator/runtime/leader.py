@@ -160,7 +160,7 @@ class LeaderElector:
                     return None
                 return None if self._holder_is_gone(self._seen) else address_of(holder)
 
-    def neighbour(self) -> str | None:
+    def other_holder_address(self) -> str | None:
         """The address of another replica that holds the Lease, or held it last."""
         holder = self._seen.lease.spec.holder_identity if self._seen is not None else None
         return address_of(holder) if holder and holder != self._identity else None

@@ -34,7 +34,7 @@ _OPTIONS = (
 Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Neighbour:
+class LeaderProbe:
     """`address`: `host:port` of who is to be watched; None: nobody."""
 
     def __init__(self, address: Callable[[], str | None]) -> None:

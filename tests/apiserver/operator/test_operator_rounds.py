@@ -15,7 +15,7 @@ from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.store import Agent, Rounds
+from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.runtime.clock import SystemClock
 
 pytestmark = pytest.mark.apiserver
@@ -31,11 +31,11 @@ class Life:
         self.agents = [Agent(self.ref, Worker(f"uid-{i}", i, 0)) for i in range(2)]
         self.epochs = 0
 
-    def operator(self) -> Rounds:
+    def operator(self) -> RoundStore:
         self.epochs += 1
         epoch = self.epochs
         documents = RoundDocuments(self.place.client, JOBS, require_leading=lambda: epoch)
-        return Rounds(documents, clock=SystemClock(), epoch=lambda: epoch)
+        return RoundStore(documents, clock=SystemClock(), epoch=lambda: epoch)
 
     async def kept(self) -> Document:
         found = await self.place.client.get(CONFIGMAPS, self.place.namespace, f"{self.ref.name}-rounds")
@@ -45,14 +45,14 @@ class Life:
         return int((await self.place.status()).get("world", {}).get("round", 0))
 
 
-async def change(rounds: Rounds, agent: Agent, event: Event) -> bool:
+async def change(rounds: RoundStore, agent: Agent, event: Event) -> bool:
     sight = await rounds.read(agent, 0)
     after = apply(Document(SIZES) if sight.document is None else decode(sight.document.encode()), event)
     assert not isinstance(after, Refused), after
     return await rounds.swap(agent, sight.version, encode(after)) is not None
 
 
-async def formed(life: Life, rounds: Rounds) -> None:
+async def formed(life: Life, rounds: RoundStore) -> None:
     for i in range(2):
         assert await change(rounds, life.agents[i], Join(Member(i, f"agent-{i}"), SIZES))
     assert await change(rounds, life.agents[0], Close("agent-0", 0, Waited.NOTHING))

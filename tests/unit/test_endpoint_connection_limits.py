@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from tokens import POD, Authority, Reviewer
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
-from everstep_operator.endpoint.auth import Following, Gate, Leading
-from everstep_operator.endpoint.connection_limits import BURST, LONGEST, MAX_ADDRESSES, RATE, STRANGERS, Doors
-from everstep_operator.endpoint.server import IntakeSettings, ReportIntake
+from everstep_operator.endpoint.auth import LeaderAt, LeaderHere, RequestAuth
+from everstep_operator.endpoint.connection_limits import (
+    MAX_ADDRESSES,
+    MAX_DELAY,
+    MAX_UNAUTHENTICATED,
+    REFUSED_BURST,
+    REFUSED_RATE,
+    ConnectionLimits,
+)
+from everstep_operator.endpoint.server import EndpointServer, ServerOptions
 from everstep_operator.telemetry.metrics import Metrics
 
 CLUSTER = Authority()
@@ -29,14 +36,14 @@ async def serving() -> AsyncIterator[tuple[int, str]]:
     """A port, and a token that is good."""
     reviewer = Reviewer(CLUSTER)
     cache = reviewer.cache(monotonic=asyncio.get_running_loop().time)
-    intake = ReportIntake(
-        gate=Gate(cache, Leading),
+    server = EndpointServer(
+        auth=RequestAuth(cache, LeaderHere),
         accept=lambda _pod, _report: None,
         metrics=Metrics(process=False),
-        settings=IntakeSettings(host="127.0.0.1", port=0),
+        settings=ServerOptions(host="127.0.0.1", port=0),
     )
-    async with intake:
-        yield intake.port, reviewer.issue(POD)
+    async with server:
+        yield server.port, reviewer.issue(POD)
 
 
 async def connect(port: int, address: str) -> Pipe:
@@ -76,28 +83,28 @@ async def test_address_that_is_refused_all_the_time_is_heard_seldom_and_a_worker
                     refused += 1
 
         floods = [asyncio.create_task(flood()) for _ in range(50)]
-        while refused < BURST + 20:
+        while refused < REFUSED_BURST + 20:
             await asyncio.sleep(0.01)  # a worker's calls are seldom
             assert await post(worker, good) in (204, 503)  # 503: it is this test that calls too often
         heard, took = refused, loop.time() - began
         for task in floods:
             task.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
-        assert heard <= BURST + RATE * took + 2
+        assert heard <= REFUSED_BURST + REFUSED_RATE * took + 2
         newcomer = await connect(port, WORKER)
         assert await post(newcomer, good) in (204, 503)
 
 
 async def test_followers_refuse_nobody_whom_they_send_on() -> None:
-    intake = ReportIntake(
-        gate=Gate(Reviewer(CLUSTER).cache(), lambda: Following("http://leader:8080")),
+    server = EndpointServer(
+        auth=RequestAuth(Reviewer(CLUSTER).cache(), lambda: LeaderAt("http://leader:8080")),
         accept=lambda _pod, _report: None,
         metrics=Metrics(process=False),
-        settings=IntakeSettings(host="127.0.0.1", port=0),
+        settings=ServerOptions(host="127.0.0.1", port=0),
     )
-    async with intake, asyncio.timeout(60):
-        for _ in range(int(BURST) * 2):
-            pipe = await connect(intake.port, STRANGER)
+    async with server, asyncio.timeout(60):
+        for _ in range(int(REFUSED_BURST) * 2):
+            pipe = await connect(server.port, STRANGER)
             assert await post(pipe, "anything") == 307
             pipe[1].close()
 
@@ -124,7 +131,7 @@ async def test_idle_connections_of_one_address_leave_room_for_others() -> None:
         held: list[Pipe] = []
         closed = 0
         reset = 0
-        for _ in range(STRANGERS // 5 + 60):
+        for _ in range(MAX_UNAUTHENTICATED // 5 + 60):
             try:
                 held.append(await connect(port, STRANGER))
             except ConnectionError:
@@ -147,16 +154,16 @@ async def test_metrics_that_anybody_may_ask_for_are_rendered_a_few_times_a_secon
             rendered += 1
             return super().render()
 
-    intake = ReportIntake(
-        gate=Gate(Reviewer(CLUSTER).cache(), Leading),
+    server = EndpointServer(
+        auth=RequestAuth(Reviewer(CLUSTER).cache(), LeaderHere),
         accept=lambda _pod, _report: None,
         metrics=Counting(process=False),
-        settings=IntakeSettings(host="127.0.0.1", port=0),
+        settings=ServerOptions(host="127.0.0.1", port=0),
     )
-    async with intake, asyncio.timeout(60):
+    async with server, asyncio.timeout(60):
         loop = asyncio.get_running_loop()
         began = loop.time()
-        reader, writer = await asyncio.open_connection("127.0.0.1", intake.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         for _ in range(100):
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
             head = await reader.readuntil(b"\r\n\r\n")
@@ -167,24 +174,24 @@ async def test_metrics_that_anybody_may_ask_for_are_rendered_a_few_times_a_secon
 
 @given(st.lists(st.tuples(st.floats(0, 0.5), st.booleans()), max_size=300))
 def test_turns_of_an_address_in_debt_come_one_after_the_other(calls: list[tuple[float, bool]]) -> None:
-    doors, now = Doors(asyncio.Protocol), 0.0
+    limits, now = ConnectionLimits(asyncio.Protocol), 0.0
     turns: list[float] = []
     for pause, refused in calls:
         now += pause
-        wait = doors.turn("10.0.0.1", now)
-        assert wait is None or 0 <= wait <= LONGEST
+        wait = limits.charge("10.0.0.1", now)
+        assert wait is None or 0 <= wait <= MAX_DELAY
         if wait is None:
-            assert not doors.is_heard("10.0.0.1", now)
+            assert not limits.is_served("10.0.0.1", now)
         elif not refused:
-            doors.refund("10.0.0.1", now)
+            limits.refund("10.0.0.1", now)
         elif wait:
             turns.append(now + wait)
-        assert doors.is_heard("10.0.0.2", now)
-    assert all(later - earlier >= 1 / RATE - 1e-6 for earlier, later in pairwise(turns))
+        assert limits.is_served("10.0.0.2", now)
+    assert all(later - earlier >= 1 / REFUSED_RATE - 1e-6 for earlier, later in pairwise(turns))
 
 
-def test_memory_of_debts_is_bounded() -> None:
-    doors = Doors(asyncio.Protocol)
+def test_memory_of_balances_is_bounded() -> None:
+    limits = ConnectionLimits(asyncio.Protocol)
     for number in range(MAX_ADDRESSES + 1000):
-        doors.turn(f"10.0.{number >> 8}.{number & 255}", 0.0)
-    assert len(doors._debts) == MAX_ADDRESSES
+        limits.charge(f"10.0.{number >> 8}.{number & 255}", 0.0)
+    assert len(limits._balances) == MAX_ADDRESSES

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from tokens import Authority, Reviewer, pod
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
-from everstep_operator.endpoint.auth import Gate, Leading
-from everstep_operator.endpoint.connection_limits import BURST
-from everstep_operator.endpoint.server import IntakeSettings, ReportIntake
+from everstep_operator.endpoint.auth import LeaderHere, RequestAuth
+from everstep_operator.endpoint.connection_limits import REFUSED_BURST
+from everstep_operator.endpoint.server import EndpointServer, ServerOptions
 from everstep_operator.endpoint.token_claims import PodIdentity
-from everstep_operator.runtime.fair_queueing import OF_ALL, OF_ONE, Queue, Turns
+from everstep_operator.runtime.fair_queueing import MAX_OF_ALL, MAX_OF_GROUP, FairQueue, Flow
 from everstep_operator.telemetry.metrics import Metrics
 
 CLUSTER = Authority()
@@ -58,14 +58,14 @@ async def serving(*who: PodIdentity) -> AsyncIterator[Server]:
     """All of `who` are known already: each has reported once."""
     reviewer, server = Reviewer(CLUSTER), Server()
     server.tokens = {one: reviewer.issue(one) for one in who}
-    intake = ReportIntake(
-        gate=Gate(reviewer.cache(monotonic=asyncio.get_running_loop().time), Leading),
+    endpoint = EndpointServer(
+        auth=RequestAuth(reviewer.cache(monotonic=asyncio.get_running_loop().time), LeaderHere),
         accept=lambda one, _report: server.order.append(one),
         metrics=Metrics(process=False),
-        settings=IntakeSettings(host="127.0.0.1", port=0),
+        settings=ServerOptions(host="127.0.0.1", port=0),
     )
-    async with intake:
-        server.port = intake.port
+    async with endpoint:
+        server.port = endpoint.port
         for one in who:
             with server.connect() as guest:
                 guest.sendall(server.request(one))
@@ -106,7 +106,7 @@ async def test_transport_of_a_connection_is_freed_when_it_ends() -> None:
         gc.disable()
         try:
             before = transports()
-            for _ in range(int(BURST) + 100):  # so many that most are refused
+            for _ in range(int(REFUSED_BURST) + 100):  # so many that most are refused
                 with server.connect("127.0.0.2") as guest:
                     guest.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
                 await asyncio.sleep(0)
@@ -149,7 +149,7 @@ ASKS = st.lists(st.one_of(st.none(), st.tuples(st.sampled_from("abcdef"), st.sam
 def test_each_request_is_begun_once_in_order_and_few_in_a_turn(asks: list[tuple[str, str] | None]) -> None:
     """None: the event loop turns."""
     soon: deque[Callable[[], None]] = deque()
-    turns = Turns(soon.append)
+    turns = FairQueue(soon.append)
     begun: list[tuple[tuple[str, str], int]] = []
     asked: list[tuple[tuple[str, str], int]] = []
     turn: list[tuple[str, str]] = []
@@ -157,8 +157,8 @@ def test_each_request_is_begun_once_in_order_and_few_in_a_turn(asks: list[tuple[
     def begin(who: tuple[str, str], number: int) -> None:
         begun.append((who, number))
         turn.append(who)
-        assert len(turn) <= OF_ALL
-        assert max(Counter(group for group, _ in turn).values()) <= OF_ONE
+        assert len(turn) <= MAX_OF_ALL
+        assert max(Counter(group for group, _ in turn).values()) <= MAX_OF_GROUP
 
     def tick() -> None:
         turn.clear()
@@ -170,7 +170,7 @@ def test_each_request_is_begun_once_in_order_and_few_in_a_turn(asks: list[tuple[
             tick()
             continue
         asked.append((who, number))
-        if turns.ask(Queue(*who), lambda who=who, number=number: begin(who, number)):  # type: ignore[misc]
+        if turns.ask(Flow(*who), lambda who=who, number=number: begin(who, number)):  # type: ignore[misc]
             begin(who, number)
     while len(turns):
         before = len(begun)
@@ -187,12 +187,12 @@ def test_each_request_is_begun_once_in_order_and_few_in_a_turn(asks: list[tuple[
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from("xyz")), max_size=200))
 def test_newcomer_waits_for_no_more_than_one_request_of_each_other(waiting: list[tuple[str, str]]) -> None:
     soon: deque[Callable[[], None]] = deque()
-    turns = Turns(soon.append)
+    turns = FairQueue(soon.append)
     begun: list[str] = []
     for group, one in waiting:
-        turns.ask(Queue(group, one), lambda group=group: begun.append(group))  # type: ignore[misc]
-    if turns.ask(Queue("new", "p"), lambda: begun.append("new")):
+        turns.ask(Flow(group, one), lambda group=group: begun.append(group))  # type: ignore[misc]
+    if turns.ask(Flow("new", "p"), lambda: begun.append("new")):
         return
     while "new" not in begun:
         soon.popleft()()
-    assert max(Counter(begun).values()) <= OF_ONE
+    assert max(Counter(begun).values()) <= MAX_OF_GROUP

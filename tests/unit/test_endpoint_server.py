@@ -1,4 +1,4 @@
-"""The report intake over real sockets: who may report, what is refused and with which reason."""
+"""The report server over real sockets: who may report, what is refused and with which reason."""
 
 import asyncio
 import zlib
@@ -11,8 +11,15 @@ import pytest
 from tokens import POD, Authority, Reviewer, pod
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, Phase, Report
-from everstep_operator.endpoint.auth import Following, Gate, GateLimits, Leadership, Leading, NoLeader
-from everstep_operator.endpoint.server import IntakeSettings, ReportIntake, ReportRefused
+from everstep_operator.endpoint.auth import (
+    LeaderAt,
+    LeaderHere,
+    LeaderLocation,
+    LeaderUnknown,
+    RequestAuth,
+    RequestLimits,
+)
+from everstep_operator.endpoint.server import EndpointServer, ReportRefused, ServerOptions
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.telemetry.metrics import Metrics
 
@@ -27,7 +34,7 @@ GOOD = {"Authorization": f"Bearer {TOKEN}"}
 class World:
     """What the server is told, and what it hands on."""
 
-    leadership: Leadership = field(default_factory=Leading)
+    leadership: LeaderLocation = field(default_factory=LeaderHere)
     tokens: dict[str, PodIdentity] = field(default_factory=lambda: {TOKEN: POD})
     checks: list[str] = field(default_factory=list)
     checking: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,18 +71,18 @@ async def serving(
     reviewer = Reviewer(CLUSTER)
     reviewer.review = world.authenticate  # type: ignore[method-assign]
     identities = reviewer.cache(monotonic=asyncio.get_running_loop().time)
-    limits = GateLimits(body_seconds=body_seconds, check_seconds=check_seconds, **bounds)
-    gate = Gate(identities, lambda: world.leadership, limits=limits)
-    intake = ReportIntake(
-        gate=gate,
+    limits = RequestLimits(body_seconds=body_seconds, check_seconds=check_seconds, **bounds)
+    gate = RequestAuth(identities, lambda: world.leadership, limits=limits)
+    server = EndpointServer(
+        auth=gate,
         accept=world.accept,
         metrics=world.metrics,
         ready={"informers": lambda: world.not_ready},
-        settings=IntakeSettings(host="127.0.0.1", port=0, max_in_flight=max_in_flight),
+        settings=ServerOptions(host="127.0.0.1", port=0, max_in_flight=max_in_flight),
     )
     timeout = aiohttp.ClientTimeout(total=10)
-    async with intake, aiohttp.ClientSession(f"http://127.0.0.1:{intake.port}", timeout=timeout) as session:
-        world.url = f"http://127.0.0.1:{intake.port}"
+    async with server, aiohttp.ClientSession(f"http://127.0.0.1:{server.port}", timeout=timeout) as session:
+        world.url = f"http://127.0.0.1:{server.port}"
         yield session
 
 
@@ -158,7 +165,7 @@ async def test_body_that_does_not_arrive_gets_408() -> None:
 
 async def test_follower_sends_the_worker_to_the_leader() -> None:
     async with serving(leader := World()):
-        async with serving(follower := World(leadership=Following(leader.url + "/"))) as session:
+        async with serving(follower := World(leadership=LeaderAt(leader.url + "/"))) as session:
             async with session.post(REPORT_PATH, data=BODY, headers=GOOD, allow_redirects=False) as r:
                 assert (r.status, r.headers["Location"]) == (307, leader.url + REPORT_PATH)
             async with session.get("/readyz") as r:
@@ -168,7 +175,7 @@ async def test_follower_sends_the_worker_to_the_leader() -> None:
 
 async def test_no_leader_gets_503_with_retry_after() -> None:
     async with (
-        serving(World(leadership=NoLeader())) as session,
+        serving(World(leadership=LeaderUnknown())) as session,
         session.post(REPORT_PATH, data=BODY, headers=GOOD) as r,
     ):
         assert (r.status, r.headers["Retry-After"]) == (503, "1")
@@ -265,7 +272,7 @@ async def test_compressed_body_is_not_unpacked() -> None:
 
 
 async def test_probes_and_metrics_answer_on_every_replica() -> None:
-    async with serving(world := World(leadership=NoLeader(), not_ready="pods were not listed yet")) as session:
+    async with serving(world := World(leadership=LeaderUnknown(), not_ready="pods were not listed yet")) as session:
         async with session.get("/healthz") as r:
             assert r.status == 200
         async with session.get("/readyz") as r:
@@ -315,8 +322,8 @@ async def test_sender_that_goes_away_in_the_middle_leaves_no_trace(caplog: pytes
 async def test_port_in_use_is_an_error_at_start() -> None:
     world = World()
     async with serving(world):
-        settings = IntakeSettings(host="127.0.0.1", port=int(world.url.rsplit(":", 1)[1]))
-        gate = Gate(Reviewer(CLUSTER).cache(), Leading)
-        other = ReportIntake(gate=gate, accept=world.accept, metrics=world.metrics, settings=settings)
+        settings = ServerOptions(host="127.0.0.1", port=int(world.url.rsplit(":", 1)[1]))
+        gate = RequestAuth(Reviewer(CLUSTER).cache(), LeaderHere)
+        other = EndpointServer(auth=gate, accept=world.accept, metrics=world.metrics, settings=settings)
         with pytest.raises(OSError):
             await other.start()

@@ -15,7 +15,7 @@ from everstep.contract.document import Document, Member, Sizes, Wish, decode, en
 from everstep.membership.machine import CloseJob, Join, apply, join_all
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.rules import urgency, with_wishes
-from everstep_operator.rounds.store import Agent, Rounds, Sight
+from everstep_operator.rounds.store import Agent, RoundStore, VersionedDocument
 from everstep_operator.rounds.watches import Urgency
 
 LIMIT = 10.0
@@ -25,13 +25,13 @@ def wish(member: Member, after: int = 0, sizes: Sizes = SIZES) -> Wish:
     return Wish(member, after, sizes)
 
 
-def announce(rounds: Rounds, agent: Agent, member: Member, after: int = 0, sizes: Sizes = SIZES) -> float:
+def announce(rounds: RoundStore, agent: Agent, member: Member, after: int = 0, sizes: Sizes = SIZES) -> float:
     """Announce and ask, as an agent does."""
     rounds.announce(agent, member.agent, wish(member, after, sizes).encode(), 30.0)
     return rounds.ask(agent, member.agent)
 
 
-async def staged(operators: int = 1, client: Any = None) -> tuple[Stage, list[Rounds]]:
+async def staged(operators: int = 1, client: Any = None) -> tuple[Stage, list[RoundStore]]:
     stage = Stage()
     await stage.start()
     return stage, [stage.operator(client and client(stage)) for _ in range(operators)]
@@ -129,7 +129,7 @@ async def test_who_watches_with_an_old_version_is_told_of_more_that_wait_when_al
     sizes, count = Sizes(3, 300), 250
     agents = [Agent(stage.job, Worker(f"uid-{i}", i, 0)) for i in range(count)]
 
-    async def joins(i: int) -> Sight:
+    async def joins(i: int) -> VersionedDocument:
         before = await rounds.read(agents[i], 0)
         old = Document(sizes) if before.document is None else decode(before.document.encode())
         after, _ = join_all(old, [Join(Member(i, f"a{i}"), sizes)])
@@ -140,13 +140,13 @@ async def test_who_watches_with_an_old_version_is_told_of_more_that_wait_when_al
 
     for i in range(4):
         seen = await joins(i)
-    watches = [asyncio.ensure_future(rounds.watch(a, seen.version, seen.lapses, 30.0)) for a in agents]
+    watches = [asyncio.ensure_future(rounds.watch(a, seen.version, seen.expirations, 30.0)) for a in agents]
     await asyncio.sleep(0.1)
     first = await joins(5)
     assert {told.version for told in await asyncio.gather(*watches) if told} == {first.version}
     newest = await joins(6)
     began = asyncio.get_running_loop().time()
-    again = asyncio.ensure_future(rounds.watch(agents[0], first.version, first.lapses, 30.0))
+    again = asyncio.ensure_future(rounds.watch(agents[0], first.version, first.expirations, 30.0))
     if urgent:
         document = decode(str(newest.document).encode())
         assert await rounds.swap(agents[1], newest.version, encode(replace(document, broken="a test says so")))

@@ -22,11 +22,11 @@ from everstep_operator.main import JOBS
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.store import Agent, Rounds
+from everstep_operator.rounds.store import Agent, RoundStore
 
 
 async def change(
-    rounds: Rounds, agent: Agent, event: Callable[[Document], Event], given: Document | None = None
+    rounds: RoundStore, agent: Agent, event: Callable[[Document], Event], given: Document | None = None
 ) -> bool:
     """As an agent changes the document: read, decide, swap; whether it was taken."""
     sight = await rounds.read(agent, 0)
@@ -55,7 +55,7 @@ STORY: tuple[tuple[int, Callable[[Document], Event], Callable[[Document], bool]]
 )  # fmt: skip
 
 
-async def play(stage: Stage, rounds: Rounds, restart: Callable[[], Rounds]) -> None:
+async def play(stage: Stage, rounds: RoundStore, restart: Callable[[], RoundStore]) -> None:
     """The job's life; whenever the operator fails, `restart` gives the next one, and the agents try again."""
     for who, event, done in STORY:
         for _ in range(10):
@@ -159,14 +159,14 @@ async def test_sizes_that_the_operator_sets_hold_for_agents_that_were_started_wi
     await stage.start()
     told: list[JobRef] = []
     rounds = stage.operator(changed=told.append)
-    await rounds.rule(stage.job, Sizes(1, 1))
+    await rounds.set_sizes(stage.job, Sizes(1, 1))
     assert rounds.view(stage.job) == RoundView(0, sizes=Sizes(1, 1))
     assert told == [stage.job], "the planner looks again"
     for who, event, _ in STORY[:3]:
         await change(rounds, stage.agents[who], event)
     assert (await stage.stored()) is not None
     assert rounds.view(stage.job) == RoundView(1, ((0, 0),), joining=(1,), sizes=Sizes(1, 1))
-    await rounds.rule(stage.job, Sizes(2, 2))
+    await rounds.set_sizes(stage.job, Sizes(2, 2))
     document = await stage.stored()
     assert document is not None
     assert (document.round, document.sizes, document.ruled) == (1, Sizes(2, 2), True)
@@ -179,12 +179,12 @@ async def test_sizes_that_are_the_same_or_of_a_closed_job_are_not_written() -> N
     stage = Stage()
     await stage.start()
     rounds = stage.operator(client := Mortal(stage.client))
-    await rounds.rule(stage.job, SIZES)
-    await rounds.rule(stage.job, SIZES)
+    await rounds.set_sizes(stage.job, SIZES)
+    await rounds.set_sizes(stage.job, SIZES)
     assert client.requests.count("create configmaps") == 1
     await change(rounds, stage.agents[0], join(A))
     await change(rounds, stage.agents[0], lambda _: CloseJob("a", "over"))
-    await rounds.rule(stage.job, Sizes(2, 2))
+    await rounds.set_sizes(stage.job, Sizes(2, 2))
     document = await stage.stored()
     assert document is not None
     assert (document.closed, document.sizes) == ("over", SIZES)
@@ -194,7 +194,7 @@ async def test_agent_that_changes_the_sizes_or_forgets_whose_they_are_is_correct
     stage = Stage()
     await stage.start()
     rounds = stage.operator()
-    await rounds.rule(stage.job, SIZES)
+    await rounds.set_sizes(stage.job, SIZES)
     sight = await rounds.read(stage.agents[0], 0)
     assert sight.document is not None
     before = decode(sight.document.encode())
@@ -212,8 +212,8 @@ async def test_sizes_are_set_though_the_operator_dies_at_any_request_or_another_
         await stage.start()
         await change(stage.operator(), stage.agents[0], join(A))
         with contextlib.suppress(RoundsUnavailable):
-            await stage.operator(Mortal(stage.client, at)).rule(stage.job, Sizes(2, 2))
-        await stage.operator().rule(stage.job, Sizes(2, 2))
+            await stage.operator(Mortal(stage.client, at)).set_sizes(stage.job, Sizes(2, 2))
+        await stage.operator().set_sizes(stage.job, Sizes(2, 2))
         document = await stage.stored()
         assert document is not None
         assert (document.sizes, document.joining) == (Sizes(2, 2), (A,))
@@ -225,7 +225,7 @@ async def test_fields_of_a_newer_agent_are_kept_where_sizes_are_set() -> None:
     rounds = stage.operator()
     body = {**json.loads(encode(Document(SIZES, joining=(A,)))), "later": [1]}
     await rounds.swap(stage.agents[0], 0, json.dumps(body).encode())
-    await rounds.rule(stage.job, Sizes(2, 2))
+    await rounds.set_sizes(stage.job, Sizes(2, 2))
     (kept,) = (await stage.client.list(CONFIGMAPS, NS)).items
     assert json.loads(kept.data["document"])["later"] == [1]
 
@@ -375,19 +375,19 @@ async def test_new_leader_counts_nobody_as_lapsed_who_had_no_time_to_come_back()
         await change(old, stage.agents[who], event)
     new = stage.operator()
     before = await new.read(stage.agents[0], 0)
-    assert before.lapses != (await old.read(stage.agents[0], 0)).lapses  # so that each looks
+    assert before.expirations != (await old.read(stage.agents[0], 0)).expirations  # so that each looks
     assert set(json.loads(await new.present(stage.agents[0]))) == {"a", "b"}
     await stage.clock.advance(10)
     assert not new.renew(stage.agents[0], "a")
     new.announce(stage.agents[0], "a", Wish(A, 1, SIZES).encode(), 20.0)
     await stage.clock.advance(9.5)
-    assert (await new.read(stage.agents[0], 0)).lapses == before.lapses
+    assert (await new.read(stage.agents[0], 0)).expirations == before.expirations
     await stage.clock.advance(1)
-    assert (await new.read(stage.agents[0], 0)).lapses == before.lapses + 1
+    assert (await new.read(stage.agents[0], 0)).expirations == before.expirations + 1
     assert set(json.loads(await new.present(stage.agents[0]))) == {"a"}
 
 
-async def form(stage: Stage, rounds: Rounds) -> None:
+async def form(stage: Stage, rounds: RoundStore) -> None:
     """A round of both agents, which are present for 20 s."""
     for who, event, _ in STORY[:3]:
         await change(rounds, stage.agents[who], event)
@@ -415,13 +415,13 @@ async def test_leader_that_leads_again_remembers_who_is_present_if_nobody_led_in
         await rounds.read(stage.agents[1], 0)
     rounds.forget_all()
     after = await rounds.read(stage.agents[0], 0)
-    assert after.lapses != before.lapses  # so that each looks
+    assert after.expirations != before.expirations  # so that each looks
     assert set(json.loads(await rounds.present(stage.agents[0]))) == {"a", "b"}
     assert rounds.renew(stage.agents[0], "a") is not bool(others)
     await stage.clock.advance(20.5)  # one more lease: b is gone, and a if it was told to announce itself and did not
     present = set(json.loads(await rounds.present(stage.agents[0])))
     assert present == set(), "nobody renewed in this time"
-    assert (await rounds.read(stage.agents[0], 0)).lapses == after.lapses + 2
+    assert (await rounds.read(stage.agents[0], 0)).expirations == after.expirations + 2
 
 
 async def test_wish_of_who_was_present_is_written_by_the_leader_that_leads_again() -> None:
@@ -465,9 +465,9 @@ async def test_pod_that_dies_while_its_agent_is_awaited_is_not_awaited_any_more(
     new = stage.operator()
     before = await new.read(stage.agents[0], 0)
     new.withdraw_pod(stage.job.uid, Worker("unknown", 1, 3))
-    assert (await new.read(stage.agents[0], 0)).lapses == before.lapses
+    assert (await new.read(stage.agents[0], 0)).expirations == before.expirations
     new.withdraw_pod(stage.job.uid, Worker("whatever", 1, 0))
-    assert (await new.read(stage.agents[0], 0)).lapses == before.lapses + 1
+    assert (await new.read(stage.agents[0], 0)).expirations == before.expirations + 1
     assert set(json.loads(await new.present(stage.agents[0]))) == {"a"}
 
 
@@ -491,7 +491,7 @@ async def test_watch_ends_when_the_leadership_does() -> None:
     epoch = 1
     rounds = stage.operator(term=lambda: epoch)
     sight = await rounds.read(stage.agents[0], 0)
-    waiting = asyncio.ensure_future(rounds.watch(stage.agents[0], sight.version, sight.lapses, 30.0))
+    waiting = asyncio.ensure_future(rounds.watch(stage.agents[0], sight.version, sight.expirations, 30.0))
     await asyncio.sleep(0)
     assert rounds.watching == 1
     rounds.forget_all()  # it is told that it leads, which it knew

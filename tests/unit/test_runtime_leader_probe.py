@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from everstep_operator.runtime.leader_probe import Neighbour
+from everstep_operator.runtime.leader_probe import LeaderProbe
 
 LIMIT = 20.0
 
@@ -48,11 +48,11 @@ async def until(found: Callable[[], object]) -> None:
 
 
 @asynccontextmanager
-async def watching(leader: Leader) -> AsyncIterator[Neighbour]:
-    neighbour = Neighbour(lambda: leader.address)
-    task = asyncio.create_task(neighbour.run())
+async def watching(leader: Leader) -> AsyncIterator[LeaderProbe]:
+    leader_probe = LeaderProbe(lambda: leader.address)
+    task = asyncio.create_task(leader_probe.run())
     try:
-        yield neighbour
+        yield leader_probe
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -62,48 +62,48 @@ async def watching(leader: Leader) -> AsyncIterator[Neighbour]:
 async def test_leader_whose_port_closes_is_gone_until_it_is_back() -> None:
     leader = Leader()
     await leader.start()
-    async with watching(leader) as neighbour:
+    async with watching(leader) as leader_probe:
         await until(lambda: leader.asked >= 2)
-        assert not neighbour.is_gone(leader.address)
+        assert not leader_probe.is_gone(leader.address)
         leader.stop()
-        await until(lambda: neighbour.is_gone(leader.address))
-        assert not neighbour.is_gone("127.0.0.1:1")
+        await until(lambda: leader_probe.is_gone(leader.address))
+        assert not leader_probe.is_gone("127.0.0.1:1")
         await leader.start(leader.port)
-        await until(lambda: not neighbour.is_gone(leader.address))
+        await until(lambda: not leader_probe.is_gone(leader.address))
 
 
 async def test_leader_that_says_nothing_or_ends_connections_is_there() -> None:
     leader = Leader()
     await leader.start()
-    async with watching(leader) as neighbour:
+    async with watching(leader) as leader_probe:
         await until(lambda: leader.asked >= 1)
         leader.answers = False
         asked = leader.asked
         await until(lambda: leader.asked > asked)
         await asyncio.sleep(3.0)  # longer than a silent machine would be given
-        assert not neighbour.is_gone(leader.address)
+        assert not leader_probe.is_gone(leader.address)
         leader.ends = leader.answers = True
         await asyncio.sleep(1.0)
-        assert not neighbour.is_gone(leader.address)
+        assert not leader_probe.is_gone(leader.address)
 
 
 async def test_address_that_was_never_reached_is_not_called_gone() -> None:
     leader = Leader()
     await leader.start()
     leader.stop()
-    async with watching(leader) as neighbour:
+    async with watching(leader) as leader_probe:
         await asyncio.sleep(1.5)
-        assert not neighbour.is_gone(leader.address)
+        assert not leader_probe.is_gone(leader.address)
 
 
 async def test_address_that_is_none_stops_nothing() -> None:
     leader = Leader()
     await leader.start()
     real, leader.address = leader.address, "nobody"
-    async with watching(leader) as neighbour:
+    async with watching(leader) as leader_probe:
         await asyncio.sleep(0.1)
         leader.address = "127.0.0.1:99999"
         await asyncio.sleep(1.0)
         leader.address = real
         await until(lambda: leader.asked >= 1)
-        assert not neighbour.is_gone(real)
+        assert not leader_probe.is_gone(real)
