@@ -66,7 +66,7 @@ soak: setup  ## what takes long: a hundred local runs with kills at random momen
 	EVERSTEP_RUNS=100 $(BIN)/pytest -n 3 tests/run/test_run_robust.py -k random_moment
 	EVERSTEP_KILLS=200 $(BIN)/pytest tests/recovery/test_recovery_kills.py -k random_moments
 	EVERSTEP_KILLS=50 $(BIN)/pytest tests/agent/test_agent_jobs.py -k random_moments
-	EVERSTEP_REPLAYS=1000 $(BIN)/pytest tests/recovery/test_replay_machine.py
+	EVERSTEP_REPLAYS=1000 $(BIN)/pytest tests/recovery/test_rollback_machine.py
 	EVERSTEP_FORKS=20000 $(BIN)/pytest tests/agent/test_agent_processes.py
 	EVERSTEP_SEEDS=0:50 $(BIN)/pytest -n 2 tests/run/test_run_sequences.py
 	EVERSTEP_SEEDS=0:50 $(BIN)/pytest tests/e2e/test_sequences.py

@@ -160,7 +160,7 @@ class Chunks:
 def arm(folder: Path) -> Points:
     """In a training process, before its run begins."""
     from everstep.checkpoint import exchange  # noqa: PLC0415  imports torch
-    from everstep.recovery.announcements import AgentRounds  # noqa: PLC0415
+    from everstep.recovery.announcements import AgentAnnouncements  # noqa: PLC0415
     from everstep.recovery.ddp.reducers import Reducers  # noqa: PLC0415
     from everstep.recovery.engine import Recovery  # noqa: PLC0415
     from everstep.recovery.forming import forming  # noqa: PLC0415
@@ -170,9 +170,9 @@ def arm(folder: Path) -> Points:
     from everstep.train.keeper import Keeper  # noqa: PLC0415
 
     points = Points(folder)
-    _know(points, AgentRounds, RecoverableGroup, Recovery, forming)
-    wrap(points, AgentRounds, "ready", "ready", "is ready")
-    wrap(points, AgentRounds, "coming", "coming")
+    _know(points, AgentAnnouncements, RecoverableGroup, Recovery, forming)
+    wrap(points, AgentAnnouncements, "ready", "ready", "is ready")
+    wrap(points, AgentAnnouncements, "coming", "coming")
     wrap(points, forming, "_form", "forming", "connected")
     wrap(points, Recovery, "_join", "formed")
     wrap(points, Members, "gather", "agreeing", "agreed")

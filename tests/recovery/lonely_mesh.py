@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from everstep.recovery.group.recoverable import RecoverableGroup
-from everstep.recovery.group.scope import Scope
+from everstep.recovery.group.script_location import ScriptLocation
 from everstep.recovery.sharding.mesh import RecoverableMesh
 from everstep.recovery.state.shape import SHARD
 
@@ -29,7 +29,9 @@ def world_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def mesh_of(shards: int, provisional: int = 0, kind: str = SHARD, scope: Scope | None = None) -> RecoverableMesh:
+def mesh_of(
+    shards: int, provisional: int = 0, kind: str = SHARD, scope: ScriptLocation | None = None
+) -> RecoverableMesh:
     def new_group(description: str) -> RecoverableGroup:
         _asked.append(RecoverableGroup(scope=scope))
         dist.new_group([0], backend="meshtest", group_desc=description)

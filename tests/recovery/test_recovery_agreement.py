@@ -4,69 +4,71 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.recovery.transfer.agreement import Agreement, NoState, Standing, agree
-from everstep.recovery.validity import Quality
+from everstep.recovery.transfer.agreement import Agreement, MemberState, NoState, agree
+from everstep.recovery.validity import Validity
 
-standings = st.lists(
-    st.builds(Standing, st.integers(0, 3), st.sampled_from(list(Quality)), st.integers(0, 1)), min_size=1, max_size=6
+states = st.lists(
+    st.builds(MemberState, st.integers(0, 3), st.sampled_from(list(Validity)), st.integers(0, 1)),
+    min_size=1,
+    max_size=6,
 )
 
 
 def test_members_that_agree_send_nothing() -> None:
-    assert agree([Standing(7, Quality.WHOLE, 5)] * 3) == Agreement(7, 0, ())
+    assert agree([MemberState(7, Validity.WHOLE, 5)] * 3) == Agreement(7, 0, ())
 
 
 def test_new_process_gets_the_state_of_those_that_have_one_even_at_step_0() -> None:
-    told = [Standing(0, Quality.NONE, 0), Standing(0, Quality.WHOLE, 9), Standing(0, Quality.WHOLE, 9)]
+    told = [MemberState(0, Validity.NONE, 0), MemberState(0, Validity.WHOLE, 9), MemberState(0, Validity.WHOLE, 9)]
     assert agree(told) == Agreement(0, 1, (0,))
 
 
 def test_member_that_completed_one_step_more_gives_it_to_the_others() -> None:
-    told = [Standing(7, Quality.WHOLE, 1), Standing(8, Quality.WHOLE, 2), Standing(7, Quality.WHOLE, 1)]
+    told = [MemberState(7, Validity.WHOLE, 1), MemberState(8, Validity.WHOLE, 2), MemberState(7, Validity.WHOLE, 1)]
     assert agree(told) == Agreement(8, 1, (0, 2))
 
 
 def test_member_whose_state_is_torn_gives_it_to_nobody() -> None:
-    told = [Standing(9, Quality.TORN, 2), Standing(8, Quality.WHOLE, 2)]
+    told = [MemberState(9, Validity.TORN, 2), MemberState(8, Validity.WHOLE, 2)]
     assert agree(told) == Agreement(8, 1, (0,))
 
 
 def test_member_with_other_parameters_at_the_same_step_is_named_and_takes_the_lowest_ranks() -> None:
-    told = [Standing(8, Quality.WHOLE, 2), Standing(8, Quality.WHOLE, 3), Standing(8, Quality.WHOLE, 2)]
+    told = [MemberState(8, Validity.WHOLE, 2), MemberState(8, Validity.WHOLE, 3), MemberState(8, Validity.WHOLE, 2)]
     assert agree(told) == Agreement(8, 0, (1,), diverged=(1,))
 
 
 def test_new_processes_alone_have_no_holder() -> None:
-    assert agree([Standing(0, Quality.NONE, 0)] * 2) == Agreement(0, None, ())
+    assert agree([MemberState(0, Validity.NONE, 0)] * 2) == Agreement(0, None, ())
 
 
 def test_torn_states_alone_are_no_state_and_beside_a_whole_one_they_are_replaced() -> None:
-    torn = Standing(8, Quality.TORN, 1)
+    torn = MemberState(8, Validity.TORN, 1)
     with pytest.raises(NoState, match="no whole state"):
-        agree([torn, Standing(0, Quality.NONE, 0)])
-    assert agree([torn, Standing(7, Quality.WHOLE, 1)]) == Agreement(7, 1, (0,))
+        agree([torn, MemberState(0, Validity.NONE, 0)])
+    assert agree([torn, MemberState(7, Validity.WHOLE, 1)]) == Agreement(7, 1, (0,))
 
 
-@given(standings)
-def test_afterwards_all_hold_the_newest_whole_state_of_any(told: list[Standing]) -> None:
+@given(states)
+def test_afterwards_all_hold_the_newest_whole_state_of_any(told: list[MemberState]) -> None:
     try:
         found = agree(told)
     except NoState:
-        assert all(s.quality <= Quality.NONE for s in told)
+        assert all(s.validity <= Validity.NONE for s in told)
         return
     if found.holder is None:
-        assert all(s.quality is Quality.NONE for s in told)
+        assert all(s.validity is Validity.NONE for s in told)
         return
     after = [told[found.holder] if rank in found.receivers else s for rank, s in enumerate(told)]
     assert len(set(after)) == 1
     assert found.holder not in found.receivers
-    assert after[0].quality > Quality.NONE
-    assert found.step == after[0].step == max(s.step for s in told if s.quality > Quality.NONE)
+    assert after[0].validity > Validity.NONE
+    assert found.step == after[0].step == max(s.step for s in told if s.validity > Validity.NONE)
     assert set(found.diverged) <= set(found.receivers)
 
 
-@given(standings)
-def test_state_that_wins_does_not_depend_on_the_order_of_ranks(told: list[Standing]) -> None:
+@given(states)
+def test_state_that_wins_does_not_depend_on_the_order_of_ranks(told: list[MemberState]) -> None:
     try:
         found = agree(told)
     except NoState:
@@ -76,4 +78,4 @@ def test_state_that_wins_does_not_depend_on_the_order_of_ranks(told: list[Standi
     best = told[found.holder]
     turned = agree(told[::-1])
     assert turned.holder is not None
-    assert (told[::-1][turned.holder].step, told[::-1][turned.holder].quality) == (best.step, best.quality)
+    assert (told[::-1][turned.holder].step, told[::-1][turned.holder].validity) == (best.step, best.validity)

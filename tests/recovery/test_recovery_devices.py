@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everstep.recovery.announcements import Round
+from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.forming import forming
 from everstep.recovery.group.in_flight import DEVICE_WORKS, PeerLost
 from everstep.recovery.group.recoverable import RecoverableGroup
@@ -96,14 +96,14 @@ def test_works_that_are_over_are_not_kept(device: Device) -> None:
     device.peers.set()
     for _ in range(4 * DEVICE_WORKS):
         reduce(group)
-    assert len(group._flight._device) < DEVICE_WORKS
+    assert len(group._in_flight._device) < DEVICE_WORKS
 
 
 def test_a_device_that_does_not_end_its_collectives_keeps_the_step_from_being_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forming, "ABORT_SECONDS", 0.05)
-    formed = forming.Formed(Round(3, 0, 2, ("127.0.0.1", 1)), None, None, frozenset(), None)
-    with pytest.raises(forming.Unformed, match="round 3: the device did not end its collectives"):
-        forming.dismiss(formed, [], [Kernel(lambda: False)])
-    forming.dismiss(formed, [], [Kernel(lambda: True)])
+    formed = forming.FormedRound(AnnouncedRound(3, 0, 2, ("127.0.0.1", 1)), None, None, frozenset(), None)
+    with pytest.raises(forming.FormingFailed, match="round 3: the device did not end its collectives"):
+        forming.close(formed, [], [Kernel(lambda: False)])
+    forming.close(formed, [], [Kernel(lambda: True)])

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
 from everstep.recovery.group.in_flight import PeerLost
-from everstep.recovery.group.scope import Scope
+from everstep.recovery.group.script_location import ScriptLocation
 from everstep.recovery.sharding import tensor_parallel
 from everstep.recovery.sharding.fsdp import NotRecoverable, ShardedObjects, check
 from everstep.recovery.sharding.mesh import RecoverableMesh
@@ -49,7 +49,7 @@ def shapes(model: Any) -> list[torch.Size]:
 
 
 def test_number_of_replicas_is_known_from_the_first_round_on() -> None:
-    mesh = mesh_of(2, 1, MODEL, Scope())
+    mesh = mesh_of(2, 1, MODEL, ScriptLocation())
     made, replicate = mesh.device_mesh, mesh.device_mesh["replicate"]
     assert (made.size(1), made["model"].size()) == (2, 2)
     for ask in (

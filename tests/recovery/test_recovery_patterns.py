@@ -8,9 +8,9 @@ from itertools import combinations
 import pytest
 
 from everstep.recovery.group.meanings import (
-    Across,
-    Everyone,
-    Inside,
+    AcrossReplicas,
+    AllRanks,
+    WithinReplica,
     lacking,
     meaning,
     name_of,
@@ -23,15 +23,15 @@ from everstep.recovery.group.meanings import (
 @pytest.mark.parametrize(
     ("ranks", "most", "places", "found"),
     [
-        ([0, 1], 4, 2, (Inside((0, 1)), 0)),
-        ([3, 2], 4, 2, (Inside((0, 1)), 1)),
-        ([6, 7], 8, 4, (Inside((2, 3)), 1)),
-        ([1, 3], 4, 2, (Across(1), 0)),
-        ([0, 1, 2, 3], 4, 2, (Everyone(), 0)),
-        ([0, 1], 2, 2, (Inside((0, 1)), 0)),  # a job of one replica: that each knows its place says more
-        ([0, 1, 2, 3], 4, 1, (Everyone(), 0)),
-        ([2], 4, 1, (Inside((0,)), 2)),  # a script that is told to divide its model over one
-        ([0], 1, 1, (Everyone(), 0)),
+        ([0, 1], 4, 2, (WithinReplica((0, 1)), 0)),
+        ([3, 2], 4, 2, (WithinReplica((0, 1)), 1)),
+        ([6, 7], 8, 4, (WithinReplica((2, 3)), 1)),
+        ([1, 3], 4, 2, (AcrossReplicas(1), 0)),
+        ([0, 1, 2, 3], 4, 2, (AllRanks(), 0)),
+        ([0, 1], 2, 2, (WithinReplica((0, 1)), 0)),  # a job of one replica: that each knows its place says more
+        ([0, 1, 2, 3], 4, 1, (AllRanks(), 0)),
+        ([2], 4, 1, (WithinReplica((0,)), 2)),  # a script that is told to divide its model over one
+        ([0], 1, 1, (AllRanks(), 0)),
         ([0, 3], 4, 2, None),  # two places of two replicas
         ([1, 3], 6, 2, None),  # not all replicas
         ([0, 2, 4], 8, 2, None),
@@ -59,7 +59,7 @@ def test_what_ranks_mean_gives_back_the_ranks_that_were_named(replicas: int, pla
 
 
 def test_members_share_a_name_and_others_have_another() -> None:
-    for what in (Inside((0, 2)), Across(1), Everyone()):
+    for what in (WithinReplica((0, 2)), AcrossReplicas(1), AllRanks()):
         by_name: dict[str, set[int]] = {}
         for rank in range(8):
             members = ranks_of(what, rank, 8, 4)
@@ -70,23 +70,29 @@ def test_members_share_a_name_and_others_have_another() -> None:
 
 
 def test_groups_are_formed_in_an_order_that_does_not_depend_on_the_replica() -> None:
-    made = [(Across(0), 0), (Inside((0, 1)), 1), (Everyone(), 0), (Inside((0, 1)), 0), (Inside((0,)), 0)]
+    made = [
+        (AcrossReplicas(0), 0),
+        (WithinReplica((0, 1)), 1),
+        (AllRanks(), 0),
+        (WithinReplica((0, 1)), 0),
+        (WithinReplica((0,)), 0),
+    ]
     orders = [order_of(what, nth) for what, nth in made]
     assert len(set(orders)) == len(made)
     assert sorted(orders) == [orders[2], orders[4], orders[3], orders[1], orders[0]]
 
 
 def test_group_that_was_made_for_some_replicas_only_is_named() -> None:
-    whole = Inside((0, 1))
-    assert lacking(Counter({(whole, 0): 1, (whole, 1): 1, (whole, 2): 1, (Across(0), 0): 2}), 3, 2) is None
+    whole = WithinReplica((0, 1))
+    assert lacking(Counter({(whole, 0): 1, (whole, 1): 1, (whole, 2): 1, (AcrossReplicas(0), 0): 2}), 3, 2) is None
     assert lacking(Counter({(whole, 0): 1, (whole, 2): 1}), 3, 2) == [2, 3]
     assert lacking(Counter({(whole, 0): 2, (whole, 1): 2, (whole, 2): 1}), 3, 2) == [4, 5]
 
 
 def test_as_many_groups_of_other_meanings_are_told_apart() -> None:
-    inside, across = Inside((0, 1)), Across(1)
+    inside, across = WithinReplica((0, 1)), AcrossReplicas(1)
     some = Counter({(inside, 0): 2, (inside, 1): 2, (across, 0): 1})
     assert words(some) == "place 1 of all replicas: 1; places 0, 1 of a replica: 2"
     assert words(Counter({(inside, 0): 1, (inside, 1): 1, (across, 0): 3})) != words(some)
     assert words(Counter(reversed(list(some.elements())))) == words(some)
-    assert words(Counter({(Everyone(), 0): 1})) == "all ranks: 1"
+    assert words(Counter({(AllRanks(), 0): 1})) == "all ranks: 1"

@@ -14,7 +14,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from everstep.membership.torch_log import warnings_off
-from everstep.recovery.announcements import Round
+from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.forming import forming
 
 HOST = """
@@ -51,8 +51,8 @@ def test_a_round_whose_host_dies_while_it_forms_leaves_no_frames(
     with warnings_off():  # the killer's own client hears of it, too
         killer = threading.Thread(target=kill_when_asked_for, args=("round-3/link/0", made, port))
         killer.start()
-    with pytest.raises(forming.Unformed, match="round 3: ") as found:
-        forming.form(Round(3, 0, 2, ("127.0.0.1", port)), lambda: False, 60.0)
+    with pytest.raises(forming.FormingFailed, match="round 3: ") as found:
+        forming.form(AnnouncedRound(3, 0, 2, ("127.0.0.1", port)), lambda: False, 60.0)
     killer.join()
     assert "\n" not in str(found.value)
     assert "frame #" not in capfd.readouterr().err

@@ -13,12 +13,12 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from everstep.contract.calls import Call
-from everstep.recovery.announcements import AgentRounds, Dismissed, Round, RoundsOver
+from everstep.recovery.announcements import AgentAnnouncements, AnnouncedRound, Drained, RoundsOver
 from everstep.recovery.ddp.reducers import Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.forming import forming
-from everstep.recovery.forming.background import Ahead
-from everstep.recovery.validity import Quality
+from everstep.recovery.forming.background import BackgroundForming
+from everstep.recovery.validity import Validity
 
 
 class Agent:
@@ -48,8 +48,8 @@ def agent(tmp_path: Path) -> Agent:
 
 
 @pytest.fixture
-def rounds(agent: Agent) -> AgentRounds:
-    found = AgentRounds.find({"EVERSTEP_AGENT_SOCKET": agent.path})
+def rounds(agent: Agent) -> AgentAnnouncements:
+    found = AgentAnnouncements.find({"EVERSTEP_AGENT_SOCKET": agent.path})
     assert found is not None
     agent.accept()
     assert agent.hear()["kind"] == "hello"
@@ -61,17 +61,19 @@ def announce(agent: Agent, number: int, **fields: Any) -> None:
 
 
 def test_without_an_agent_there_are_no_rounds() -> None:
-    assert AgentRounds.find({}) is None
+    assert AgentAnnouncements.find({}) is None
 
 
-def test_round_is_heard_whether_it_came_before_or_after_it_was_asked_for(agent: Agent, rounds: AgentRounds) -> None:
+def test_round_is_heard_whether_it_came_before_or_after_it_was_asked_for(
+    agent: Agent, rounds: AgentAnnouncements
+) -> None:
     announce(agent, 4)
-    assert rounds.wait_newer(3, 10) == Round(4, 1, 3, ("10.0.0.1", 4000))
+    assert rounds.wait_newer(3, 10) == AnnouncedRound(4, 1, 3, ("10.0.0.1", 4000))
     threading.Timer(0.05, announce, (agent, 5)).start()
     assert rounds.wait_newer(4, 10).number == 5
 
 
-def test_older_round_is_never_seen_again(agent: Agent, rounds: AgentRounds) -> None:
+def test_older_round_is_never_seen_again(agent: Agent, rounds: AgentAnnouncements) -> None:
     heard: list[tuple[int, bool]] = []
     rounds.on_round(lambda r, whole: heard.append((r.number, whole)))
     for number in (4, 3, 4, 5):
@@ -85,13 +87,13 @@ def test_older_round_is_never_seen_again(agent: Agent, rounds: AgentRounds) -> N
     assert heard == [(4, False), (5, True), (6, False)]
 
 
-def test_message_of_a_newer_agent_is_passed_over(agent: Agent, rounds: AgentRounds) -> None:
+def test_message_of_a_newer_agent_is_passed_over(agent: Agent, rounds: AgentAnnouncements) -> None:
     agent.say(kind="something")
     announce(agent, 4, more=True)
     assert rounds.wait_newer(0, 10).number == 4
 
 
-def test_waiting_ends_when_no_round_comes_or_none_will(agent: Agent, rounds: AgentRounds) -> None:
+def test_waiting_ends_when_no_round_comes_or_none_will(agent: Agent, rounds: AgentAnnouncements) -> None:
     with pytest.raises(RoundsOver, match=r"no round above 0 within 0\.01 s"):
         rounds.wait_newer(0, 0.01)
     agent.say(kind="over", reason="this member was evicted")
@@ -100,7 +102,9 @@ def test_waiting_ends_when_no_round_comes_or_none_will(agent: Agent, rounds: Age
 
 
 @pytest.mark.parametrize("last", [b"", b"no json\n", b'{"kind": "round", "round": 1}\n'])
-def test_agent_that_is_gone_or_cannot_be_read_ends_the_waiting(agent: Agent, rounds: AgentRounds, last: bytes) -> None:
+def test_agent_that_is_gone_or_cannot_be_read_ends_the_waiting(
+    agent: Agent, rounds: AgentAnnouncements, last: bytes
+) -> None:
     agent.connection.sendall(last)
     agent.connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RoundsOver, match="the agent"):
@@ -108,7 +112,7 @@ def test_agent_that_is_gone_or_cannot_be_read_ends_the_waiting(agent: Agent, rou
     rounds.ready()  # says so to nobody
 
 
-def test_agent_is_told_what_the_process_does(agent: Agent, rounds: AgentRounds) -> None:
+def test_agent_is_told_what_the_process_does(agent: Agent, rounds: AgentAnnouncements) -> None:
     rounds.ready()
     rounds.broken(4, "x" * 1000, (Call(7, "barrier()"),), " at train.py:31 in main")
     rounds.joined(5, 17, 0.25, 0.5, "state from rank 1")
@@ -119,33 +123,33 @@ def test_agent_is_told_what_the_process_does(agent: Agent, rounds: AgentRounds) 
     assert agent.hear() == {"kind": "joined", "round": 5, "step": 17, **took}
 
 
-@pytest.mark.parametrize("quality", [Quality.NONE, Quality.WHOLE])
-def test_process_waits_in_its_memory_for_as_long_as_a_replacement_may_take(quality: Quality) -> None:
+@pytest.mark.parametrize("validity", [Validity.NONE, Validity.WHOLE])
+def test_process_waits_in_its_memory_for_as_long_as_a_replacement_may_take(validity: Validity) -> None:
     """`spec.elastic.shrinkAfterSeconds` may be a day; and in a job of a fixed size nobody trains until one has come."""
 
-    class Later(AgentRounds):
+    class Later(AgentAnnouncements):
         def __init__(self) -> None:
             """Nothing is announced for a day."""
 
-        def wait_newer(self, than: int, seconds: float) -> Round:
+        def wait_newer(self, than: int, seconds: float) -> AnnouncedRound:
             if seconds < 86_400:
                 raise RoundsOver(f"no round above {than} within {seconds:g} s")
-            raise Dismissed("a day is over")
+            raise Drained("a day is over")
 
-    with pytest.raises(Dismissed):
-        Recovery(Later()).enter(7, quality, lambda: None, lambda: None)
+    with pytest.raises(Drained):
+        Recovery(Later()).enter(7, validity, lambda: None, lambda: None)
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_heard_late_of_the_round_at_hand_changes_nothing(
-    agent: Agent, rounds: AgentRounds, whole: bool, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, rounds: AgentAnnouncements, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that hears of rounds may have no processor between waking the training thread and telling of one."""
     goes_on, heard = threading.Event(), threading.Semaphore(0)
     listen = rounds.on_round
 
     def late(call: Any) -> None:
-        def told(round_: Round, whole: bool) -> None:
+        def told(round_: AnnouncedRound, whole: bool) -> None:
             assert goes_on.wait(30)
             call(round_, whole)
             heard.release()
@@ -159,8 +163,8 @@ def test_what_is_heard_late_of_the_round_at_hand_changes_nothing(
         place = ["127.0.0.1", store.port]
         agent.say(kind="round", round=number, rank=0, world_size=1, store=place, whole=whole and number > 0)
 
-    def enter(step: int, quality: Quality) -> None:
-        recovery.enter(step, quality, lambda: None, lambda: None)
+    def enter(step: int, validity: Validity) -> None:
+        recovery.enter(step, validity, lambda: None, lambda: None)
 
     recovery = Recovery(rounds)
     recovery.main.attach(forming.alone(), 0, 1)
@@ -168,11 +172,11 @@ def test_what_is_heard_late_of_the_round_at_hand_changes_nothing(
     recovery.track(state, Reducers(state))
     goes_on.set()
     announce_one(0)
-    enter(0, Quality.NONE)
+    enter(0, Validity.NONE)
     assert heard.acquire(timeout=30)
     goes_on.clear()
     announce_one(1)
-    enter(3, Quality.WHOLE)
+    enter(3, Validity.WHOLE)
     goes_on.set()
     assert heard.acquire(timeout=30)
     assert recovery.round is not None
@@ -194,7 +198,7 @@ def eventually(found: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds: AgentRounds) -> None:
+def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds: AgentAnnouncements) -> None:
     """A process that starts, or wakes, is told of a round long before it can be in it."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = ("127.0.0.1", store.port)
@@ -207,31 +211,31 @@ def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds:
     state: dict[str, Any] = {"w": torch.zeros(2)}
     recovery.track(state, Reducers(state))
     announce_one(0, 1, False)
-    recovery.enter(0, Quality.NONE, lambda: None, lambda: None)
+    recovery.enter(0, Validity.NONE, lambda: None, lambda: None)
     announce_one(1, 2, True)
     link = PrefixStore("round-1", TCPStore(*place, is_master=False, wait_for_workers=False))
     link.get("link/0")  # it has begun to form
     assert not recovery.boundary_wanted
     assert recovery.lost is None
-    other = forming.form(Round(1, 1, 2, place), lambda: False, 30.0)
+    other = forming.form(AnnouncedRound(1, 1, 2, place), lambda: False, 30.0)
     eventually(lambda: recovery.boundary_wanted)
-    assert recovery._meet(3) == Round(1, 0, 2, place)
+    assert recovery._meet(3) == AnnouncedRound(1, 0, 2, place)
     assert recovery.round is not None
     assert recovery.round.number == 1
     recovery.part()
-    forming.dismiss(other, [], [])
+    forming.close(other, [], [])
 
 
 def test_closing_a_round_that_was_overtaken_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has formed, and its connections take long to close."""
-    ahead, done, closed, threads = Ahead(), threading.Event(), threading.Event(), list[str]()
+    ahead, done, closed, threads = BackgroundForming(), threading.Event(), threading.Event(), list[str]()
 
-    def dismiss(*_: object) -> None:
+    def close(*_: object) -> None:
         threads.append(threading.current_thread().name)
         assert closed.wait(30)
 
-    monkeypatch.setattr(forming, "dismiss", dismiss)
-    ahead.start(1, lambda: cast(forming.Formed, None), done.set)
+    monkeypatch.setattr(forming, "close", close)
+    ahead.start(1, lambda: cast(forming.FormedRound, None), done.set)
     assert done.wait(30)
     taken = threading.Thread(target=ahead.take, args=(2,), name="takes", daemon=True)
     taken.start()
@@ -244,10 +248,10 @@ def test_closing_a_round_that_was_overtaken_delays_nobody(monkeypatch: pytest.Mo
     assert threads != ["takes"]
 
 
-def test_round_that_formed_ahead_and_is_overtaken_is_closed(agent: Agent, rounds: AgentRounds) -> None:
+def test_round_that_formed_ahead_and_is_overtaken_is_closed(agent: Agent, rounds: AgentAnnouncements) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ahead, done = Ahead(), threading.Event()
-    one = Round(1, 0, 1, ("127.0.0.1", store.port))
+    ahead, done = BackgroundForming(), threading.Event()
+    one = AnnouncedRound(1, 0, 1, ("127.0.0.1", store.port))
     ahead.start(1, lambda: forming.form(one, lambda: False, 30.0), done.set)
     assert done.wait(30)
     found = ahead._newest

@@ -12,7 +12,7 @@ from lonely_mesh import mesh_of
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import fully_shard
 
-from everstep.recovery.announcements import Round, RoundsOver
+from everstep.recovery.announcements import AnnouncedRound, RoundsOver
 from everstep.recovery.ddp.reducers import Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.forming import forming
@@ -20,9 +20,9 @@ from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.sharding.fsdp import NotRecoverable
 from everstep.recovery.transfer import broadcast
 from everstep.recovery.transfer.agreement import NoState
-from everstep.recovery.transfer.shard_transfer_plan import NEW, Held
-from everstep.recovery.transfer.sharded import Sharded
-from everstep.recovery.validity import Quality
+from everstep.recovery.transfer.shard_transfer_plan import NEW, MemberShard
+from everstep.recovery.transfer.sharded import ShardedState
+from everstep.recovery.validity import Validity
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -32,19 +32,19 @@ class Others:
 
     rank = 0
 
-    def __init__(self, *others: Held) -> None:
+    def __init__(self, *others: MemberShard) -> None:
         self.others = others
-        self.told: list[Held] = []
+        self.told: list[MemberShard] = []
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        step, made, quality, shard, digest = values
-        self.told.append(Held(step, made, Quality(quality), shard, digest))
-        return [tuple(values), *((h.step, h.made, int(h.quality), h.shard, h.digest) for h in self.others)]
+        step, made, validity, shard, digest = values
+        self.told.append(MemberShard(step, made, Validity(validity), shard, digest))
+        return [tuple(values), *((h.step, h.made, int(h.validity), h.shard, h.digest) for h in self.others)]
 
 
-def member(mesh: Any, others: Others) -> Sharded:
+def member(mesh: Any, others: Others) -> ShardedState:
     model = fully_shard(torch.nn.Linear(4, 7), mesh=mesh.device_mesh)
-    found = Sharded(mesh, others)  # type: ignore[arg-type]
+    found = ShardedState(mesh, others)  # type: ignore[arg-type]
     found.track({"model": model, "optimizer": torch.optim.SGD(model.parameters())})
     return found
 
@@ -57,19 +57,19 @@ def nothing() -> None:
     return None
 
 
-@pytest.mark.parametrize("quality", [Quality.NONE, Quality.WHOLE])
-def test_member_whose_restore_was_interrupted_says_that_its_state_is_of_no_use(quality: Quality) -> None:
+@pytest.mark.parametrize("validity", [Validity.NONE, Validity.WHOLE])
+def test_member_whose_restore_was_interrupted_says_that_its_state_is_of_no_use(validity: Validity) -> None:
     # Nobody has shard 1, so all restore; memory holds some of the commit by then, and perhaps another shard's zeros.
-    others = Others(Held(0, NEW, quality, 0, 0))
+    others = Others(MemberShard(0, NEW, validity, 0, 0))
     mine = member(mesh_of(2), others)
     mine.mesh.move(0, 2)
     with pytest.raises(PeerLost):
-        mine.settle(0, quality, 1, lost)
-    others.others = (Held(0, NEW, quality, 1, 0),)
+        mine.settle(0, validity, 1, lost)
+    others.others = (MemberShard(0, NEW, validity, 1, 0),)
     with pytest.raises(NoState):
-        mine.settle(0, quality, 2, nothing)
-    assert [held.quality for held in others.told] == [quality, Quality.TORN]
-    assert mine.settle(0, quality, 3, lambda: 40) == (40, "no state was whole in memory")
+        mine.settle(0, validity, 2, nothing)
+    assert [held.validity for held in others.told] == [validity, Validity.TORN]
+    assert mine.settle(0, validity, 3, lambda: 40) == (40, "no state was whole in memory")
 
 
 class Wrapped:
@@ -94,16 +94,16 @@ def test_shards_inside_an_object_of_the_scripts_own_are_never_sent_as_if_they_we
 class OneRound:
     """An agent that announces one round, and no other."""
 
-    dismissed = False
+    drained = False
 
-    def __init__(self, round_: Round) -> None:
+    def __init__(self, round_: AnnouncedRound) -> None:
         self.round = round_
         self.joins: list[tuple[int, int]] = []
 
-    def newest(self) -> Round:
+    def newest(self) -> AnnouncedRound:
         return self.round
 
-    def wait_newer(self, than: int, seconds: float) -> Round:
+    def wait_newer(self, than: int, seconds: float) -> AnnouncedRound:
         if than >= self.round.number:
             raise RoundsOver("there is no other round")
         return self.round
@@ -122,10 +122,10 @@ def store() -> TCPStore:
 
 def test_round_that_is_lost_after_the_state_has_come_is_left_with_that_state(store: TCPStore) -> None:
     # Told as what it was before, the step number of one state would go on with the parameters of another.
-    rounds = OneRound(Round(3, 0, 1, ("127.0.0.1", store.port)))
+    rounds = OneRound(AnnouncedRound(3, 0, 1, ("127.0.0.1", store.port)))
     recovery = Recovery(rounds)  # type: ignore[arg-type]
     recovery.main.attach(forming.alone(), 0, 1)
-    recovery._sharded = Sharded(mesh_of(1), recovery.members)
+    recovery._sharded = ShardedState(mesh_of(1), recovery.members)
     model = fully_shard(torch.nn.Linear(4, 7), mesh=recovery._sharded.mesh.device_mesh)
     state: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
     recovery.track(state, Reducers(state))
@@ -134,9 +134,9 @@ def test_round_that_is_lost_after_the_state_has_come_is_left_with_that_state(sto
         recovery._abandon("a peer was lost just after it had given its state")
         return 40
 
-    assert recovery.enter(0, Quality.NONE, restore, lambda: None) == 40
+    assert recovery.enter(0, Validity.NONE, restore, lambda: None) == 40
     assert recovery.lost is not None, "the round is over all the same"
     with pytest.raises(PeerLost):
         recovery.main.allreduce([torch.ones(1)]).wait()
     with pytest.raises(RoundsOver):
-        recovery.enter(40, Quality.WHOLE, restore, lambda: None)
+        recovery.enter(40, Validity.WHOLE, restore, lambda: None)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.train.guards.comparison.local_gradients import LocalGradients
-from everstep.train.guards.comparison.shadow_step import Rehearsal
+from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.plain import differences, plain_values
 from everstep.train.playable import may_be_left
 
@@ -181,14 +181,14 @@ def test_all_members_know_who_plays_and_as_whom(ages: list[int], steps: int) -> 
     said = list[list[tuple[int | None, bool]]]()
     for rank, age in enumerate(ages):
         others: Any = Others(rank, ages)
-        rehearsal = Rehearsal({}, others, lambda *_: None)
-        rehearsal._age = age
-        rehearsal.meet(joins=False)
+        shadow_step = ShadowStep({}, others, lambda *_: None)
+        shadow_step._age = age
+        shadow_step.meet(joins=False)
         told = list[tuple[int | None, bool]]()
         for _ in range(steps):
-            told.append((rehearsal._model, rehearsal._due))
-            with mock.patch.object(Rehearsal, "_compare"):
-                rehearsal.compare()
+            told.append((shadow_step._model, shadow_step._due))
+            with mock.patch.object(ShadowStep, "_compare"):
+                shadow_step.compare()
         said.append(told)
     for step in range(steps):
         models = {told[step][0] for told in said}
@@ -206,12 +206,12 @@ def test_all_members_know_who_plays_and_as_whom(ages: list[int], steps: int) -> 
 
 def test_process_that_was_given_a_later_state_plays_like_a_new_one() -> None:
     others: Any = Others(1, [7, 0])
-    rehearsal = Rehearsal({}, others, lambda *_: None)
-    rehearsal._age = 5
-    rehearsal.meet(joins=True)
-    assert rehearsal._age == 0
-    assert rehearsal.first
-    assert rehearsal._due
+    shadow_step = ShadowStep({}, others, lambda *_: None)
+    shadow_step._age = 5
+    shadow_step.meet(joins=True)
+    assert shadow_step._age == 0
+    assert shadow_step.first
+    assert shadow_step._due
 
 
 class FromRank0(Others):
@@ -244,11 +244,11 @@ def test_part_has_the_buffers_of_rank_0(kinds: list[tuple[torch.dtype, list[int]
     first, second = (FromRank0(rank, [7, 0]) for rank in (0, 1))
     for others, buffers in ((first, theirs), (second, mine)):
         told: Any = others
-        rehearsal = Rehearsal({}, told, lambda *_: None, lambda buffers=buffers: buffers)
-        rehearsal._age = told.ages[told.rank]
-        rehearsal.meet(joins=False)
-    assert rehearsal.plays(lambda: True)
-    assert rehearsal.begin() == 0
+        shadow_step = ShadowStep({}, told, lambda *_: None, lambda buffers=buffers: buffers)
+        shadow_step._age = told.ages[told.rank]
+        shadow_step.meet(joins=False)
+    assert shadow_step.plays(lambda: True)
+    assert shadow_step.begin() == 0
     for name, tensor in theirs.items():
         assert torch.equal(mine[name], tensor)
 
@@ -261,11 +261,11 @@ def test_part_has_the_buffers_of_rank_0(kinds: list[tuple[torch.dtype, list[int]
 def test_process_whose_buffers_cannot_be_rank_0s_does_not_play(theirs: torch.Tensor, mine: torch.Tensor) -> None:
     for rank, buffer in enumerate((theirs, mine)):
         told: Any = FromRank0(rank, [7, 0])
-        rehearsal = Rehearsal({}, told, lambda *_: None, lambda buffer=buffer: {"queue": buffer})
-        rehearsal._age = told.ages[rank]
+        shadow_step = ShadowStep({}, told, lambda *_: None, lambda buffer=buffer: {"queue": buffer})
+        shadow_step._age = told.ages[rank]
         FromRank0.told = b"" if rank == 0 else FromRank0.told
-        rehearsal.meet(joins=False)
-    assert not rehearsal.plays(lambda: True)
+        shadow_step.meet(joins=False)
+    assert not shadow_step.plays(lambda: True)
 
 
 # --- where the part may be left

@@ -23,7 +23,7 @@ MAX_LINE = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class AnnouncedRound:
     """A world that was agreed on. `store`: host and port of a TCPStore that is this round's alone. `rendezvous`: what
     counts the rounds, if no operator does. `environment`: variables by which a script knows its place in it, as a
     launcher sets them."""
@@ -37,7 +37,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class StepStatus:
     """The step that the process is in (None: between two), whether a collective waits for others, and seconds of the
     slowest recent step. `call`: the collective of the program's that waits; `recent`: its newest, oldest first."""
 
@@ -52,27 +52,27 @@ class RoundsOver(RuntimeError):
     """There will be no further round: the agent is gone, or says so, or none came in time."""
 
 
-class Dismissed(RuntimeError):
+class Drained(RuntimeError):
     """The others go into the next round without this process, whose agent was asked to stop."""
 
 
-class Rounds(Protocol):
+class Announcements(Protocol):
     """Where rounds come from."""
 
     @property
-    def dismissed(self) -> bool:
+    def drained(self) -> bool:
         """Whether this process is to end where the others go into the next round."""
         ...
 
-    def newest(self) -> Round | None:
+    def newest(self) -> AnnouncedRound | None:
         """The newest round that was announced."""
         ...
 
-    def wait_newer(self, than: int, seconds: float) -> Round:
-        """A round with a number above `than`. Raises `RoundsOver`, `Dismissed`."""
+    def wait_newer(self, than: int, seconds: float) -> AnnouncedRound:
+        """A round with a number above `than`. Raises `RoundsOver`, `Drained`."""
         ...
 
-    def on_round(self, call: Callable[[Round, bool], None]) -> None:
+    def on_round(self, call: Callable[[AnnouncedRound, bool], None]) -> None:
         """Call, in another thread, for each round: with whether the members of the one before still work together, so
         that it can be left at a step boundary."""
         ...
@@ -94,7 +94,7 @@ class Rounds(Protocol):
         they were at one state, and where that state came from, if it was sent."""
         ...
 
-    def on_where(self, call: Callable[[], Where]) -> None:
+    def on_step_status(self, call: Callable[[], StepStatus]) -> None:
         """Ask this, in another thread, when the agent wants to know where the process is."""
         ...
 
@@ -103,49 +103,49 @@ class Rounds(Protocol):
         ...
 
 
-class AgentRounds:
-    """Rounds from the agent's socket."""
+class AgentAnnouncements:
+    """Announcements from the agent's socket."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        self._newest: Round | None = None
+        self._newest: AnnouncedRound | None = None
         self._over: str | None = None
         self._dismissed = False
-        self._call: Callable[[Round, bool], None] | None = None
-        self._where: Callable[[], Where] | None = None
+        self._call: Callable[[AnnouncedRound, bool], None] | None = None
+        self._step_status: Callable[[], StepStatus] | None = None
         self._gone: Callable[[str], None] | None = None
         self._tell(kind="hello", pid=os.getpid())
         threading.Thread(target=self._listen, name="everstep-rounds", daemon=True).start()
 
     @classmethod
-    def find(cls, environ: Mapping[str, str] = os.environ) -> AgentRounds | None:
+    def find(cls, environ: Mapping[str, str] = os.environ) -> AgentAnnouncements | None:
         """By the environment; None without an agent that announces rounds."""
         path = environ.get(env.AGENT_SOCKET)
         return cls(path) if path else None
 
     @property
-    def dismissed(self) -> bool:
+    def drained(self) -> bool:
         return self._dismissed
 
-    def newest(self) -> Round | None:
+    def newest(self) -> AnnouncedRound | None:
         return self._newest
 
-    def wait_newer(self, than: int, seconds: float) -> Round:
+    def wait_newer(self, than: int, seconds: float) -> AnnouncedRound:
         with self._changed:
             found = self._changed.wait_for(
                 lambda: self._dismissed or self._over is not None or self._above(than) is not None, seconds
             )
             if self._dismissed:
-                raise Dismissed(f"the others go on after round {than}")
+                raise Drained(f"the others go on after round {than}")
             newest = self._above(than)
             if newest is None:
                 raise RoundsOver(self._over if found and self._over else f"no round above {than} within {seconds:g} s")
             return newest
 
-    def on_round(self, call: Callable[[Round, bool], None]) -> None:
+    def on_round(self, call: Callable[[AnnouncedRound, bool], None]) -> None:
         self._call = call
 
     def ready(self) -> None:
@@ -160,13 +160,13 @@ class AgentRounds:
     def joined(self, number: int, step: int, formed: float, settled: float, how: str) -> None:
         self._tell(kind="joined", round=number, step=step, formed=formed, settled=settled, how=how[:200])
 
-    def on_where(self, call: Callable[[], Where]) -> None:
-        self._where = call
+    def on_step_status(self, call: Callable[[], StepStatus]) -> None:
+        self._step_status = call
 
     def on_over(self, call: Callable[[str], None]) -> None:
         self._gone = call
 
-    def _above(self, number: int) -> Round | None:
+    def _above(self, number: int) -> AnnouncedRound | None:
         return self._newest if self._newest is not None and self._newest.number > number else None
 
     def _tell(self, **message: Any) -> None:
@@ -192,7 +192,7 @@ class AgentRounds:
                 host, port = message["store"]
                 rendezvous = message.get("rendezvous", "")
                 variables = {str(k): str(v) for k, v in message.get("environment", {}).items()}
-                found = Round(
+                found = AnnouncedRound(
                     message["round"], message["rank"], message["world_size"], (host, port), rendezvous, variables
                 )
                 with self._changed:
@@ -203,8 +203,8 @@ class AgentRounds:
                 if self._call is not None:
                     self._call(found, bool(message.get("whole")))
             case "where":
-                if self._where is not None:
-                    self._tell(kind="where", **_fields(self._where()))
+                if self._step_status is not None:
+                    self._tell(kind="where", **_fields(self._step_status()))
             case "leave":
                 with self._changed:
                     self._dismissed = True
@@ -226,6 +226,6 @@ class AgentRounds:
             self._gone(reason)
 
 
-def _fields(where: Where) -> dict[str, Any]:
-    calls = {"call": row(where.call), "recent": rows(where.recent)}
-    return {"step": where.step, "waits": where.waits, "slowest": where.slowest, **calls}
+def _fields(status: StepStatus) -> dict[str, Any]:
+    calls = {"call": row(status.call), "recent": rows(status.recent)}
+    return {"step": status.step, "waits": status.waits, "slowest": status.slowest, **calls}

@@ -6,7 +6,7 @@ Two threads meet here. The one that hears of rounds abandons the present one: th
 training thread then leaves its step and calls `enter`, which forms the new round and brings its members to one state.
 
 Invariants: the state that is trained on is the newest that any member holds whole; a step is repeated only
-from a state that is known (`replay`); two members of a round have the same state when its first step begins.
+from a state that is known (`rollback`); two members of a round have the same state when its first step begins.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from functools import partial
 from typing import Any
 
 from everstep.contract import env
-from everstep.recovery.announcements import Round, Rounds, Where
+from everstep.recovery.announcements import AnnouncedRound, Announcements, StepStatus
 from everstep.recovery.ddp import checks
 from everstep.recovery.ddp.reducers import Reducers
 from everstep.recovery.forming import forming
-from everstep.recovery.forming.background import Ahead
+from everstep.recovery.forming.background import BackgroundForming
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.group.members import Members
 from everstep.recovery.group.program_groups import ProgramGroups
 from everstep.recovery.group.recoverable import RecoverableGroup
-from everstep.recovery.group.scope import At
-from everstep.recovery.rollback.rollback import Replay
+from everstep.recovery.group.script_location import ScriptPhase
+from everstep.recovery.rollback.rollback import Rollback
 from everstep.recovery.sharding import fsdp
 from everstep.recovery.sharding.mesh import RecoverableMesh
 from everstep.recovery.transfer import replicated
 from everstep.recovery.transfer.replicated import Start
-from everstep.recovery.transfer.sharded import Sharded
-from everstep.recovery.validity import Quality
+from everstep.recovery.transfer.sharded import ShardedState
+from everstep.recovery.validity import Validity
 
 log = logging.getLogger("everstep.train")
 
@@ -53,31 +53,31 @@ RECENT = 64  # steps by which the next ones are judged
 class Recovery:
     """`main` is the program's default group, for its whole life; `members` are for us."""
 
-    def __init__(self, rounds: Rounds) -> None:
-        self._rounds = rounds
+    def __init__(self, announcements: Announcements) -> None:
+        self._announcements = announcements
         self._leaving = threading.Lock()
-        self._formed: forming.Formed | None = None
+        self._formed: forming.FormedRound | None = None
         self._number = -1
-        self._ahead, self._heard_at = Ahead(), 0.0  # when its forming began
-        self._stuck: forming.Unformed | None = None  # something of a round before may still write into tensors
+        self._in_background, self._heard_at = BackgroundForming(), 0.0  # when its forming began
+        self._stuck: forming.FormingFailed | None = None  # something of a round before may still write into tensors
         self.program = ProgramGroups(self._failed)
         self.main = self.program.main
         if path := os.environ.get(env.CALLS_FILE):
             self.main.write_calls(path)
         self.control = RecoverableGroup(self._failed)
         self.members = Members(self.control)
-        self._sharded: Sharded | None = None
+        self._sharded: ShardedState | None = None
         self.met = False  # the newest round has formed, for `decide`, and is still to be settled
         self.boundary_wanted = False  # a newer round waits for us to come to the end of a step
         self._reducers: Reducers | None = None
-        self.replay: Replay | None = None
+        self.rollback: Rollback | None = None
         self._state: Mapping[str, Any] = {}
         self._began: tuple[int, float] | None = None  # the step in hand, and when
         self._failures = 0  # of the program's collectives when it began
         self._recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps
 
     @property
-    def round(self) -> Round | None:
+    def round(self) -> AnnouncedRound | None:
         """The round that this process is in."""
         return self._formed.round if self._formed is not None else None
 
@@ -103,7 +103,7 @@ class Recovery:
         """The `DeviceMesh` of a job whose state is cut into shards. Once, before `track`."""
         assert self._sharded is None
         made = RecoverableMesh(shards, provisional, device, self.control, self.program.for_mesh, kind)
-        self._sharded = Sharded(made, self.members)
+        self._sharded = ShardedState(made, self.members)
         self.program.divide(kind, shards, provisional)
         return made.device_mesh
 
@@ -118,30 +118,30 @@ class Recovery:
         self._reducers = reducers
         checks.check(reducers.alive(), self.program.places, self.program.is_across)
         may, agreed = (self._vote, self._sharded.may_undo) if self._sharded is not None else (self.check, lambda: True)
-        self.replay = Replay(state, may, agreed)
+        self.rollback = Rollback(state, may, agreed)
         for group in self._programs:
-            group.on_begin = self.replay.collective
-        self._rounds.on_round(self._heard)
-        self._rounds.on_where(self._where)
-        self._rounds.on_over(self._abandon)  # else gloo may never say that those who went on are gone
-        self._rounds.ready()
+            group.on_begin = self.rollback.collective
+        self._announcements.on_round(self._heard)
+        self._announcements.on_step_status(self._step_status)
+        self._announcements.on_over(self._abandon)  # else gloo may never say that those who went on are gone
+        self._announcements.ready()
 
     def begin(self, step: int, *, keep: bool = False) -> None:
-        """Step number `step` begins. `keep`: see `Replay.begin`."""
-        assert self.replay is not None
-        self.replay.begin(step, keep=keep)
-        self.program.scope.enter(At.STEP)
+        """Step number `step` begins. `keep`: see `Rollback.begin`."""
+        assert self.rollback is not None
+        self.rollback.begin(step, keep=keep)
+        self.program.scope.enter(ScriptPhase.STEP)
         self._failures = self._failed_by_now()
         self._began = (step, time.monotonic())
 
     def ended(self) -> bool:
         """The step's block has ended without an error: whether none of its collectives has failed. Raises `LoopError`
         for what could not be recovered from."""
-        assert self.replay is not None
+        assert self.rollback is not None
         if self.failed:
             return False
-        self.replay.ended()
-        return self._sharded is None or not self.replay.undoes or self._all_make(self.replay.step)
+        self.rollback.ended()
+        return self._sharded is None or not self.rollback.undoes or self._all_make(self.rollback.step)
 
     @property
     def failed(self) -> bool:
@@ -149,21 +149,21 @@ class Recovery:
         return self._failed_by_now() > self._failures
 
     def _failed_by_now(self) -> int:
-        return sum((self.replay.refused if self.replay else 0, *(group.failures for group in self._programs)))
+        return sum((self.rollback.refused if self.rollback else 0, *(group.failures for group in self._programs)))
 
     def over(self) -> None:
         """The step's block has ended, well or not."""
-        self.program.scope.enter(At.BETWEEN)
+        self.program.scope.enter(ScriptPhase.BETWEEN)
         if self._began is not None:
             self._recent.append(time.monotonic() - self._began[1])
             self._began = None
 
-    def _where(self) -> Where:
+    def _step_status(self) -> StepStatus:
         """In the thread that hears of rounds."""
         began = self._began
         call = self.main.waits_in()
         waits = call is not None or any(group.waits for group in self._groups)
-        return Where(began[0] if began else None, waits, max(self._recent, default=0.0), call, self.main.recent())
+        return StepStatus(began[0] if began else None, waits, max(self._recent, default=0.0), call, self.main.recent())
 
     def all_meet(self, meet: Callable[..., None], step: int) -> None:
         """`meet`, of `ending`, raises `LoopError` unless all members come to it after this step."""
@@ -178,30 +178,30 @@ class Recovery:
 
     def end(self) -> None:
         """No step is taken any more."""
-        self.program.scope.enter(At.OVER)
-        if self.replay is not None:
-            self.replay.end()
+        self.program.scope.enter(ScriptPhase.OVER)
+        if self.rollback is not None:
+            self.rollback.end()
 
     def part(self) -> None:
         """This process does not go on: leave the round, so that nothing of it is waited for."""
-        with contextlib.suppress(forming.Unformed):
+        with contextlib.suppress(forming.FormingFailed):
             self._leave("this process leaves")
 
-    def back(self) -> Quality:
+    def roll_back(self) -> Validity:
         """The step in hand failed: what this member's state is worth now."""
-        assert self.replay is not None
+        assert self.rollback is not None
         if self._sharded is not None:
-            self._sharded.back()
-        if (quality := self.replay.back()) is Quality.TORN:
-            log.warning("a peer was lost%s in the middle of a step: %s", self.main.lost_at, self.replay.torn)
-        return quality
+            self._sharded.roll_back()
+        if (validity := self.rollback.roll_back()) is Validity.TORN:
+            log.warning("a peer was lost%s in the middle of a step: %s", self.main.lost_at, self.rollback.torn)
+        return validity
 
-    def enter(self, step: int, quality: Quality, start: Start, moved: Callable[[], None]) -> int:
+    def enter(self, step: int, validity: Validity, start: Start, moved: Callable[[], None]) -> int:
         """Leave the present round for the newest, and bring all its members to one state; its completed steps.
 
         `moved` is called when the round has formed; then `start`, on all members, if none of them has a state. Raises
         `RoundsOver` if no round comes, `NoState` if the state was lost and nothing is committed, `TransferFailed` if
-        what this member was sent is damaged, `Dismissed` if this process is to end here.
+        what this member was sent is damaged, `Drained` if this process is to end here.
         """
         for _ in range(ATTEMPTS):
             round_ = self._meet(step)
@@ -211,7 +211,7 @@ class Recovery:
             try:
                 moved()
                 made = time.monotonic()
-                found, done = self._settle(step, quality, round_, start)
+                found, done = self._settle(step, validity, round_, start)
             except PeerLost as e:
                 self._did_not_come(round_, e)
                 continue
@@ -221,66 +221,66 @@ class Recovery:
                 round_.number, round_.rank, round_.world_size, found, formed * 1e3, settled * 1e3,
                 f", {done}" if done else "",
             )  # fmt: skip
-            self._rounds.joined(round_.number, found, formed, settled, done)
+            self._announcements.joined(round_.number, found, formed, settled, done)
             return found
-        raise forming.Unformed(_NONE_CAME)
+        raise forming.FormingFailed(_NONE_CAME)
 
-    def _meet(self, step: int) -> Round | None:
+    def _meet(self, step: int) -> AnnouncedRound | None:
         """Form the newest round, so that its members can agree; None if that failed, or is of no use."""
         met, self.met = self.met, False
         if met and self.control.lost is None and self._formed is not None:
             return self._formed.round
         if self._stuck is not None:
             raise self._stuck
-        round_ = self._rounds.wait_newer(self._number, JOIN_SECONDS)
+        round_ = self._announcements.wait_newer(self._number, JOIN_SECONDS)
         self._heard_at = time.monotonic()
         self._leave("a newer round began")
-        if self.replay is not None:
-            self.replay.back_again()
+        if self.rollback is not None:
+            self.rollback.roll_back_again()
         self._number, self.boundary_wanted = round_.number, False
-        self._rounds.coming(round_.number)
+        self._announcements.coming(round_.number)
         mesh = self._sharded.mesh if self._sharded is not None else None
         if mesh is not None and not mesh.fits(round_):
-            self._rounds.joined(round_.number, step, 0.0, 0.0, "waiting for whole replicas")
+            self._announcements.joined(round_.number, step, 0.0, 0.0, "waiting for whole replicas")
             return None
         if mesh is not None and (why := mesh.misplaced(round_)):
-            self._stuck = forming.Unformed(why)
+            self._stuck = forming.FormingFailed(why)
             raise self._stuck
         try:
-            formed = self._ahead.take(round_.number)
+            formed = self._in_background.take(round_.number)
             self._join(formed if formed is not None else self._form(round_))
-        except (forming.Unformed, PeerLost) as e:
+        except (forming.FormingFailed, PeerLost) as e:
             self._did_not_come(round_, e)
             return None
         return round_
 
-    def _form(self, round_: Round) -> forming.Formed:
+    def _form(self, round_: AnnouncedRound) -> forming.FormedRound:
         of_mesh = self._sharded.mesh.parts(round_.rank, round_.world_size) if self._sharded is not None else ()
         parts = (*of_mesh, *self.program.parts(round_.rank, round_.world_size))
         return forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS, parts, self.program.made)
 
-    def _did_not_come(self, round_: Round, why: Exception) -> None:
+    def _did_not_come(self, round_: AnnouncedRound, why: Exception) -> None:
         log.warning("round %d did not come about here: %s", round_.number, why)
-        self._rounds.broken(round_.number, str(why))
+        self._announcements.broken(round_.number, str(why))
 
-    def _settle(self, step: int, quality: Quality, round_: Round, start: Start) -> tuple[int, str]:
+    def _settle(self, step: int, validity: Validity, round_: AnnouncedRound, start: Start) -> tuple[int, str]:
         assert self._reducers is not None
-        assert self.replay is not None
+        assert self.rollback is not None
         if self._sharded is not None:
             self._sharded.mesh.move(round_.rank, round_.world_size)
-            found, done = self._sharded.settle(step, quality, round_.number, start)
+            found, done = self._sharded.settle(step, validity, round_.number, start)
             self._open()
         else:
-            found, done = replicated.settle(self._state, self.members, step, quality, start)
-        self.replay.moved()
+            found, done = replicated.settle(self._state, self.members, step, validity, start)
+        self.rollback.moved()
         # The state has come: a peer lost from here on must not let this member tell its old step number with it.
         with contextlib.suppress(PeerLost):
             self._reducers.agree(self.members)
-            self.replay.gradients.add(self.members.any([*self.replay.gradients.present], self.program.places))
+            self.rollback.gradients.add(self.members.any([*self.rollback.gradients.present], self.program.places))
         self._reducers.rebuild()
         return found, done
 
-    def _join(self, formed: forming.Formed) -> None:
+    def _join(self, formed: forming.FormedRound) -> None:
         rank, size = formed.round.rank, formed.round.world_size
         with self._leaving:
             self._formed = formed
@@ -307,20 +307,20 @@ class Recovery:
     def _vote(self) -> None:
         """Before an optimizer's step, with sharded state: it is made by all members or by none. Raises `PeerLost`."""
         assert self._sharded is not None
-        assert self.replay is not None
-        step = self.replay.step
+        assert self.rollback is not None
+        step = self.rollback.step
         if self._sharded.may_make(step):
             return  # as it was for the step's first optimizer
         self._sharded.arrived()
         self.check()
-        if not (self.replay.undoes or self._all_make(step)):
+        if not (self.rollback.undoes or self._all_make(step)):
             raise PeerLost("a peer was lost while the members voted for this step, and none of them has made it")
 
     def _all_make(self, step: int) -> bool:
         """Vote for it, and hear whether it is made."""
         assert self._sharded is not None
         try:
-            self._sharded.vote(step, self._number, self.replay is not None and self.replay.can_keep())
+            self._sharded.vote(step, self._number, self.rollback is not None and self.rollback.can_keep())
             return True
         except PeerLost as e:
             if made := self._decide(step):
@@ -341,12 +341,12 @@ class Recovery:
                 continue
             self.met = True
             return made
-        raise forming.Unformed(_NONE_CAME)
+        raise forming.FormingFailed(_NONE_CAME)
 
     def _overtaken(self, number: int) -> bool:
-        if self._rounds.dismissed:
+        if self._announcements.drained:
             return True
-        newest = self._rounds.newest()
+        newest = self._announcements.newest()
         return newest is not None and newest.number > number
 
     def check(self) -> None:
@@ -354,7 +354,7 @@ class Recovery:
         if (reason := self.lost) is not None:
             raise PeerLost(reason)
 
-    def _heard(self, round_: Round, whole: bool) -> None:
+    def _heard(self, round_: AnnouncedRound, whole: bool) -> None:
         """In the thread that hears of rounds."""
         with self._leaving:
             if self._formed is None or self._formed.round.number >= round_.number:
@@ -363,13 +363,13 @@ class Recovery:
                 for group in self._groups:
                     group.abandon(f"round {round_.number} began")
             elif self._sharded is None:
-                self._ahead.start(
-                    round_.number, partial(self._form, round_), partial(self._formed_ahead, round_.number)
+                self._in_background.start(
+                    round_.number, partial(self._form, round_), partial(self._formed_in_background, round_.number)
                 )
             else:
                 self.boundary_wanted = True
 
-    def _formed_ahead(self, number: int) -> None:
+    def _formed_in_background(self, number: int) -> None:
         with self._leaving:
             self.boundary_wanted = self.boundary_wanted or self._number < number
 
@@ -379,7 +379,7 @@ class Recovery:
         self._abandon(reason)
         if formed is not None:
             at = self.main.lost_at or self.control.lost_at
-            self._rounds.broken(formed.round.number, reason, self.main.recent(), at)
+            self._announcements.broken(formed.round.number, reason, self.main.recent(), at)
 
     def _abandon(self, reason: str) -> None:
         with self._leaving:
@@ -397,7 +397,7 @@ class Recovery:
             self.program.abandon(reason)
             return
         try:
-            forming.dismiss(formed, works, on_device)
-        except forming.Unformed as e:
+            forming.close(formed, works, on_device)
+        except forming.FormingFailed as e:
             self._stuck = e  # a script that is in its step may keep the error to itself
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class Quality(IntEnum):
+class Validity(IntEnum):
     """What a member's state is worth."""
 
     TORN = -1  # something has moved that cannot be put back, and perhaps not all: of no use

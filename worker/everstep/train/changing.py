@@ -9,16 +9,16 @@ from typing import Any
 
 from everstep.checkpoint.errors import NewerCommit
 from everstep.contract import exit_codes
-from everstep.recovery.announcements import Dismissed, Round
+from everstep.recovery.announcements import AnnouncedRound, Drained
 from everstep.recovery.ddp.reducers import Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
-from everstep.recovery.forming.forming import Unformed
+from everstep.recovery.forming.forming import FormingFailed
 from everstep.recovery.group.in_flight import is_of_lost_peer
 from everstep.recovery.state.randomness import settle
 from everstep.recovery.transfer.agreement import NoState
 from everstep.recovery.transfer.broadcast import TransferFailed
-from everstep.recovery.validity import Quality
+from everstep.recovery.validity import Validity
 from everstep.train import ending
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
@@ -26,7 +26,7 @@ from everstep.train.census import Census
 from everstep.train.cuts import Cuts
 from everstep.train.feeding import Feed
 from everstep.train.guards.comparison.restart_check import RestartCheck
-from everstep.train.guards.comparison.shadow_step import Rehearsal
+from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.hooks import Hooks
 from everstep.train.pace import Pace, Slow
 from everstep.train.reduction import Reduction
@@ -49,12 +49,12 @@ class Recovering:
         cuts: Cuts,
         between: Between,
         census: Census,
-        rehearsal: Rehearsal | None = None,
+        shadow_step: ShadowStep | None = None,
         check: RestartCheck | None = None,
     ) -> None:
         self._check = check
         self._recovery = recovery
-        self._rehearsal = rehearsal
+        self._shadow_step = shadow_step
         self._between = between
         self._boundary = boundary
         self._state = state
@@ -64,7 +64,7 @@ class Recovering:
         self._census = census
         self._pace = Pace(time.monotonic)
         self._played = False  # the newest step was another rank's part
-        self._last: Round | None = None  # the newest round that this process has trained in
+        self._last: AnnouncedRound | None = None  # the newest round that this process has trained in
 
     def begin(self) -> None:
         self._census.start()
@@ -76,9 +76,9 @@ class Recovering:
         Reduction(self._state, self._reducers, self._census, lasts=False)
         self._reducers.learn()  # of a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
-        if (replay := self._recovery.replay) is not None:
-            replay.listeners = [one for one in (self._rehearsal, self._check) if one is not None]
-        self._enter(Quality.NONE)
+        if (rollback := self._recovery.rollback) is not None:
+            rollback.listeners = [one for one in (self._shadow_step, self._check) if one is not None]
+        self._enter(Validity.NONE)
 
     def ready(self) -> bool:
         def due(check: Callable[[], None]) -> None:
@@ -96,20 +96,20 @@ class Recovering:
                 raise
             if self._between.torn is not None:
                 log.warning("a peer was lost in an evaluation, which had moved %s", self._between.torn)
-            self._enter(Quality.WHOLE if self._between.torn is None else Quality.TORN)
+            self._enter(Validity.WHOLE if self._between.torn is None else Validity.TORN)
             return False
         return True
 
     def step_begins(self) -> int | None:
-        plays = self._rehearsal is not None and self._rehearsal.plays(self._reducers.can_renew)
+        plays = self._shadow_step is not None and self._shadow_step.plays(self._reducers.can_renew)
         self._recovery.begin(self._boundary.step, keep=plays)
         self._census.begins()
         model = None
-        if self._rehearsal is not None:
-            assert self._recovery.replay is not None
-            if plays and not self._recovery.replay.kept:
-                self._rehearsal.cannot("there is no room for a copy of the tracked state")
-            if (model := self._rehearsal.begin()) is not None:
+        if self._shadow_step is not None:
+            assert self._recovery.rollback is not None
+            if plays and not self._recovery.rollback.kept:
+                self._shadow_step.cannot("there is no room for a copy of the tracked state")
+            if (model := self._shadow_step.begin()) is not None:
                 self._read_as(model)
         if self._check is not None and model is None:
             members = self._recovery.members
@@ -119,8 +119,8 @@ class Recovering:
     def step_over(self) -> None:
         self._census.over()
         self._recovery.over()
-        if self._rehearsal is not None:
-            self._rehearsal.over()
+        if self._shadow_step is not None:
+            self._shadow_step.over()
         if self._check is not None:
             self._check.over()
 
@@ -129,8 +129,8 @@ class Recovering:
             self._has_played(None)
             return False
         if self._recovery.ended():
-            replay = self._recovery.replay
-            if self._feed is not None and replay is not None and replay.gradients.entered:
+            rollback = self._recovery.rollback
+            if self._feed is not None and rollback is not None and rollback.gradients.entered:
                 self._feed.check_weights(self._boundary.step)
             return True
         log.warning("step %d: its block ended well, but a collective in it has failed: the step is lost",
@@ -139,12 +139,12 @@ class Recovering:
 
     @property
     def _playing(self) -> bool:
-        return self._rehearsal is not None and self._rehearsal.playing
+        return self._shadow_step is not None and self._shadow_step.playing
 
     def step_lost(self, error: BaseException) -> bool:
         if self._playing and isinstance(error, Exception | SystemExit):
             self._has_played(None if is_of_lost_peer(error) else error)
-            return self._rehearsal is not None and self._rehearsal.leaves(error)
+            return self._shadow_step is not None and self._shadow_step.leaves(error)
         if self.lost(error):
             return True
         # What a script makes of the error that it caught: of a mistake of its own the next attempt tells.
@@ -157,56 +157,56 @@ class Recovering:
         return self._recovery.lost is not None and is_of_lost_peer(error)
 
     def asked(self) -> None:
-        assert self._recovery.replay is not None
-        self._recovery.replay.asked = True
+        assert self._recovery.rollback is not None
+        self._recovery.rollback.asked = True
 
     def _has_played(self, error: BaseException | None) -> None:
         """The block is over in which this process was another rank. What follows it runs as after a lost step."""
-        assert self._rehearsal is not None
-        self._rehearsal.played(error)
+        assert self._shadow_step is not None
+        self._shadow_step.played(error)
         self._played = True
 
     def _be_oneself(self) -> None:
         """What the part has moved, and what followed its block, is put back. This process's own step follows."""
         self._played = False
-        replay = self._recovery.replay
-        assert replay is not None
-        quality = self._recovery.back()
+        rollback = self._recovery.rollback
+        assert rollback is not None
+        validity = self._recovery.roll_back()
         if self._feed is not None:
             self._feed.rewind()
         self._read_as(self._recovery.members.rank)
-        replay.uncount()
+        rollback.uncount()
         self._census.uncount()
-        assert self._rehearsal is not None
-        self._rehearsal.forget_cached()
-        with self._rehearsal.alone():
+        assert self._shadow_step is not None
+        self._shadow_step.forget_cached()
+        with self._shadow_step.alone():
             self._reducers.renew()
-        if quality is Quality.TORN:
-            log.error("%s, and cannot be put back; this process ends, and a new one takes its place", replay.torn)
+        if validity is Validity.TORN:
+            log.error("%s, and cannot be put back; this process ends, and a new one takes its place", rollback.torn)
             raise SystemExit(exit_codes.NOT_RECOVERED)
 
     def go_on(self, phase: Phase) -> None:
         if self._played:
             self._be_oneself()
             return
-        quality = Quality.WHOLE
+        validity = Validity.WHOLE
         if phase is Phase.LOST:
-            quality = self._recovery.back()
+            validity = self._recovery.roll_back()
             if self._feed is not None:
                 self._feed.rewind()
-        self._enter(quality)
+        self._enter(validity)
 
     def between(self) -> None:
         if self._recovery.met:
-            self._enter(Quality.WHOLE)  # whose members wait for us, and agree on nothing else before
+            self._enter(Validity.WHOLE)  # whose members wait for us, and agree on nothing else before
             return
         try:
             self._completed()
             self._compare()
-            updates = self._recovery.replay.gradients.updates if self._recovery.replay is not None else 0
+            updates = self._recovery.rollback.gradients.updates if self._recovery.rollback is not None else 0
             calls = self._recovery.main.begun
             if self._boundary.agree(move=self._recovery.boundary_wanted, updates=updates, calls=calls):
-                self._enter(Quality.WHOLE)
+                self._enter(Validity.WHOLE)
         except NewerCommit as e:
             self._go_forward(e)
         except RuntimeError as e:
@@ -215,7 +215,7 @@ class Recovering:
             self.go_on(Phase.DONE)
 
     def _all_left_out(self) -> None:
-        if (replay := self._recovery.replay) is not None and replay.gradients.take_left_out():
+        if (rollback := self._recovery.rollback) is not None and rollback.gradients.take_left_out():
             self._all_meet(ending.all_left_out)
 
     def _all_meet(self, meet: Callable[..., None]) -> None:
@@ -224,7 +224,7 @@ class Recovering:
             self._recovery.all_meet(meet, self._boundary.step)
         except LoopError as e:
             self._recovery.refuse(str(e))
-            self._enter(Quality.TORN)
+            self._enter(Validity.TORN)
 
     def _completed(self, *, last: bool = False) -> None:
         self._all_left_out()
@@ -235,8 +235,8 @@ class Recovering:
         if self._feed is not None:
             self._feed.completed(size, self._boundary.same, self._boundary.gather)
         self._census.completed(size, self._boundary.same)
-        if self._rehearsal is not None:
-            self._rehearsal.compare()
+        if self._shadow_step is not None:
+            self._shadow_step.compare()
         if self._check is not None:
             self._compare_restart(self._check, size)
 
@@ -248,7 +248,7 @@ class Recovering:
             if size == 1:
                 raise
             self._recovery.refuse(str(e))
-            self._enter(Quality.TORN)
+            self._enter(Validity.TORN)
 
     def _compare(self) -> None:
         members = self._recovery.members
@@ -269,7 +269,7 @@ class Recovering:
 
     def finish(self, *, save: bool = True) -> bool:
         if self._recovery.met:
-            self._enter(Quality.WHOLE)
+            self._enter(Validity.WHOLE)
             return False
         before = self._boundary.step
         try:
@@ -286,17 +286,17 @@ class Recovering:
         self._recovery.end()
         return True
 
-    def _enter(self, quality: Quality) -> None:
-        worth: Quality | None = quality
+    def _enter(self, validity: Validity) -> None:
+        worth: Validity | None = validity
         trained = self._boundary.step
         try:
             while worth is not None:
                 self._boundary.step = self._recovery.enter(self._boundary.step, worth, self._start, self._moved)
                 worth = self._catch_up(trained)
-        except Dismissed:
+        except Drained:
             self._recovery.part()
             self._boundary.part()
-        except (NoState, TransferFailed, Unformed) as e:
+        except (NoState, TransferFailed, FormingFailed) as e:
             log.error("%s; this process ends, and a new one takes its place", e)
             raise SystemExit(exit_codes.NOT_RECOVERED) from e
 
@@ -311,27 +311,27 @@ class Recovering:
         except RuntimeError as e:
             if not self.lost(e):
                 raise
-            self._enter(Quality.TORN)
+            self._enter(Validity.TORN)
 
-    def _catch_up(self, trained: int) -> Quality | None:
+    def _catch_up(self, trained: int) -> Validity | None:
         """Members that come back after others have trained without them, and are gone, hold less than was committed
         meanwhile: then all restore that. `trained`: the step that this member had come to by itself. What the state is
         worth if a peer was lost meanwhile; None if none was."""
-        worth = Quality.WHOLE
+        worth = Validity.WHOLE
         held, round_ = self._boundary.step, self._recovery.round
         assert round_ is not None
         try:
             newest = self._newest_commit(round_)
             if newest > held:
                 log.warning("the members hold step %d, and step %d is committed: all restore it", held, newest)
-                worth = Quality.TORN
+                worth = Validity.TORN
                 if self._start() is None:
                     raise NoState(f"step {newest} is committed, and no commit could be restored")
                 self._reducers.resume()
             settle(self._state, self._recovery.members.gather)
             self._between.agree(self._boundary.step, self._recovery.members)
-            if self._rehearsal is not None:
-                self._rehearsal.meet(joins=self._boundary.step != trained)
+            if self._shadow_step is not None:
+                self._shadow_step.meet(joins=self._boundary.step != trained)
         except RuntimeError as e:
             if not self.lost(e):
                 raise
@@ -339,7 +339,7 @@ class Recovering:
         self._last = round_
         return None
 
-    def _newest_commit(self, round_: Round) -> int:
+    def _newest_commit(self, round_: AnnouncedRound) -> int:
         """The step of the newest commit, if there was a round in which no member was; else -1. Collective. Only a look:
         an older world may commit after it, which the first save of this one finds out (`NewerCommit`)."""
         members, mine = self._recovery.members, self._last

@@ -23,7 +23,7 @@ from everstep.data.takeover import TakenOver
 from everstep.recovery import digests
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers, buffer_syncs, restore_buffer_syncs
 from everstep.recovery.errors import LoopError
-from everstep.recovery.rollback.tracked_objects import Module, Optimizer, Thing, things
+from everstep.recovery.rollback.tracked_objects import Module, Optimizer, TrackedObject, tracked_objects
 
 MOST = 64
 _UNKNOWN, _PENDING, _DONE = 2, 0, 1
@@ -144,28 +144,28 @@ class Before:
 
     def __init__(self, state: Mapping[str, Any], step: int) -> None:
         self.step = step
-        self._things = things(state)
-        for thing in self._things:
-            for hook in thing.hooks if isinstance(thing, Optimizer) else ():
+        self._tracked = tracked_objects(state)
+        for target in self._tracked:
+            for hook in target.hooks if isinstance(target, Optimizer) else ():
                 hook.remove()
-            thing.begin()
-        self._bits = self._read(self._things)
+            target.begin()
+        self._bits = self._read(self._tracked)
 
     def check(self) -> None:
         """They have ended. Raises `LoopError` if they have moved a parameter for good."""
-        for name in self._moved([t for t in self._things if isinstance(t, Module)]):
+        for name in self._moved([t for t in self._tracked if isinstance(t, Module)]):
             raise LoopError(f"the function of run.evaluate() has moved {name}: training belongs inside `with step:`")
 
     def put_back(self) -> str | None:
         """They are to be called again: the name of something that they have moved and that has no copy."""
-        moved = next(self._moved(self._things), None)
-        for thing in self._things:
-            thing.put_back()
+        moved = next(self._moved(self._tracked), None)
+        for target in self._tracked:
+            target.put_back()
         return moved
 
-    def _moved(self, looked_at: list[Thing]) -> Iterator[str]:
+    def _moved(self, looked_at: list[TrackedObject]) -> Iterator[str]:
         return (name for name, bits in self._read(looked_at).items() if self._bits.get(name) != bits)
 
     @staticmethod
-    def _read(looked_at: list[Thing]) -> dict[str, int]:
-        return {name: digests.content(tensor) for thing in looked_at for name, tensor in thing.contents()}
+    def _read(looked_at: list[TrackedObject]) -> dict[str, int]:
+        return {name: digests.content(tensor) for target in looked_at for name, tensor in target.contents()}

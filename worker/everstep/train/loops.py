@@ -32,12 +32,12 @@ from everstep.train.cuts import Cuts
 from everstep.train.evaluation import Evaluations
 from everstep.train.feeding import Feed, feed_of
 from everstep.train.guards.comparison.restart_check import RestartCheck
-from everstep.train.guards.comparison.shadow_step import Rehearsal
+from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.meshes import make_mesh
 from everstep.train.nesting import Nesting
 from everstep.train.one_more import OneMore
 from everstep.train.playable import may_be_left
-from everstep.train.step import Phase, Scope, Step, failed
+from everstep.train.step import Phase, Step, StepScope, failed
 from everstep.train.stopping import Left, Preempted
 from everstep.train.world import Place
 from everstep.train.worlds import Steady, World
@@ -54,8 +54,8 @@ class Loops:
         self.place = place
         self._boundary = boundary
         self._recovery = recovery
-        self._rehearses = rehearsal
-        self._rehearsal: Rehearsal | None = None
+        self._takes_shadow_steps = rehearsal
+        self._shadow_step: ShadowStep | None = None
         self._check: RestartCheck | None = None
         self._random = Randomness(rng, place.device)
         self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
@@ -217,7 +217,7 @@ class Loops:
         self._taken = self._new_step(world)
         return self._taken
 
-    def _new_step(self, scope: Scope) -> Step:
+    def _new_step(self, scope: StepScope) -> Step:
         feed = self._feed
         return Step(self.step, feed, feed is None or feed.whole, self._count, scope)
 
@@ -296,7 +296,7 @@ class Loops:
                 self._cuts,
                 between,
                 self._census,
-                self._make_rehearsal(self._recovery, reducers),
+                self._make_shadow_step(self._recovery, reducers),
                 self._check,
             )
         refused = self._refused()
@@ -309,16 +309,16 @@ class Loops:
     @property
     def _comparable(self) -> bool:
         """Whether what a step computes is known: its random numbers, and the whole state."""
-        return self._rehearses and self._random.each_step and self._mesh is None
+        return self._takes_shadow_steps and self._random.each_step and self._mesh is None
 
-    def _make_rehearsal(self, recovery: Recovery, reducers: Reducers) -> Rehearsal | None:
+    def _make_shadow_step(self, recovery: Recovery, reducers: Reducers) -> ShadowStep | None:
         """Another rank's part can be played where all of its step is known: its random numbers, and its share of the
         state."""
         if self._comparable:
-            self._rehearsal = Rehearsal(
+            self._shadow_step = ShadowStep(
                 self._state, recovery.members, recovery.program.stand_in, lambda: reducers.broadcast(self._state)
             )
-        return self._rehearsal
+        return self._shadow_step
 
     def _refused(self) -> LoopError | None:
         """What is wrong by the text, found before others wait for this process; told with all of them."""

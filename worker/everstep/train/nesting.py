@@ -18,7 +18,7 @@ from typing import Any
 
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.members import Members
-from everstep.recovery.rollback.tracked_objects import Tree, things
+from everstep.recovery.rollback.tracked_objects import Tree, tracked_objects
 from everstep.train.feeding import Feed
 
 STEPS = 2**20  # of a place: the steps have begun. What is below: 2n + 1 in evaluation n, 2n behind so many
@@ -148,10 +148,10 @@ class Nesting:
     def _keep(self) -> None:
         assert self._spot is not None
         self._target = self._spot.place
-        self._given = [t for t in things(self._state) if isinstance(t, Tree)] if self._target else []
-        for thing in self._given:
-            thing.begin()
+        self._given = [t for t in tracked_objects(self._state) if isinstance(t, Tree)] if self._target else []
+        for target in self._given:
+            target.begin()
 
     def _put_back(self) -> None:
-        for thing in self._given:
-            thing.put_back()
+        for target in self._given:
+            target.put_back()

@@ -26,7 +26,7 @@ class Seen(PeerLost):
 
 
 class OneMore:
-    """What such a step asks in place of its world (`step.Scope`)."""
+    """What such a step asks in place of its world (`step.StepScope`)."""
 
     def __init__(self, state: Mapping[str, Any], world: Any) -> None:
         self._world = world

@@ -30,11 +30,11 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Union
 from everstep.data import ElasticLoader
-from everstep.recovery.announcements import AgentRounds
+from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.ddp.reducers import BUCKETS
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
-from everstep.recovery.group.scope import UNKNOWN
+from everstep.recovery.group.script_location import UNKNOWN
 from everstep.recovery.state.randomness import STATE, Rng, source_of
 from everstep.recovery.state.shape import SHARD, asked
 from everstep.recovery.state.switches import SWITCHES
@@ -76,7 +76,7 @@ def start(
     `rehearsal`: under everstep-run a process that takes a lost one's place first runs its step as a rank that has
     trained, and the run is refused if its gradients are others. See docs/reference/session.md.
     """
-    rounds = AgentRounds.find()
+    rounds = AgentAnnouncements.find()
     recovery = Recovery(rounds) if rounds is not None else None
     if recovery is not None:
         recovery.start(most_processes())
@@ -102,8 +102,8 @@ class Run(Loops):
         nobody knows it yet."""
         if self._recovery is not None and not self._loop and self.place.most > 1:
             raise LoopError(f"run.rank: {UNKNOWN}")
-        if self._rehearsal is not None:
-            self._rehearsal.asks_rank()
+        if self._shadow_step is not None:
+            self._shadow_step.asks_rank()
         return self._rank
 
     @property

@@ -33,7 +33,7 @@ class Phase(Enum):
     LOST = auto()  # a peer was lost in it: it comes again
 
 
-class Scope(Protocol):
+class StepScope(Protocol):
     """What a step asks when its block ends."""
 
     def step_over(self) -> None:
@@ -66,7 +66,7 @@ class Step:
         batches: Iterator[Batch[Any]] | None,
         whole: bool,
         completed: Callable[[], None],
-        scope: Scope,
+        scope: StepScope,
     ) -> None:
         self.number = number
         self.phase = Phase.NEW

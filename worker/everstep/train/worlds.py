@@ -30,10 +30,10 @@ from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.hooks import Hooks
 from everstep.train.reduction import Reduction
 from everstep.train.replicas import Replicas
-from everstep.train.step import Phase, Scope
+from everstep.train.step import Phase, StepScope
 
 
-class World(Scope, Protocol):
+class World(StepScope, Protocol):
     """What the loop asks between its steps."""
 
     def begin(self) -> None:

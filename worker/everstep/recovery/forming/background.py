@@ -13,19 +13,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from everstep.recovery.forming import forming
-from everstep.recovery.forming.forming import Formed
+from everstep.recovery.forming.forming import FormedRound
 
 
-class Ahead:
+class BackgroundForming:
     """Of one process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._newest: tuple[int, Future[Formed]] | None = None
+        self._newest: tuple[int, Future[FormedRound]] | None = None
 
-    def start(self, number: int, form: Callable[[], Formed], then: Callable[[], None]) -> None:
+    def start(self, number: int, form: Callable[[], FormedRound], then: Callable[[], None]) -> None:
         """Begin to form the round. `then` is called in that thread, whether it formed or not."""
-        found: Future[Formed] = Future()
+        found: Future[FormedRound] = Future()
         self._replace((number, found))
 
         def run() -> None:
@@ -37,12 +37,14 @@ class Ahead:
 
         threading.Thread(target=run, name=f"everstep-ahead-{number}", daemon=True).start()
 
-    def take(self, number: int) -> Formed | None:
+    def take(self, number: int) -> FormedRound | None:
         """The round, once it has formed; None if it was not begun. Raises what `form` did."""
         newest = self._replace(None, keep=number)
         return newest[1].result() if newest is not None else None
 
-    def _replace(self, other: tuple[int, Future[Formed]] | None, keep: int = -1) -> tuple[int, Future[Formed]] | None:
+    def _replace(
+        self, other: tuple[int, Future[FormedRound]] | None, keep: int = -1
+    ) -> tuple[int, Future[FormedRound]] | None:
         with self._lock:
             before, self._newest = self._newest, other
         if before is not None and before[0] == keep:
@@ -54,8 +56,8 @@ class Ahead:
         return None
 
 
-def _discard(found: Future[Formed]) -> None:
+def _discard(found: Future[FormedRound]) -> None:
     """Once it has formed. Nothing was begun in it."""
     if found.exception() is None:
-        with contextlib.suppress(forming.Unformed):
-            forming.dismiss(found.result(), [], [])
+        with contextlib.suppress(forming.FormingFailed):
+            forming.close(found.result(), [], [])

@@ -1,7 +1,7 @@
 """Makes the process groups of a round, and takes them down so that nothing of them is left to be felt.
 
 Forming waits for the other members, any of whom may die, and gloo's waits cannot be ended. So it happens in a thread
-that is left behind when a newer round comes. Invariant: after `dismiss` no collective of the round writes into the
+that is left behind when a newer round comes. Invariant: after `close` no collective of the round writes into the
 program's tensors.
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
 from everstep.membership.torch_log import warnings_off
-from everstep.recovery.announcements import Round
+from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import gloo_sockets
 
@@ -35,16 +35,16 @@ REFUSED = "refused: "
 ABORT_SECONDS = 10.0  # for a device to end the collectives of an abandoned round
 
 
-class Unformed(RuntimeError):
+class FormingFailed(RuntimeError):
     """The round did not come about here; the next one may."""
 
 
 @dataclass(slots=True)
-class Formed:
+class FormedRound:
     """The groups of one round: `main` for the program, `control` for our own agreements and transfers, and those that a
     mesh has. `abort` ends the collectives of an accelerator."""
 
-    round: Round
+    round: AnnouncedRound
     main: Any
     control: Any
     addresses: frozenset[gloo_sockets.Address]
@@ -56,7 +56,7 @@ class Formed:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Subgroup:
     """A group of some of a round's members. Each of them knows it by the same name, which no other has."""
 
     name: str
@@ -72,11 +72,11 @@ def alone() -> Any:
 
 
 def form(
-    round_: Round, newer: Callable[[], bool], seconds: float, parts: Sequence[Part] = (), made: str = ""
-) -> Formed:
-    """Meet the members of a round. Raises `Unformed` once `newer()` holds, after `seconds`, or if it cannot be; and
-    `LoopError` on all members if their scripts have `made` different things, told in words."""
-    result: list[Formed | BaseException] = []
+    round_: AnnouncedRound, newer: Callable[[], bool], seconds: float, parts: Sequence[Subgroup] = (), made: str = ""
+) -> FormedRound:
+    """Meet the members of a round. Raises `FormingFailed` once `newer()` holds, after `seconds`, or if it cannot be;
+    and `LoopError` on all members if their scripts have `made` different things, told in words."""
+    result: list[FormedRound | BaseException] = []
     done = threading.Event()
 
     def run() -> None:
@@ -91,29 +91,29 @@ def form(
         threading.Thread(target=run, name=f"everstep-form-{round_.number}", daemon=True).start()
         while not done.wait(0.002):
             if newer():
-                raise Unformed(f"round {round_.number} was overtaken while it formed")
+                raise FormingFailed(f"round {round_.number} was overtaken while it formed")
             if time.monotonic() > until:
-                raise Unformed(f"round {round_.number} did not form within {seconds:g} s")
+                raise FormingFailed(f"round {round_.number} did not form within {seconds:g} s")
     match result[0]:
-        case Formed() as formed:
+        case FormedRound() as formed:
             return formed
         case LoopError() as e:
             raise e
         case BaseException() as e:
-            raise Unformed(f"round {round_.number}: {e}") from e
+            raise FormingFailed(f"round {round_.number}: {e}") from e
 
 
-def dismiss(formed: Formed, works: list[Any], on_device: list[Any]) -> None:
+def close(formed: FormedRound, works: list[Any], on_device: list[Any]) -> None:
     """Close the connections of an abandoned round, whose unfinished `works` are then over or never will be. Raises
-    `Unformed` if gloo keeps both, or a device goes on with its own: what they may still write makes a repeated step
-    unsafe."""
+    `FormingFailed` if gloo keeps both, or a device goes on with its own: what they may still write makes a repeated
+    step unsafe."""
 
     def over() -> bool:
         # gloo lets go of the tensors with the work. It may leave a connection open whose receiver is gone.
         return all(work.is_completed() for work in works)
 
     if not gloo_sockets.shut(formed.addresses, over, CLOSE_SECONDS):
-        raise Unformed(f"round {formed.round.number}: gloo did not close its connections in {CLOSE_SECONDS:g} s")
+        raise FormingFailed(f"round {formed.round.number}: gloo did not close its connections in {CLOSE_SECONDS:g} s")
     # A thread of gloo's may be adding up what had arrived. One that lost a transfer never ends, and writes nothing.
     until = time.monotonic() + COMPUTE_SECONDS
     while not over() and time.monotonic() < until:
@@ -121,7 +121,7 @@ def dismiss(formed: Formed, works: list[Any], on_device: list[Any]) -> None:
     until = time.monotonic() + ABORT_SECONDS
     while not all(work.is_completed() for work in on_device):
         if time.monotonic() > until:
-            raise Unformed(
+            raise FormingFailed(
                 f"round {formed.round.number}: the device did not end its collectives in {ABORT_SECONDS:g} s"
             )
         time.sleep(gloo_sockets.POLL_SECONDS)
@@ -129,14 +129,14 @@ def dismiss(formed: Formed, works: list[Any], on_device: list[Any]) -> None:
     threading.Thread(target=_drop, args=(formed,), name="everstep-drop", daemon=True).start()
 
 
-def _drop(formed: Formed) -> None:
+def _drop(formed: FormedRound) -> None:
     formed.main = formed.control = formed.abort = None
     formed.parts.clear()
     formed.keep.clear()
     formed.store = None
 
 
-def _form(round_: Round, seconds: float, parts: Sequence[Part], made: str) -> Formed:
+def _form(round_: AnnouncedRound, seconds: float, parts: Sequence[Subgroup], made: str) -> FormedRound:
     host, port = round_.store
     client = TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds), use_libuv=True
@@ -156,10 +156,10 @@ def _form(round_: Round, seconds: float, parts: Sequence[Part], made: str) -> Fo
     for rank in range(round_.world_size):
         name, number = store.get(f"link/{rank}").decode().split()
         addresses.add((name, int(number)))
-    return Formed(round_, main, control, frozenset(addresses), store, abort, inner, [device])
+    return FormedRound(round_, main, control, frozenset(addresses), store, abort, inner, [device])
 
 
-def _check_made(store: Any, round_: Round, made: str) -> None:
+def _check_made(store: Any, round_: AnnouncedRound, made: str) -> None:
     """Groups that one member has and another has not would wait for each other. And what one member has found wrong
     with the script, all raise."""
     store.set(f"made/{round_.rank}", made)

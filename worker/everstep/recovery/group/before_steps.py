@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from everstep.recovery.errors import LoopError
-from everstep.recovery.group.scope import script_asks
+from everstep.recovery.group.script_location import script_call_site
 
 
 def refuse_training(alone: Callable[[], bool]) -> None:
@@ -30,7 +30,7 @@ def refuse_training(alone: Callable[[], bool]) -> None:
         if not any(id(p) in wrapped for group in optimizer.param_groups for p in group["params"]):
             free.add(optimizer)
             return
-        asked = script_asks(sys._getframe(1))
+        asked = script_call_site(sys._getframe(1))
         raise LoopError(
             f"optimizer.step(){asked.at if asked is not None else ''} of a model in DistributedDataParallel, before "
             "run.steps(): this process is alone until then, and its gradients are averaged with nobody's. Let the loop "

@@ -37,7 +37,7 @@ def _says_so(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and PeerLost.__name__ in str(error)
 
 
-class Answer(c10d.Work):
+class CollectiveWork(c10d.Work):
     """What a collective returns: ends when gloo's work does, or when the round is abandoned."""
 
     def __init__(self, value: Any, check: Callable[[str], None] | None = None) -> None:
@@ -98,7 +98,7 @@ class Answer(c10d.Work):
         return self._value
 
 
-class Together(c10d.Work):
+class CombinedWork(c10d.Work):
     """Several answers as one."""
 
     def __init__(self, answers: Sequence[Any]) -> None:
@@ -128,7 +128,7 @@ class Together(c10d.Work):
         self.wait()
 
 
-class Waiting:
+class WaitingTime:
     """How long collectives are under way, of all groups that share this: those of a mesh overlap."""
 
     def __init__(self) -> None:
@@ -154,11 +154,11 @@ class Waiting:
                 self._seconds += time.monotonic() - self._since
 
 
-class Flight:
+class InFlightCollectives:
     """The collectives under way of one group. Apart from the group, because gloo's threads hold on to it: a gloo group
     that goes with its last reference in one of its own threads ends the process."""
 
-    def __init__(self, on_lost: Callable[[str], None] | None, waiting: Waiting) -> None:
+    def __init__(self, on_lost: Callable[[str], None] | None, waiting: WaitingTime) -> None:
         self.lock = threading.Lock()
         self.lost: str | None = "no round has begun"
         self.lost_at = ""  # where the script was then, if a collective failed
@@ -166,7 +166,7 @@ class Flight:
         self.failures = 0  # collectives that have ended with `PeerLost`
         self.calls = Calls()
         self._device: list[tuple[Call, Any]] = []  # NCCL's works, those that are over among them
-        self._pending: dict[Answer, None] = {}  # in the order in which they were begun
+        self._pending: dict[CollectiveWork, None] = {}  # in the order in which they were begun
         self._on_lost = on_lost
         self._waiting = waiting
 
@@ -198,12 +198,12 @@ class Flight:
         self.lost, self.left = None, []
         self.calls.restart()
 
-    def begin(self, answer: Answer) -> None:
+    def begin(self, answer: CollectiveWork) -> None:
         """Under the lock."""
         self._pending[answer] = None
         self._waiting.begun()
 
-    def begun(self, answer: Answer) -> None:
+    def begun(self, answer: CollectiveWork) -> None:
         """gloo has the collective. It may have been given up in between."""
         with self.lock:
             if answer not in self._pending:
@@ -216,7 +216,7 @@ class Flight:
         for answer in pending:
             answer.finish(PeerLost(reason))
 
-    def ended(self, answer: Answer, outcome: Callable[[], Any]) -> None:
+    def ended(self, answer: CollectiveWork, outcome: Callable[[], Any]) -> None:
         """In gloo's thread, or one that waits for it."""
         try:
             outcome()
@@ -230,7 +230,7 @@ class Flight:
             self._waiting.ended(1)
             answer.finish(None)
 
-    def failed(self, answer: Answer, error: RuntimeError) -> None:
+    def failed(self, answer: CollectiveWork, error: RuntimeError) -> None:
         """gloo's connections are of no use after an error, and what else is under way may never be told of it."""
         reason = str(error).split("\n", 1)[0][:300]
         with self.lock:
@@ -243,7 +243,7 @@ class Flight:
         if self._on_lost is not None:
             self._on_lost(reason)
 
-    def _take(self, reason: str) -> list[Answer]:
+    def _take(self, reason: str) -> list[CollectiveWork]:
         self.lost = self.lost or reason
         pending, self._pending = list(self._pending), {}
         self.failures += len(pending)

@@ -14,28 +14,28 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Everyone:
+class AllRanks:
     """All ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class WithinReplica:
     """These places of one replica."""
 
     places: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Across:
+class AcrossReplicas:
     """The ranks of this place in all replicas."""
 
     place: int
 
 
-Meaning = Everyone | Inside | Across
+GroupMeaning = AllRanks | WithinReplica | AcrossReplicas
 
 
-def meaning(ranks: Sequence[int], most: int, places: int) -> tuple[Meaning, int] | None:
+def meaning(ranks: Sequence[int], most: int, places: int) -> tuple[GroupMeaning, int] | None:
     """What these ranks of a world of `most` mean, and of which replica (0 for what all replicas have part in). None if
     no other world has ranks that mean the same."""
     found = sorted(ranks)
@@ -43,68 +43,68 @@ def meaning(ranks: Sequence[int], most: int, places: int) -> tuple[Meaning, int]
         return None
     # First, because in a job of one replica it says more: each process knows its place.
     if most > 1 and found[0] // places == found[-1] // places:
-        return Inside(tuple(rank % places for rank in found)), found[0] // places
+        return WithinReplica(tuple(rank % places for rank in found)), found[0] // places
     if found == list(range(most)):
-        return Everyone(), 0
+        return AllRanks(), 0
     if found == list(range(found[0] % places, most, places)):
-        return Across(found[0] % places), 0
+        return AcrossReplicas(found[0] % places), 0
     return None
 
 
-def ranks_of(what: Meaning, rank: int, size: int, places: int) -> list[int]:
+def ranks_of(what: GroupMeaning, rank: int, size: int, places: int) -> list[int]:
     """In a world of `size`, of the group that rank `rank` is in."""
     match what:
-        case Everyone():
+        case AllRanks():
             return list(range(size))
-        case Inside(inside):
+        case WithinReplica(inside):
             first = rank // places * places
             return [first + place for place in inside]
-        case Across(place):
+        case AcrossReplicas(place):
             return list(range(place, size, places))
 
 
-def name_of(what: Meaning, nth: int, rank: int, places: int) -> str:
+def name_of(what: GroupMeaning, nth: int, rank: int, places: int) -> str:
     """Of the group of this meaning that rank `rank` is in, which its members share and no other group has."""
     match what:
-        case Everyone():
+        case AllRanks():
             return f"own-{nth}"
-        case Inside(inside):
+        case WithinReplica(inside):
             return f"inside-{nth}-{'-'.join(map(str, inside))}-of-{rank // places}"
-        case Across(place):
+        case AcrossReplicas(place):
             return f"across-{nth}-{place}"
 
 
-def order_of(what: Meaning, nth: int) -> tuple[int, tuple[int, ...], int]:
+def order_of(what: GroupMeaning, nth: int) -> tuple[int, tuple[int, ...], int]:
     """In which order groups are formed: the same for all members of each, so that none waits in a circle."""
     match what:
-        case Everyone():
+        case AllRanks():
             return 0, (), nth
-        case Inside(inside):
+        case WithinReplica(inside):
             return 1, inside, nth
-        case Across(place):
+        case AcrossReplicas(place):
             return 2, (place,), nth
 
 
-def words(made: Counter[tuple[Meaning, int]]) -> str:
+def words(made: Counter[tuple[GroupMeaning, int]]) -> str:
     """How many of each meaning, for people, and for the comparison with another process's. `made`: see `lacking`."""
     counts: dict[str, int] = {}
     for (what, _), count in made.items():
         match what:
-            case Everyone():
+            case AllRanks():
                 name = "all ranks"
-            case Inside(inside):
+            case WithinReplica(inside):
                 name = f"places {', '.join(map(str, inside))} of a replica"
-            case Across(place):
+            case AcrossReplicas(place):
                 name = f"place {place} of all replicas"
         counts[name] = max(counts.get(name, 0), count)
     return "; ".join(f"{name}: {counts[name]}" for name in sorted(counts))
 
 
-def lacking(made: Counter[tuple[Meaning, int]], replicas: int, places: int) -> list[int] | None:
+def lacking(made: Counter[tuple[GroupMeaning, int]], replicas: int, places: int) -> list[int] | None:
     """The ranks of a group that the script has made for some replicas, and not for all; None if there is none. `made`:
     how many of each meaning, by replica."""
     for what, _ in made:
-        counts = {replica: made[what, replica] for replica in range(replicas if isinstance(what, Inside) else 1)}
+        counts = {replica: made[what, replica] for replica in range(replicas if isinstance(what, WithinReplica) else 1)}
         fewest = min(counts, key=lambda replica: counts[replica])
         if counts[fewest] < max(counts.values()):
             return ranks_of(what, fewest * places, replicas * places, places)

@@ -22,10 +22,10 @@ from torch.distributed import distributed_c10d
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
 from everstep.recovery.group import before_steps, meanings, torch_functions
-from everstep.recovery.group.in_flight import Waiting
-from everstep.recovery.group.meanings import Across, Everyone, Inside, Meaning
+from everstep.recovery.group.in_flight import WaitingTime
+from everstep.recovery.group.meanings import AcrossReplicas, AllRanks, GroupMeaning, WithinReplica
 from everstep.recovery.group.recoverable import BACKEND, RecoverableGroup
-from everstep.recovery.group.scope import NO_SUBGROUPS, At, Scope, script_asks
+from everstep.recovery.group.script_location import NO_SUBGROUPS, ScriptLocation, ScriptPhase, script_call_site
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.state.shape import MODEL
 
@@ -33,10 +33,10 @@ MOST = 16  # each has connections of its own in each round
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class ScriptGroup:
     """A group of the script's: the `nth` that means this."""
 
-    what: Meaning
+    what: GroupMeaning
     nth: int
     group: RecoverableGroup
 
@@ -46,15 +46,17 @@ class ProgramGroups:
 
     def __init__(self, on_lost: Callable[[str], None]) -> None:
         self._on_lost = on_lost
-        self._waiting = Waiting()  # in the program's collectives
+        self._waiting = WaitingTime()  # in the program's collectives
         self._asked: RecoverableGroup | None = None  # that c10d makes a group of just now
-        self.scope = Scope()
+        self.scope = ScriptLocation()
         self.main = self._make()
         self.main.on_point = self._check_peer
-        self._own: list[Own] = []
+        self._own: list[ScriptGroup] = []
         # Ranks of a replica that hold other things than each other, and the rank that this process takes itself for.
         self._divided, self.places, self._here = False, 1, 0
-        self._told: Counter[tuple[Meaning, int]] = Counter()  # groups that the script has asked for, of any replica
+        self._told: Counter[tuple[GroupMeaning, int]] = (
+            Counter()
+        )  # groups that the script has asked for, of any replica
         self._most = 1
         self.evaluations = 0  # that the script has asked for
         self._names = ""  # of what is tracked, where each place of a replica tracks its own
@@ -69,7 +71,7 @@ class ProgramGroups:
         dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
         self.main.attach(forming.alone(), 0, 1)
         torch_functions.put_up(most, lambda: self._asked is not None, self._new)
-        before_steps.refuse_training(lambda: self.scope.others and self.scope.where is At.BUILDING)
+        before_steps.refuse_training(lambda: self.scope.others and self.scope.where is ScriptPhase.BUILDING)
 
     def divide(self, kind: str, places: int, rank: int) -> None:
         """Of a mesh that was made: if it is of a model that the script divides itself, over so many neighbours in rank,
@@ -91,7 +93,7 @@ class ProgramGroups:
 
     def is_across(self, group: object) -> bool:
         """Whether it is one of the script's that has one place of all replicas: in a job of one replica that place."""
-        across = (Across, Inside) if self._most == self.places else (Across,)
+        across = (AcrossReplicas, WithinReplica) if self._most == self.places else (AcrossReplicas,)
         found = next((one.what for one in self._own if one.group is group), None)
         return isinstance(found, across) and len(meanings.ranks_of(found, 0, self.places, self.places)) == 1
 
@@ -114,29 +116,29 @@ class ProgramGroups:
     def _new(self, ranks: Sequence[int] | None, description: str | None) -> Any:
         """A group for the script: of all ranks without `ranks`. What torch gives to those that are not in it, if this
         process is not."""
-        asked = script_asks(sys._getframe(1))
+        asked = script_call_site(sys._getframe(1))
         at = asked.at if asked is not None else ""
-        if self.scope.where is not At.BUILDING:
+        if self.scope.where is not ScriptPhase.BUILDING:
             raise LoopError(
                 f"dist.new_group(){at} after steps() began: a process that comes later would not make it. Make groups "
                 "once, between everstep.start() and run.steps()"
             )
         found = meanings.meaning(range(self._most) if ranks is None else ranks, self._most, self.places)
-        if found is None or not (self._divided or found[0] == Everyone()):
+        if found is None or not (self._divided or found[0] == AllRanks()):
             raise LoopError(f"dist.new_group({list(ranks or ())}){at}: {NO_SUBGROUPS}")
         what, replica = found
         nth = self._told[found]
         self._told[found] += 1
         members = meanings.ranks_of(what, self._here, self._most, self.places)
-        if self._here not in members or (isinstance(what, Inside) and replica != self._here // self.places):
+        if self._here not in members or (isinstance(what, WithinReplica) and replica != self._here // self.places):
             return dist.GroupMember.NON_GROUP_MEMBER
         if len(self._own) >= MOST:
             raise LoopError(f"dist.new_group(){at} for the {MOST + 1}th time: make groups once, and use them again")
         group = self._register(self._alone(), description)
-        if isinstance(what, Inside):
+        if isinstance(what, WithinReplica):
             group.knows_place = True
             self._seat(group, what, self._here, self._most)
-        self._own.append(Own(what, nth, group))
+        self._own.append(ScriptGroup(what, nth, group))
         self._own.sort(key=lambda one: meanings.order_of(one.what, one.nth))
         return group
 
@@ -145,13 +147,13 @@ class ProgramGroups:
         group.attach(forming.alone(), 0, 1)
         return group
 
-    def parts(self, rank: int, world_size: int) -> tuple[forming.Part, ...]:
+    def parts(self, rank: int, world_size: int) -> tuple[forming.Subgroup, ...]:
         """As `forming.form` makes them for a round."""
         found = []
         for one in self._own:
             ranks = meanings.ranks_of(one.what, rank, world_size, self.places)
             name = meanings.name_of(one.what, one.nth, rank, self.places)
-            found.append(forming.Part(name, ranks.index(rank), len(ranks)))
+            found.append(forming.Subgroup(name, ranks.index(rank), len(ranks)))
         return tuple(found)
 
     def place(self, rank: int, world_size: int) -> None:
@@ -160,7 +162,7 @@ class ProgramGroups:
         for one in self._own:
             self._seat(one.group, one.what, rank, world_size)
 
-    def _seat(self, group: RecoverableGroup, what: Meaning, rank: int, world_size: int) -> None:
+    def _seat(self, group: RecoverableGroup, what: GroupMeaning, rank: int, world_size: int) -> None:
         ranks = meanings.ranks_of(what, rank, world_size, self.places)
         group.place(ranks.index(rank), len(ranks))
         distributed_c10d._world.pg_group_ranks[group] = {one: i for i, one in enumerate(ranks)}
@@ -169,9 +171,9 @@ class ProgramGroups:
         """The script sends to a rank of the world, or receives from it. Raises `LoopError` if the world has no such
         rank: gloo would wait for it."""
         size = self.main._size
-        if rank < size or self.scope.where is not At.STEP or not self.scope.others:
+        if rank < size or self.scope.where is not ScriptPhase.STEP or not self.scope.others:
             return
-        asked = script_asks(sys._getframe(1))
+        asked = script_call_site(sys._getframe(1))
         at = asked.at if asked is not None else ""
         raise LoopError(
             f"dist.{name}() with rank {rank}{at}: this world has {size} ranks. Those that a script has kept from "

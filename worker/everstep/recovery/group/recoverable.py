@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from everstep.contract.calls import Call, Page
-from everstep.recovery.group.in_flight import Answer, Flight, PeerLost, Together, Waiting
-from everstep.recovery.group.scope import Scope
+from everstep.recovery.group.in_flight import CollectiveWork, CombinedWork, InFlightCollectives, PeerLost, WaitingTime
+from everstep.recovery.group.script_location import ScriptLocation
 
 BACKEND = "everstep"
 # From one member to another: how it is told.
@@ -45,13 +45,13 @@ class RecoverableGroup(dist.ProcessGroup):
     def __init__(
         self,
         on_lost: Callable[[str], None] | None = None,
-        waiting: Waiting | None = None,
-        scope: Scope | None = None,
+        waiting: WaitingTime | None = None,
+        scope: ScriptLocation | None = None,
     ) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
         self._scope = scope
-        self._waiting = waiting or Waiting()
-        self._flight = Flight(on_lost, self._waiting)
+        self._waiting = waiting or WaitingTime()
+        self._in_flight = InFlightCollectives(on_lost, self._waiting)
         self._inner: Any = None
         self._abort: Callable[[], None] | None = None
         self.on_begin: Callable[[str, Any], None] | None = None  # its name, and the tensors that it writes into
@@ -66,37 +66,37 @@ class RecoverableGroup(dist.ProcessGroup):
     @property
     def lost(self) -> str | None:
         """Why collectives fail at present; None while they work."""
-        return self._flight.lost
+        return self._in_flight.lost
 
     @property
     def failures(self) -> int:
         """How many collectives have ended with `PeerLost`, in all rounds."""
-        return self._flight.failures
+        return self._in_flight.failures
 
     @property
     def lost_at(self) -> str:
         """Where the script was when a collective failed: ` at train.py:31 in main`, or nothing."""
-        return self._flight.lost_at
+        return self._in_flight.lost_at
 
     @property
     def begun(self) -> int:
         """How many collectives were begun in this round."""
-        with self._flight.lock:
-            return self._flight.calls.begun
+        with self._in_flight.lock:
+            return self._in_flight.calls.begun
 
     def recent(self) -> tuple[Call, ...]:
         """The newest collectives that were begun in this round, oldest first."""
-        with self._flight.lock:
-            return self._flight.calls.recent
+        with self._in_flight.lock:
+            return self._in_flight.calls.recent
 
     def waits_in(self) -> Call | None:
         """The oldest collective under way: this member has begun it, and another may not have."""
-        return self._flight.waits_in()
+        return self._in_flight.waits_in()
 
     @property
     def waits(self) -> bool:
         """Whether a collective is under way."""
-        return self._flight.waits_in() is not None
+        return self._in_flight.waits_in() is not None
 
     @property
     def waited(self) -> float:
@@ -105,17 +105,17 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def write_calls(self, path: str) -> None:
         """Keep the newest in a file."""
-        self._flight.calls.write_to(Page(path))
+        self._in_flight.calls.write_to(Page(path))
 
     @property
     def left(self) -> list[Any]:
         """gloo's works that were given up in this round, and may not be over."""
-        return list(self._flight.left)
+        return list(self._in_flight.left)
 
     @property
     def left_on_device(self) -> list[Any]:
         """Works of an accelerator that are not over."""
-        return self._flight.on_device()
+        return self._in_flight.on_device()
 
     def attach(self, inner: Any, rank: int, size: int, abort: Callable[[], None] | None = None) -> None:
         """Work over `inner`, a group of another round, from now on. After `abandon`. `abort` ends its collectives of an
@@ -123,11 +123,11 @@ class RecoverableGroup(dist.ProcessGroup):
 
         Hold on to `inner` until its connections are closed: its destructor waits for gloo's threads.
         """
-        flight = self._flight
-        with flight.lock:
+        in_flight = self._in_flight
+        with in_flight.lock:
             assert self._inner is None, "the group of the round before was not abandoned"
             self._inner, self._rank, self._size, self._abort = inner, rank, size, abort
-            flight.restart()
+            in_flight.restart()
 
     def place(self, rank: int, size: int) -> None:
         """Be of this rank and size from now on, also while no round is attached."""
@@ -135,10 +135,10 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def abandon(self, reason: str) -> None:
         """End every collective under way with `PeerLost(reason)`; none begins any more. Any thread."""
-        on_device = self._flight.on_device()
-        self._flight.give_up(reason)
-        with self._flight.lock:
-            self._flight.failures += len(on_device)  # what they leave is garbage
+        on_device = self._in_flight.on_device()
+        self._in_flight.give_up(reason)
+        with self._in_flight.lock:
+            self._in_flight.failures += len(on_device)  # what they leave is garbage
             self._inner = None
             abort, self._abort = self._abort, None
         if abort is not None:  # it may wait for the device, and nobody here does
@@ -150,24 +150,24 @@ class RecoverableGroup(dist.ProcessGroup):
             self._scope.collective(name)
         if self.on_begin is not None:
             self.on_begin(name, value)
-        flight, answer = self._flight, Answer(value, self._waits(name))
+        in_flight, answer = self._in_flight, CollectiveWork(value, self._waits(name))
         if self.stands_in is not None and self.stands_in(name):
             _copy_own(name, arguments)
             answer.finish(None)
             return answer
-        with flight.lock:
-            inner, lost = self._inner, flight.lost
+        with in_flight.lock:
+            inner, lost = self._inner, in_flight.lost
             device = _on_device(same or value)
             if lost is not None:
-                flight.failures += 1
+                in_flight.failures += 1
             else:
                 answer.call = (
-                    flight.calls.point(*_POINT[name](arguments))
+                    in_flight.calls.point(*_POINT[name](arguments))
                     if name in _POINT
-                    else flight.calls.begin(name, same, arguments[-1])
+                    else in_flight.calls.begin(name, same, arguments[-1])
                 )
                 if not device:
-                    flight.begin(answer)
+                    in_flight.begin(answer)
         if lost is not None:
             answer.finish(PeerLost(lost))
             return answer
@@ -176,15 +176,15 @@ class RecoverableGroup(dist.ProcessGroup):
         try:
             answer.work = getattr(inner, name)(*arguments)
         except RuntimeError as e:
-            flight.failed(answer, e)
+            in_flight.failed(answer, e)
             return answer
-        flight.begun(answer)
+        in_flight.begun(answer)
         try:
             future = answer.work.get_future()
         except RuntimeError:  # some of gloo's works have none
-            threading.Thread(target=flight.ended, args=(answer, answer.work.wait), daemon=True).start()
+            threading.Thread(target=in_flight.ended, args=(answer, answer.work.wait), daemon=True).start()
         else:
-            future.add_done_callback(lambda done: flight.ended(answer, done.value))
+            future.add_done_callback(lambda done: in_flight.ended(answer, done.value))
         return answer
 
     def _waits(self, name: str) -> Callable[[str], None] | None:
@@ -194,22 +194,22 @@ class RecoverableGroup(dist.ProcessGroup):
         begun = scope.entered
         return lambda what: scope.waits(begun, what or name)
 
-    def _run_on_device(self, answer: Answer, collective: Callable[..., Any], *arguments: Any) -> Any:
+    def _run_on_device(self, answer: CollectiveWork, collective: Callable[..., Any], *arguments: Any) -> Any:
         """NCCL orders its work by streams and has an abort of its own: its answers need none of ours."""
-        flight = self._flight
+        in_flight = self._in_flight
         try:
             work = collective(*arguments)
         except RuntimeError as e:
-            if (lost := flight.lost) is not None:
-                flight.failures += 1
+            if (lost := in_flight.lost) is not None:
+                in_flight.failures += 1
                 raise PeerLost(lost) from e
             if not isinstance(e, dist.DistBackendError):
                 raise
-            with flight.lock:
-                flight.begin(answer)
-            flight.failed(answer, e)
+            with in_flight.lock:
+                in_flight.begin(answer)
+            in_flight.failed(answer, e)
             return answer
-        flight.begun_on_device(answer.call, work)
+        in_flight.begun_on_device(answer.call, work)
         return work
 
     # What c10d calls, from Python and (by the names that begin with `get`) from C++.
@@ -303,7 +303,7 @@ class RecoverableGroup(dist.ProcessGroup):
     def _in_turn(self, collective: Callable[..., Any], outputs: Any, inputs: Any, opts: Any) -> Any:
         """What DTensors ask for, of one tensor mostly, and gloo's Python group does not have: one for each tensor."""
         answers = [collective(output, input, opts) for output, input in zip(outputs, inputs, strict=True)]
-        return answers[0] if len(answers) == 1 else Together(answers)
+        return answers[0] if len(answers) == 1 else CombinedWork(answers)
 
     # How much goes from whom to whom may differ between members.
 

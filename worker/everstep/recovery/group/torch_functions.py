@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.recoverable import RecoverableGroup
-from everstep.recovery.group.scope import NO_PIPELINE, NO_SUBGROUPS, script_asks
+from everstep.recovery.group.script_location import NO_PIPELINE, NO_SUBGROUPS, script_call_site
 
 _NO_MESH = (
     "a mesh that the script makes has the world in which it was made: this process alone. For replicas × shards write "
@@ -161,7 +161,7 @@ def _meshes(here: Callable[[], bool]) -> None:
     make = DeviceMesh.__init__
 
     def init(mesh: Any, *arguments: Any, **named: Any) -> None:
-        if here() and named.get("_root_mesh") is None and (asked := script_asks(sys._getframe(1))) is not None:
+        if here() and named.get("_root_mesh") is None and (asked := script_call_site(sys._getframe(1))) is not None:
             raise LoopError(f"{asked.function or 'DeviceMesh'}{asked.at}: {_NO_MESH}")
         make(mesh, *arguments, **named)
 
@@ -201,7 +201,7 @@ def _refusing(function: Any, here: Callable[[], bool], what: str, why: str) -> A
 
 
 def _refuse(what: str, why: str) -> NoReturn:
-    asked = script_asks(sys._getframe(1))
+    asked = script_call_site(sys._getframe(1))
     raise LoopError(f"{what}{asked.at if asked is not None else ''}: {why}")
 
 

@@ -15,13 +15,13 @@ import torch
 
 from everstep.recovery import digests
 from everstep.recovery.errors import LoopError
-from everstep.recovery.rollback.snapshots import Held, address, version
-from everstep.recovery.rollback.tracked_objects import Optimizer, things
-from everstep.recovery.rollback.undo_copy import Undo
+from everstep.recovery.rollback.snapshots import TensorSnapshot, address, version
+from everstep.recovery.rollback.tracked_objects import Optimizer, tracked_objects
+from everstep.recovery.rollback.undo_copy import UndoCopy
 from everstep.recovery.state.gradients import Gradients
 from everstep.recovery.state.optimizers import before_step, has_closure
 from everstep.recovery.state.randomness import generators_to_put_back
-from everstep.recovery.validity import Quality
+from everstep.recovery.validity import Validity
 
 EARLY = 4  # steps of a world after which the parts of what is tracked are looked for in watched steps alone
 
@@ -41,8 +41,8 @@ class Listener(Protocol):
         ...
 
 
-class Replay:
-    """The tracked objects of a run. `begin` at a step's start; then `ended`, or if it failed `back`.
+class Rollback:
+    """The tracked objects of a run. `begin` at a step's start; then `ended`, or if it failed `roll_back`.
 
     `refuse` is called before each optimizer's step, and raises if the round is over by then. `collective` is to be
     called when a collective of the program's begins. `agreed`: whether what is large may be copied.
@@ -52,10 +52,10 @@ class Replay:
         self, state: Mapping[str, Any], refuse: Callable[[], None], agreed: Callable[[], bool] = lambda: True
     ) -> None:
         self._refuse = refuse
-        self._things = things(state)
+        self._tracked = tracked_objects(state)
         self.gradients = Gradients(state)
         self._agreed = agreed
-        self._undo = Undo()
+        self._undo_copy = UndoCopy()
         self._random = generators_to_put_back(state)
         self._generators: list[dict[str, Any]] = []
         self._count = 0  # steps of this world
@@ -78,13 +78,13 @@ class Replay:
         for name, target in state.items():
             if isinstance(target, torch.optim.Optimizer):
                 self._hooks.append(before_step(target, self._before(name)))
-        self._hooks += [hook for t in self._things if isinstance(t, Optimizer) for hook in t.hooks]
+        self._hooks += [hook for t in self._tracked if isinstance(t, Optimizer) for hook in t.hooks]
 
     def moved(self) -> None:
         """The world is another one."""
         self._count = self.gradients.updates = 0
         self._after_block = {}
-        self._undo.decided = False
+        self._undo_copy.decided = False
 
     def begin(self, step: int, *, keep: bool = False) -> None:
         """Step number `step` begins. Raises `LoopError` for what follows the block and could not be recovered from.
@@ -93,11 +93,11 @@ class Replay:
         self.step, self._count = step, self._count + 1
         self._watched = not self._count & (self._count - 1)
         self._entered, self._written, self._settled = "", None, True
-        undoes = self.undoes = self._undo.wanted and self._agreed()
-        for thing in self._things:
+        undoes = self.undoes = self._undo_copy.wanted and self._agreed()
+        for target in self._tracked:
             if self._watched or undoes or keep or self._count <= EARLY:
-                thing.look()
-            thing.begin()
+                target.look()
+            target.begin()
         self.kept = self._keep_once() if keep else undoes and self._keep()
         if self._watched:
             self._unmoved = self._prints()
@@ -113,35 +113,35 @@ class Replay:
         held = self._large()
         if self._opaque:
             return False  # in this step alone
-        self._undo.keep(held)
+        self._undo_copy.keep(held)
         return True
 
     def _keep_once(self) -> bool:
         held = self._large()
-        if self._opaque or not self._undo.has_room(held):
+        if self._opaque or not self._undo_copy.has_room(held):
             return False
-        self._undo.keep(held)
+        self._undo_copy.keep(held)
         return True
 
     def uncount(self) -> None:
         """The newest step, which was put back, was not one of the run's."""
         self._count -= 1
         self.gradients.uncount()
-        if not self._undo.wanted:
-            self._undo.let_go()
+        if not self._undo_copy.wanted:
+            self._undo_copy.let_go()
 
     def can_keep(self) -> bool:
         """Whether a copy is of use, and there is room for it in this world."""
-        if self._undo.wanted and not self._undo.decided:
-            self._undo.decide(self._large(), self._opaque)
-        return self._undo.wanted and self._undo.on
+        if self._undo_copy.wanted and not self._undo_copy.decided:
+            self._undo_copy.decide(self._large(), self._opaque)
+        return self._undo_copy.wanted and self._undo_copy.on
 
-    def _large(self) -> list[Held]:
-        return [held for thing in self._things for held in thing.large()]
+    def _large(self) -> list[TensorSnapshot]:
+        return [held for target in self._tracked for held in target.large()]
 
     @property
     def _opaque(self) -> str:
-        return next((thing.opaque for thing in self._things if thing.opaque), "")
+        return next((target.opaque for target in self._tracked if target.opaque), "")
 
     def collective(self, name: str, written: Any) -> None:
         """A collective of the program's begins, and writes into these tensors."""
@@ -152,8 +152,8 @@ class Replay:
         tensors = list(_flat(written))
         if self._written is None:  # which torch does not count
             self._written = next((found for t in tensors if (found := self._places.get(address(t)))), None)
-        if not self._undo.wanted and (self._entered or (self._watched and self._moved() is not None)):
-            self._undo.late(self.step, name)
+        if not self._undo_copy.wanted and (self._entered or (self._watched and self._moved() is not None)):
+            self._undo_copy.late(self.step, name)
 
     def ended(self) -> None:
         """The step's block has ended well. Raises `LoopError` for what could not be recovered from."""
@@ -171,34 +171,34 @@ class Replay:
         if self._watched:
             self._after_block = self._prints()
 
-    def back(self) -> Quality:
+    def roll_back(self) -> Validity:
         """The step does not count, and what follows its block has run: what the state is worth once it is put back."""
         self._in_step = False
         if self._watched and not self._entered:
             self._compare()
         moved = self._moved() or (None if self.kept else self._untraced)
-        for thing in self._things:
-            thing.put_back()
+        for target in self._tracked:
+            target.put_back()
         for generator, drawn in zip(self._random, self._generators, strict=True):
             generator.load_state_dict(drawn)  # each rank's own, also of one that is given a state
         self.gradients.put_back()
         if moved is None and (self.kept or not (self._entered or self._written)):
             self._settled = False
-            return Quality.WHOLE
+            return Validity.WHOLE
         self.torn = f"{moved or self._written} has moved"
         if self._entered:
-            why = self._undo.why_not or "not every member could copy its state when the step began"
+            why = self._undo_copy.why_not or "not every member could copy its state when the step began"
             self.torn = f"{self._entered} had begun its step, and {why}"
-        return Quality.TORN
+        return Validity.TORN
 
-    def back_again(self) -> None:
-        """The collectives of the step that failed are over. One that was under way may have written since `back`."""
-        for thing in self._things if not self._settled else ():
-            thing.put_back()
+    def roll_back_again(self) -> None:
+        """The collectives of the step that failed are over. One under way may have written since `roll_back`."""
+        for target in self._tracked if not self._settled else ():
+            target.put_back()
         self._settled = True
 
     def _moved(self) -> str | None:
-        return next((what for t in self._things if (what := t.moved()) is not None), None)
+        return next((what for t in self._tracked if (what := t.moved()) is not None), None)
 
     def end(self) -> None:
         """The run is over."""
@@ -224,7 +224,7 @@ class Replay:
     def _prints(self) -> dict[str, Print]:
         return {
             name: (digests.content(tensor), address(tensor), version(tensor))
-            for thing in self._things for name, tensor in thing.contents()
+            for target in self._tracked for name, tensor in target.contents()
         }  # fmt: skip
 
     def _compare(self) -> None:

@@ -20,7 +20,7 @@ _PLAIN = (int, float, str, bytes, bool, type(None))
 
 
 @dataclass(slots=True)
-class Held:
+class TensorSnapshot:
     """A tensor as it was; without a copy it is so only while it has not moved."""
 
     tensor: torch.Tensor
@@ -84,9 +84,9 @@ class _List(list[Any]):
     of: Any = None  # the list, deque or set
 
 
-def hold(tree: Any, *, copies: bool = True) -> tuple[Any, list[Held]]:
-    """The tree with each tensor as `Held`, and those by themselves; with copies if they are small."""
-    held: list[Held] = []
+def hold(tree: Any, *, copies: bool = True) -> tuple[Any, list[TensorSnapshot]]:
+    """The tree with each tensor as `TensorSnapshot`, and those by themselves; with copies if they are small."""
+    held: list[TensorSnapshot] = []
     kept = _hold(tree, held)
     if copies and sum(h.tensor.numel() * h.tensor.element_size() for h in held) <= SMALL:
         for h in held:
@@ -94,11 +94,11 @@ def hold(tree: Any, *, copies: bool = True) -> tuple[Any, list[Held]]:
     return kept, held
 
 
-def _hold(tree: Any, held: list[Held]) -> Any:
+def _hold(tree: Any, held: list[TensorSnapshot]) -> Any:
     if isinstance(tree, _PLAIN):
         return tree
     if isinstance(tree, torch.Tensor):
-        held.append(Held(tree, version(tree), address(tree)))
+        held.append(TensorSnapshot(tree, version(tree), address(tree)))
         return held[-1]
     if isinstance(tree, dict):
         items = _Dict({key: _hold(value, held) for key, value in tree.items()})
@@ -130,7 +130,7 @@ def is_known(tree: Any) -> bool:
 
 def plain(kept: Any) -> Any:
     """What `hold` was given, of the values that it had then: for `load_state_dict`."""
-    if isinstance(kept, Held):
+    if isinstance(kept, TensorSnapshot):
         return kept.tensor if kept.copy is None else kept.copy.clone()
     if isinstance(kept, _Array):
         return kept.copy.copy()
@@ -147,7 +147,7 @@ def plain(kept: Any) -> Any:
 
 def restore(live: Any, kept: Any) -> None:
     """Make `live`, a dictionary or list, what it was; what it holds in the objects that it held."""
-    if isinstance(kept, Held):
+    if isinstance(kept, TensorSnapshot):
         kept.back()
     elif isinstance(kept, dict):
         found = {key: restored(value) for key, value in kept.items()}
@@ -164,7 +164,7 @@ def restore(live: Any, kept: Any) -> None:
 def restored(kept: Any) -> Any:
     """The object that was held, with the values that it had: the script may have a name of its own for it, and what
     stands in its place by now may be another one's."""
-    if isinstance(kept, Held):
+    if isinstance(kept, TensorSnapshot):
         return kept.back()
     if isinstance(kept, _Dict | _List):
         restore(kept.of, kept)
@@ -183,7 +183,7 @@ def _tuple(like: Any, values: Iterable[Any]) -> Any:
 
 def same(kept: Any, live: Any) -> bool:
     """Whether `live` has the values that were kept. Reads every tensor that was copied."""
-    if isinstance(kept, Held):
+    if isinstance(kept, TensorSnapshot):
         if not isinstance(live, torch.Tensor):
             return False
         if kept.copy is None:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from everstep.recovery import digests
 from everstep.recovery.ddp.reducers import BUCKETS
 from everstep.recovery.rollback import snapshots
-from everstep.recovery.rollback.snapshots import Held, address, version
+from everstep.recovery.rollback.snapshots import TensorSnapshot, address, version
 from everstep.recovery.sharding import fsdp
 from everstep.recovery.state.optimizers import places
 from everstep.recovery.state.randomness import STATE
@@ -31,7 +31,7 @@ ELSEWHERE = ("data", "rng", STATE, SWITCHES, BUCKETS)  # the session's own, whic
 LARGE = 2**20  # bytes of a buffer that is copied again only if torch has counted a change
 
 
-class Thing:
+class TrackedObject:
     """One tracked object, or a part of one. `name` is the script's."""
 
     opaque = ""  # after `large`: what of it cannot be copied
@@ -45,7 +45,7 @@ class Thing:
     def begin(self) -> None:
         """A step begins."""
 
-    def large(self) -> list[Held]:
+    def large(self) -> list[TensorSnapshot]:
         """After `begin`: its tensors that are not copied. Who gives them copies has them put back."""
         return []
 
@@ -61,7 +61,7 @@ class Thing:
         yield from ()
 
 
-class Module(Thing):
+class Module(TrackedObject):
     """Parameters are watched, buffers copied, and both put back in their places if forward has replaced them. So are
     `training` and `requires_grad`, which a step that fails may leave as its middle had them."""
 
@@ -80,7 +80,7 @@ class Module(Thing):
         self._old = set[int]()  # large ones that were not copied when the step began, but before
         self._training: list[bool] = []
         self._required: list[bool] = []
-        self._held: list[Held] = []
+        self._held: list[TensorSnapshot] = []
         self._extra: list[tuple[torch.nn.Module, Any]] = []
         self.look()
 
@@ -114,8 +114,8 @@ class Module(Thing):
         self._extra = [(m, copy.deepcopy(m.get_extra_state())) for m in self._with_extra]
         self._save()
 
-    def large(self) -> list[Held]:
-        self._held = [Held(p, version(p), address(p)) for p in self._parameters if not is_lazy(p)]
+    def large(self) -> list[TensorSnapshot]:
+        self._held = [TensorSnapshot(p, version(p), address(p)) for p in self._parameters if not is_lazy(p)]
         return self._held
 
     def moved(self) -> str | None:
@@ -191,7 +191,7 @@ class Module(Thing):
                 torch._foreach_copy_(to, source)
 
 
-class Optimizer(Thing):
+class Optimizer(TrackedObject):
     """Its state is watched. That its step has begun is for others to say."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, tracked: Collection[int] = ()) -> None:
@@ -204,7 +204,7 @@ class Optimizer(Thing):
         self._known: dict[tuple[Any, Any], torch.Tensor] = {}
         # Dictionaries that it holds, what was there, and all keys that were; None: others may come.
         self._kept: list[tuple[dict[Any, Any], dict[Any, Any], set[Any] | None]] = []
-        self._held: list[Held] = []
+        self._held: list[TensorSnapshot] = []
         self.look()
 
     def _load(self, _: Any) -> None:
@@ -228,7 +228,7 @@ class Optimizer(Thing):
         self._before = self._mark()
         self._kept, self._held = [], []
 
-    def large(self) -> list[Held]:
+    def large(self) -> list[TensorSnapshot]:
         self._kept, self._held, self.opaque = [], [], ""
         for place in places(self._optimizer, self._tracked):
             found = {key: value for key, value in place.live.items() if place.keys is None or key in place.keys}
@@ -270,19 +270,19 @@ class Optimizer(Thing):
         return self._loaded, _versions(self._tensors)
 
 
-class Tree(Thing):
+class Tree(TrackedObject):
     """What `get` gives: nested values. `put` takes back what they were."""
 
     def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], None] | None = None) -> None:
         super().__init__(name)
         self._get, self._put = get, put
         self._kept: Any = None
-        self._held: list[Held] = []
+        self._held: list[TensorSnapshot] = []
 
     def begin(self) -> None:
         self._kept, self._held = snapshots.hold(self._get())
 
-    def large(self) -> list[Held]:
+    def large(self) -> list[TensorSnapshot]:
         return [h for h in self._held if h.copy is None]
 
     def moved(self) -> str | None:
@@ -353,9 +353,9 @@ class Scaler(Tree):
         self._scaler._per_optimizer_states.clear()
 
 
-def things(state: Mapping[str, Any]) -> list[Thing]:
+def tracked_objects(state: Mapping[str, Any]) -> list[TrackedObject]:
     """What is tracked, in order. A loader goes back by itself, and each rank's generators are for others."""
-    found: list[Thing] = []
+    found: list[TrackedObject] = []
     modules = [target for target in state.values() if isinstance(target, torch.nn.Module)]
     tracked = {id(p) for module in modules for p in module.parameters()}
     for name, target in state.items():

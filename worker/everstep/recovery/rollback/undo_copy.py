@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from everstep.recovery.group.scope import script_asks
-from everstep.recovery.rollback.snapshots import Held, raw
+from everstep.recovery.group.script_location import script_call_site
+from everstep.recovery.rollback.snapshots import TensorSnapshot, raw
 
 log = logging.getLogger("everstep.train")
 
@@ -24,7 +24,7 @@ SHARE = 0.5  # of the free memory of a device
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class Undo:
+class UndoCopy:
     """`wanted` once a collective was seen behind an optimizer's step; `on` where there is room."""
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class Undo:
     def late(self, step: int, name: str) -> None:
         """A collective of step number `step` begins behind an optimizer's step, or what moves parameters like one."""
         self.wanted = True
-        asked = script_asks(sys._getframe(2))
+        asked = script_call_site(sys._getframe(2))
         self._line = f"step {step} runs a collective ({name}{asked.at if asked else ''}) behind an optimizer's step"
 
-    def has_room(self, held: Iterable[Held]) -> bool:
+    def has_room(self, held: Iterable[TensorSnapshot]) -> bool:
         """Whether a copy of these has room now."""
         return self._full(_need(held)) is None
 
@@ -54,7 +54,7 @@ class Undo:
         have = {device: _size(self._kept, device) for device in need}
         return next((d for d, size in need.items() if size > (free_memory(d) + have[d]) * SHARE), None)
 
-    def decide(self, held: Iterable[Held], opaque: str = "") -> None:
+    def decide(self, held: Iterable[TensorSnapshot], opaque: str = "") -> None:
         """Whether these are copied when a step begins, from now on. `opaque`: what else there is, and cannot be."""
         need = _need(held)
         full = self._full(need)
@@ -75,7 +75,7 @@ class Undo:
         log.warning("%s, and %s: if a peer is lost behind that step, all go back to the last commit. %s",
                     self._line, self.why_not, line)  # fmt: skip
 
-    def keep(self, held: list[Held]) -> None:
+    def keep(self, held: list[TensorSnapshot]) -> None:
         """Copy them."""
         tensors = _distinct(held)
         kept = self._kept
@@ -112,7 +112,7 @@ def free_memory(device: torch.device) -> int:
     return max(found, 0)
 
 
-def _need(held: Iterable[Held]) -> dict[torch.device, int]:
+def _need(held: Iterable[TensorSnapshot]) -> dict[torch.device, int]:
     """Bytes of a copy of these."""
     need: dict[torch.device, int] = {}
     for tensor in _distinct(held):
@@ -120,7 +120,7 @@ def _need(held: Iterable[Held]) -> dict[torch.device, int]:
     return need
 
 
-def _distinct(held: Iterable[Held]) -> list[torch.Tensor]:
+def _distinct(held: Iterable[TensorSnapshot]) -> list[torch.Tensor]:
     return list({id(raw(h.tensor)): raw(h.tensor) for h in held}.values())
 
 

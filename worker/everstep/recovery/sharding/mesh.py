@@ -19,11 +19,11 @@ from typing import Any, cast
 import torch
 from torch.distributed import distributed_c10d
 
-from everstep.recovery.announcements import Round
+from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.errors import LoopError
-from everstep.recovery.forming.forming import Part
+from everstep.recovery.forming.forming import Subgroup
 from everstep.recovery.group.recoverable import RecoverableGroup
-from everstep.recovery.group.scope import script_asks
+from everstep.recovery.group.script_location import script_call_site
 from everstep.recovery.sharding import tensor_parallel
 from everstep.recovery.state.shape import MODEL, REPLICATE, SHARD, TENSOR
 
@@ -108,7 +108,7 @@ class RecoverableMesh:
         """How many ranks of a replica have plain tensors of other kinds and numbers than each other."""
         return self.shards if self.kind == MODEL else 1
 
-    def fits(self, round_: Round) -> bool:
+    def fits(self, round_: AnnouncedRound) -> bool:
         """Whether its world is whole replicas; the log says so if not."""
         if round_.world_size % self.shards == 0:
             return True
@@ -119,7 +119,7 @@ class RecoverableMesh:
         )  # fmt: skip
         return False
 
-    def misplaced(self, round_: Round) -> str:
+    def misplaced(self, round_: AnnouncedRound) -> str:
         """Why this process cannot have its rank there; empty if it can. Only what a script has built for its place
         itself nobody can turn into another place's."""
         place = round_.rank % self.shards
@@ -130,12 +130,12 @@ class RecoverableMesh:
             f"script has built what belongs to place {self.shard}"
         )
 
-    def parts(self, rank: int, world_size: int) -> tuple[Part, Part]:
+    def parts(self, rank: int, world_size: int) -> tuple[Subgroup, Subgroup]:
         """The groups of this rank in such a world, as `groups`."""
         replica, shard = divmod(rank, self.shards)
         return (
-            Part(f"replicate-{shard}", replica, world_size // self.shards),
-            Part(f"shard-{replica}", shard, self.shards),
+            Subgroup(f"replicate-{shard}", replica, world_size // self.shards),
+            Subgroup(f"shard-{replica}", shard, self.shards),
         )
 
     def move(self, rank: int, world_size: int) -> None:
@@ -171,7 +171,7 @@ class RecoverableMesh:
 
 def _refuse(name: str, _: Any) -> None:
     """A collective begins, and this process has met nobody."""
-    asked = script_asks(sys._getframe(1))
+    asked = script_call_site(sys._getframe(1))
     raise LoopError(
         f"{name}{asked.at if asked is not None else ''} over a group of run.mesh(): before steps() this process is "
         "alone, and nobody else is in it. DistributedDataParallel is for models that are not cut: write "

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from everstep.recovery.validity import Quality
+from everstep.recovery.validity import Validity
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class MemberState:
     """One member: completed steps, and a digest of what is replicated, by which silent divergence shows."""
 
     step: int
-    quality: Quality
+    validity: Validity
     digest: int
 
 
@@ -35,16 +35,16 @@ class NoState(RuntimeError):
     """Members trained, and no whole state is left among them: the last commit is what there is, if there is one."""
 
 
-def agree(standings: Sequence[Standing]) -> Agreement:
-    """By rank. The most steps win, then the better quality, then the lowest rank. Raises `NoState`."""
-    usable = [(s.step, s.quality, -rank) for rank, s in enumerate(standings) if s.quality > Quality.NONE]
+def agree(states: Sequence[MemberState]) -> Agreement:
+    """By rank. The most steps win, then the better validity, then the lowest rank. Raises `NoState`."""
+    usable = [(s.step, s.validity, -rank) for rank, s in enumerate(states) if s.validity > Validity.NONE]
     if not usable:
-        if any(s.quality is Quality.TORN for s in standings):
+        if any(s.validity is Validity.TORN for s in states):
             raise NoState("every member lost its peers in the middle of what a step changes: no whole state is left")
         return Agreement(0, None, ())
-    step, quality, negative = max(usable)
+    step, validity, negative = max(usable)
     holder = -negative
-    best = standings[holder]
-    receivers = tuple(r for r, s in enumerate(standings) if s != best)
-    diverged = tuple(r for r in receivers if (standings[r].step, standings[r].quality) == (step, quality))
+    best = states[holder]
+    receivers = tuple(r for r, s in enumerate(states) if s != best)
+    diverged = tuple(r for r in receivers if (states[r].step, states[r].validity) == (step, validity))
     return Agreement(step, holder, receivers, diverged)

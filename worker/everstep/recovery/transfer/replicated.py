@@ -12,8 +12,8 @@ from typing import Any
 from everstep.recovery.digests import state_digest
 from everstep.recovery.group.members import Members
 from everstep.recovery.transfer import broadcast
-from everstep.recovery.transfer.agreement import NoState, Standing, agree
-from everstep.recovery.validity import Quality
+from everstep.recovery.transfer.agreement import MemberState, NoState, agree
+from everstep.recovery.validity import Validity
 
 log = logging.getLogger("everstep.train")
 
@@ -21,13 +21,13 @@ log = logging.getLogger("everstep.train")
 Start = Callable[[], int | None]
 
 
-def settle(state: Mapping[str, Any], members: Members, step: int, quality: Quality, start: Start) -> tuple[int, str]:
+def settle(state: Mapping[str, Any], members: Members, step: int, validity: Validity, start: Start) -> tuple[int, str]:
     """Bring all members to the newest whole state; completed steps, and what was done, in words. Collective. Raises
     `PeerLost`, `TransferFailed`, and `NoState` if there is neither a whole state in memory nor one in storage."""
-    digest = state_digest(state) if quality > Quality.NONE else 0
-    told = members.gather((step, int(quality), digest))
+    digest = state_digest(state) if validity > Validity.NONE else 0
+    told = members.gather((step, int(validity), digest))
     try:
-        agreement = agree([Standing(s, Quality(q), d) for s, q, d in told])
+        agreement = agree([MemberState(s, Validity(q), d) for s, q, d in told])
     except NoState as e:
         log.error("%s; all members go back to the last commit", e)
         if (found := start()) is None:

@@ -12,51 +12,51 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from everstep.recovery.validity import Quality
+from everstep.recovery.validity import Validity
 
 NEW = -1  # made in no round: by the script
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemberShard:
     """One member: its version, the number of the shard that it holds, and a digest of its parameters. For one that has
-    voted (`Quality.VOTED`) `made` is the round of the vote."""
+    voted (`Validity.VOTED`) `made` is the round of the vote."""
 
     step: int
     made: int
-    quality: Quality
+    validity: Validity
     shard: int
     digest: int
 
 
 @dataclass(frozen=True, slots=True)
-class Cover:
-    """Version (step, made) is what all go on with. `gifts`: (receiver, giver), by receiver. `diverged`: receivers that
-    believed to hold just what the giver does."""
+class ShardTransferPlan:
+    """Version (step, made) is what all go on with. `transfers`: (receiver, sender), by receiver. `diverged`: receivers
+    that believed to hold just what the sender does."""
 
     step: int
     made: int
-    gifts: tuple[tuple[int, int], ...]
+    transfers: tuple[tuple[int, int], ...]
     diverged: tuple[int, ...] = ()
 
 
-def undecided(members: Sequence[Held]) -> bool:
+def undecided(members: Sequence[MemberShard]) -> bool:
     """Whether a member has yet to hear what became of the step that it voted for."""
-    return any(m.quality is Quality.VOTED for m in members)
+    return any(m.validity is Validity.VOTED for m in members)
 
 
-def was_made(voter: Held, members: Sequence[Held]) -> bool:
+def was_made(voter: MemberShard, members: Sequence[MemberShard]) -> bool:
     """Whether any member has made the step that `voter` voted for. If so the voter must make it too; if not it must
     not, for the others repeat it."""
     return any(_trained(m) and (m.step, m.made) == (voter.step + 1, voter.made) for m in members)
 
 
-def fresh(members: Sequence[Held]) -> bool:
+def fresh(members: Sequence[MemberShard]) -> bool:
     """Whether nobody has trained: the state is what the scripts made, unless storage has one."""
-    return all(m.quality is Quality.NONE for m in members)
+    return all(m.validity is Validity.NONE for m in members)
 
 
-def cover(members: Sequence[Held], shards: int) -> Cover | None:
+def plan_transfers(members: Sequence[MemberShard], shards: int) -> ShardTransferPlan | None:
     """By rank. None if no version is whole among them."""
     new = fresh(members)
     holders = [rank for rank, m in enumerate(members) if new or _trained(m)]
@@ -67,29 +67,31 @@ def cover(members: Sequence[Held], shards: int) -> Cover | None:
             if (members[rank].step, members[rank].made) == version:
                 by_shard[members[rank].shard].append(rank)
         if all(by_shard):
-            return _gifts(members, by_shard, version)
+            return _transfers(members, by_shard, version)
     return None
 
 
-def missing(members: Sequence[Held], shards: int) -> tuple[int, ...]:
+def missing(members: Sequence[MemberShard], shards: int) -> tuple[int, ...]:
     """The shards that no member holds, of any version."""
     usable = {m.shard for m in members if fresh(members) or _trained(m)}
     return tuple(sorted(set(range(shards)) - usable))
 
 
-def _gifts(members: Sequence[Held], by_shard: list[list[int]], version: tuple[int, int]) -> Cover:
-    gifts, diverged = [], []
+def _transfers(
+    members: Sequence[MemberShard], by_shard: list[list[int]], version: tuple[int, int]
+) -> ShardTransferPlan:
+    transfers, diverged = [], []
     for shard, holders in enumerate(by_shard):
-        best = max(holders, key=lambda rank: (members[rank].quality, -rank))
+        best = max(holders, key=lambda rank: (members[rank].validity, -rank))
         alike = [rank for rank in holders if members[rank] == members[best]]
-        givers = _in_turn(alike)
+        senders = _in_turn(alike)
         for rank in range(shard, len(members), len(by_shard)):
             if rank not in alike:
-                gifts.append((rank, next(givers)))
-            same = rank in holders and members[rank].quality is members[best].quality
-            if same and rank not in alike and members[rank].quality is not Quality.NONE:
+                transfers.append((rank, next(senders)))
+            same = rank in holders and members[rank].validity is members[best].validity
+            if same and rank not in alike and members[rank].validity is not Validity.NONE:
                 diverged.append(rank)
-    return Cover(*version, tuple(sorted(gifts)), tuple(sorted(diverged)))
+    return ShardTransferPlan(*version, tuple(sorted(transfers)), tuple(sorted(diverged)))
 
 
 def _in_turn(ranks: list[int]) -> Iterator[int]:
@@ -97,5 +99,5 @@ def _in_turn(ranks: list[int]) -> Iterator[int]:
         yield from ranks
 
 
-def _trained(member: Held) -> bool:
-    return member.quality is Quality.WHOLE
+def _trained(member: MemberShard) -> bool:
+    return member.validity is Validity.WHOLE

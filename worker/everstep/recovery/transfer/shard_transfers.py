@@ -1,8 +1,8 @@
-"""Brings shards from members to members, from memory to memory: only what a receiver needs, only from one giver.
+"""Brings shards from members to members, from memory to memory: only what a receiver needs, only from one sender.
 
-As in `transfer` the state is taken apart as for a checkpoint, nothing is pickled, and each tensor has a checksum. All
-givers send at once, in blocks, each to its receivers. Invariant: nothing of a receiver's state changes before all of it
-has arrived and was checked.
+As in `broadcast` the state is taken apart as for a checkpoint, nothing is pickled, and each tensor has a checksum. All
+senders send at once, in blocks, each to its receivers. Invariant: nothing of a receiver's state changes before all of
+it has arrived and was checked.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ BLOCK: Final = 16 * 2**20  # bytes to one receiver at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """What has arrived from `giver`."""
+class ReceivedShard:
+    """What has arrived from `sender`."""
 
-    giver: int
+    sender: int
     values: Mapping[str, Any]
     described: Sequence[Any]
     body: torch.Tensor
@@ -38,38 +38,38 @@ class Parcel:
 
 
 def exchange(
-    state: Mapping[str, Any], gifts: Sequence[tuple[int, int]], device_mesh: Any, members: Members
-) -> Parcel | None:
-    """Send and receive according to `gifts`, (receiver, giver); what this rank received. Collective. Raises `PeerLost`,
-    `TransferFailed`."""
-    mine = [receiver for receiver, giver in gifts if giver == members.rank]
-    giver = next((g for receiver, g in gifts if receiver == members.rank), None)
+    state: Mapping[str, Any], transfers: Sequence[tuple[int, int]], device_mesh: Any, members: Members
+) -> ReceivedShard | None:
+    """Send and receive according to `transfers`, (receiver, sender); what this rank received. Collective. Raises
+    `PeerLost`, `TransferFailed`."""
+    mine = [receiver for receiver, sender in transfers if sender == members.rank]
+    sender = next((g for receiver, g in transfers if receiver == members.rank), None)
     head, body = _pack(state, device_mesh, members.rank) if mine else (b"", _Body([]))
     told = members.gather((len(head), body.size))
-    heading = _deliver(_Body([memoryview(head)]), mine, giver, [h for h, _ in told], members)
-    content = _deliver(body, mine, giver, [b for _, b in told], members)
-    if giver is None:
+    heading = _deliver(_Body([memoryview(head)]), mine, sender, [h for h, _ in told], members)
+    content = _deliver(body, mine, sender, [b for _, b in told], members)
+    if sender is None:
         return None
     described = json.loads(bytes(heading.numpy()))
-    parcel = Parcel(giver, described["values"], described["tensors"], content)
-    _check(parcel)
-    return parcel
+    received = ReceivedShard(sender, described["values"], described["tensors"], content)
+    _check(received)
+    return received
 
 
-def unpack(state: Mapping[str, Any], parcel: Parcel, device_mesh: Any, rank: int) -> None:
-    """Put what has arrived into `state`, whose shard's number is the giver's."""
+def unpack(state: Mapping[str, Any], received: ReceivedShard, device_mesh: Any, rank: int) -> None:
+    """Put what has arrived into `state`, whose shard's number is the sender's."""
     tensors: dict[str, torch.Tensor] = {}
     at = 0
-    for name, kind, local, whole, _ in parcel.described:
+    for name, kind, local, whole, _ in received.described:
         dtype = getattr(torch, kind)
         size = dtype.itemsize * torch.Size(local).numel()
         # A copy: a view needs an address that its type can have.
         tensor = torch.empty(local, dtype=dtype)
         if size:
-            tensor.view(-1).view(torch.uint8).copy_(parcel.body[at : at + size])
+            tensor.view(-1).view(torch.uint8).copy_(received.body[at : at + size])
         tensors[name] = tensor if whole is None else _sharded(tensor, whole, device_mesh)
         at += size
-    apply(state, {"state": parcel.values}, tensors, rank)
+    apply(state, {"state": received.values}, tensors, rank)
 
 
 def _pack(state: Mapping[str, Any], device_mesh: Any, rank: int) -> tuple[bytes, _Body]:
@@ -112,15 +112,15 @@ def _sharded(local: torch.Tensor, whole: Any, device_mesh: Any) -> torch.Tensor:
     return found
 
 
-def _check(parcel: Parcel) -> None:
+def _check(received: ReceivedShard) -> None:
     at = 0
-    for name, kind, local, _, said in parcel.described:
+    for name, kind, local, _, said in received.described:
         size = getattr(torch, kind).itemsize * torch.Size(local).numel()
-        if xxhash.xxh3_64_hexdigest(_view(parcel.body[at : at + size])) != said:
-            raise TransferFailed(f"{name}: what arrived from rank {parcel.giver} fails its checksum")
+        if xxhash.xxh3_64_hexdigest(_view(received.body[at : at + size])) != said:
+            raise TransferFailed(f"{name}: what arrived from rank {received.sender} fails its checksum")
         at += size
-    if at != parcel.size:
-        raise TransferFailed(f"{parcel.size} bytes arrived from rank {parcel.giver}, {at} were described")
+    if at != received.size:
+        raise TransferFailed(f"{received.size} bytes arrived from rank {received.sender}, {at} were described")
 
 
 class _Body:
@@ -151,17 +151,17 @@ def _view(data: torch.Tensor) -> Any:
 
 
 def _deliver(
-    body: _Body, receivers: Sequence[int], giver: int | None, sizes: Sequence[int], members: Members
+    body: _Body, receivers: Sequence[int], sender: int | None, sizes: Sequence[int], members: Members
 ) -> torch.Tensor:
-    """Send `body` to each of `receivers`; what `giver` sent here. `sizes` are those of all ranks' bodies."""
-    arrived = torch.empty(sizes[giver] if giver is not None else 0, dtype=torch.uint8)
+    """Send `body` to each of `receivers`; what `sender` sent here. `sizes` are those of all ranks' bodies."""
+    arrived = torch.empty(sizes[sender] if sender is not None else 0, dtype=torch.uint8)
     for at in range(0, max(sizes), BLOCK):
         block = body.take(BLOCK)
         out_sizes, in_sizes = [0] * members.world_size, [0] * members.world_size
         for receiver in receivers:
             out_sizes[receiver] = block.numel()
-        if giver is not None:
-            in_sizes[giver] = max(0, min(BLOCK, sizes[giver] - at))
+        if sender is not None:
+            in_sizes[sender] = max(0, min(BLOCK, sizes[sender] - at))
         place = arrived[at : at + sum(in_sizes)]
         outgoing = block.repeat(len(receivers)) if len(receivers) != 1 else block
         members.group.alltoall_base(place, outgoing, in_sizes, out_sizes).wait()

@@ -25,13 +25,13 @@ from everstep.recovery.sharding import fsdp, tensor_parallel
 from everstep.recovery.sharding.mesh import RecoverableMesh
 from everstep.recovery.transfer import shard_transfer_plan, shard_transfers
 from everstep.recovery.transfer.agreement import NoState
-from everstep.recovery.transfer.shard_transfer_plan import NEW, Cover, Held
-from everstep.recovery.validity import Quality
+from everstep.recovery.transfer.shard_transfer_plan import NEW, MemberShard, ShardTransferPlan
+from everstep.recovery.validity import Validity
 
 log = logging.getLogger("everstep.train")
 
 
-class Sharded:
+class ShardedState:
     """This process's shard. `mesh` says which it is to have, `holds` which it has."""
 
     def __init__(self, mesh: RecoverableMesh, members: Members) -> None:
@@ -54,7 +54,7 @@ class Sharded:
         """Whether this member may copy its shard when a step begins: all do, or none."""
         return self._undoes
 
-    def back(self) -> None:
+    def roll_back(self) -> None:
         """The step in hand failed."""
         self._objects.reset()
 
@@ -78,18 +78,18 @@ class Sharded:
         """Whether the step that this member voted for is to be made. Collective, in the next round."""
         assert self._voted is not None
         step, round_ = self._voted
-        mine = Held(step, round_, Quality.VOTED, self.holds, 0)
+        mine = MemberShard(step, round_, Validity.VOTED, self.holds, 0)
         if not shard_transfer_plan.was_made(mine, self._gather(mine)):
             return False
         self._made = (step + 1, round_)
         return True
 
-    def settle(self, step: int, quality: Quality, round_: int, start: Callable[[], int | None]) -> tuple[int, str]:
+    def settle(self, step: int, validity: Validity, round_: int, start: Callable[[], int | None]) -> tuple[int, str]:
         """Bring all members to one version; completed steps, and what was done, in words. Collective. Raises
         `PeerLost`, and `NoState` if there is neither a whole state in memory nor one in storage."""
         self._undoes = False
-        told = self._standing(step, quality)
-        found = shard_transfer_plan.cover(told, self.mesh.shards)
+        told = self._member_states(step, validity)
+        found = shard_transfer_plan.plan_transfers(told, self.mesh.shards)
         if found is None:
             return self._from_storage(told, round_, start), "no state was whole in memory"
         if found.diverged:
@@ -97,8 +97,8 @@ class Sharded:
                 "ranks %s hold other parameters than their counterparts after the same step %d; they take theirs",
                 found.diverged, found.step,
             )  # fmt: skip
-        parcel = shard_transfers.exchange(self._state, found.gifts, self.mesh.over, self._members)
-        self._take(parcel)
+        received = shard_transfers.exchange(self._state, found.transfers, self.mesh.over, self._members)
+        self._take(received)
         if shard_transfer_plan.fresh(told):
             self._check_alike()
         self._made = (found.step, found.made)
@@ -106,7 +106,7 @@ class Sharded:
         if shard_transfer_plan.fresh(told):
             done = start() or 0
             self._made = (done, round_)
-        return done, _words(found, parcel, self.holds)
+        return done, _words(found, received, self.holds)
 
     def _check_alike(self) -> None:
         """What the scripts have made of parameters that are not cut is the same on all ranks. Raises `LoopError`."""
@@ -121,20 +121,22 @@ class Sharded:
                 "built, `torch.manual_seed(0)`, as tensor parallelism asks of every script"
             )
 
-    def _standing(self, step: int, quality: Quality) -> list[Held]:
+    def _member_states(self, step: int, validity: Validity) -> list[MemberShard]:
         """What all members hold, once none of them is undecided."""
         digest = state_digest(self._state)  # of a new state, too: scripts may have drawn other random numbers
         made = self._made[1] if self._made[0] == step else NEW
-        mine = Held(step, made, Quality.TORN if self._spoiled else quality, self.holds, digest)
+        mine = MemberShard(step, made, Validity.TORN if self._spoiled else validity, self.holds, digest)
         while shard_transfer_plan.undecided(told := self._gather(mine)):
             pass  # it decides by what it was told just now, ends its step, and asks again
         return told
 
-    def _gather(self, mine: Held) -> list[Held]:
-        told = self._members.gather((mine.step, mine.made, int(mine.quality), mine.shard, mine.digest))
-        return [Held(step, made, Quality(quality), shard, digest) for step, made, quality, shard, digest in told]
+    def _gather(self, mine: MemberShard) -> list[MemberShard]:
+        told = self._members.gather((mine.step, mine.made, int(mine.validity), mine.shard, mine.digest))
+        return [
+            MemberShard(step, made, Validity(validity), shard, digest) for step, made, validity, shard, digest in told
+        ]
 
-    def _from_storage(self, told: list[Held], round_: int, start: Callable[[], int | None]) -> int:
+    def _from_storage(self, told: list[MemberShard], round_: int, start: Callable[[], int | None]) -> int:
         gone = shard_transfer_plan.missing(told, self.mesh.shards)
         log.error("no state is whole among %d members (missing shards: %s): the last commit is what there is",
                   len(told), ", ".join(map(str, gone)) or "none, but of several versions")  # fmt: skip
@@ -150,16 +152,16 @@ class Sharded:
         self._made = (step, round_)
         return step
 
-    def _take(self, parcel: shard_transfers.Parcel | None) -> None:
+    def _take(self, received: shard_transfers.ReceivedShard | None) -> None:
         """Hold the shard that the mesh says."""
         if self.holds != self.mesh.shard:
             self._objects.hold(self.mesh.shard)
         self.holds = self.mesh.shard
-        if parcel is not None:
-            shard_transfers.unpack(self._state, parcel, self.mesh.over, self._members.rank)
+        if received is not None:
+            shard_transfers.unpack(self._state, received, self.mesh.over, self._members.rank)
 
 
-def _words(found: Cover, parcel: shard_transfers.Parcel | None, shard: int) -> str:
-    if parcel is not None:
-        return f"shard {shard} from rank {parcel.giver}, {parcel.size} bytes"
-    return f"shards went to ranks {[receiver for receiver, _ in found.gifts]}" if found.gifts else ""
+def _words(found: ShardTransferPlan, received: shard_transfers.ReceivedShard | None, shard: int) -> str:
+    if received is not None:
+        return f"shard {shard} from rank {received.sender}, {received.size} bytes"
+    return f"shards went to ranks {[receiver for receiver, _ in found.transfers]}" if found.transfers else ""

@@ -23,10 +23,10 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
-from everstep.recovery.announcements import AgentRounds
+from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
-from everstep.recovery.group.scope import At
+from everstep.recovery.group.script_location import ScriptPhase
 from everstep.train.world import most_processes
 
 
@@ -106,12 +106,12 @@ def _alone() -> bool:
     """Whether there are to be other processes, and this one was in no round yet."""
     if _Process.recovery is None or most_processes() == 1:
         return False
-    return _Process.recovery.program.scope.where is At.BUILDING
+    return _Process.recovery.program.scope.where is ScriptPhase.BUILDING
 
 
 def recovery() -> Recovery | None:
     """What keeps this process in the newest round; None if worlds do not change here."""
-    if _Process.recovery is None and not dist.is_initialized() and (rounds := AgentRounds.find()) is not None:
+    if _Process.recovery is None and not dist.is_initialized() and (rounds := AgentAnnouncements.find()) is not None:
         _Process.recovery = Recovery(rounds)
         _Process.recovery.start(most_processes())
     return _Process.recovery

@@ -29,13 +29,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import StateMismatch
-from everstep.recovery.announcements import AgentRounds
+from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
-from everstep.recovery.group.scope import At
+from everstep.recovery.group.script_location import ScriptPhase
 from everstep.recovery.state.randomness import STATE, Randomness
-from everstep.recovery.validity import Quality
+from everstep.recovery.validity import Validity
 from everstep.train.adapters.logged import Logged
 from everstep.train.adapters.uncounted import Uncounted
 from everstep.train.between import Between
@@ -57,12 +57,12 @@ class Again(Exception):
 
 def recovery() -> Recovery | None:
     """What keeps this process in the newest round; None if worlds do not change here. Once, before `Trainer.fit`."""
-    if dist.is_initialized() or (rounds := AgentRounds.find()) is None or (most := most_processes()) == 1:
+    if dist.is_initialized() or (rounds := AgentAnnouncements.find()) is None or (most := most_processes()) == 1:
         return None
     found = Recovery(rounds)
     found.start(most)
     os.environ["WORLD_SIZE"] = str(most)  # which Lightning compares with its devices
-    found.program.scope.enter(At.STEP)  # Lightning waits for others while it sets up, which come later
+    found.program.scope.enter(ScriptPhase.STEP)  # Lightning waits for others while it sets up, which come later
 
     def alone(*_: object) -> None:
         if found.round is None:
@@ -149,7 +149,7 @@ class _World(Recovering):
         super()._moved()
 
     def torn(self) -> None:
-        self._enter(Quality.TORN)
+        self._enter(Validity.TORN)
 
 
 class Fitting:
@@ -211,7 +211,7 @@ class Fitting:
         if not self._world.step_ended():
             self._recovery.check()  # raises
         self._in_step, self._behind = False, True
-        self._recovery.program.scope.enter(At.STEP)
+        self._recovery.program.scope.enter(ScriptPhase.STEP)
         total = trainer.max_steps if trainer.max_steps > 0 else None
         self._boundary.log(self._logged.new(trainer))
         self._boundary.count(trainer.global_step, total=total, epoch=trainer.current_epoch)
@@ -227,7 +227,7 @@ class Fitting:
             while True:
                 self._round = self._number
                 self._in_step = self._behind = False
-                self._recovery.program.scope.enter(At.STEP)
+                self._recovery.program.scope.enter(ScriptPhase.STEP)
                 trainer.lightning_module.zero_grad()
                 self.skip = self._progress.put_back()
                 try:

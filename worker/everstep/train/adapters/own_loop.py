@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.data import Batch
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.in_flight import is_of_lost_peer
-from everstep.recovery.group.scope import At, Scope
+from everstep.recovery.group.script_location import ScriptLocation, ScriptPhase
 from everstep.train.adapters.counted import BY_HAND, check_counters
 from everstep.train.session import Run
 
@@ -37,7 +37,7 @@ _COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes"
 class OwnLoop:
     """The batches of `loader`, which becomes what a script iterates. `micros`: batches of a step on each rank."""
 
-    def __init__(self, accelerator: Any, session: Run, loader: Any, micros: int, scope: Scope) -> None:
+    def __init__(self, accelerator: Any, session: Run, loader: Any, micros: int, scope: ScriptLocation) -> None:
         self._accelerator = accelerator
         self._session = session
         self._micros = micros
@@ -95,8 +95,8 @@ class OwnLoop:
                         yield send_to_device(batch.data, self._accelerator.device)
                     finally:
                         self._batch = None
-                        if self._scope.where is At.BODY:
-                            self._scope.where = At.STEP
+                        if self._scope.where is ScriptPhase.BODY:
+                            self._scope.where = ScriptPhase.STEP
                     self._over(last=batch.last)
             if self._spoilt is not None:  # the step would take it for a consequence of the loss
                 raise self._spoilt
@@ -108,7 +108,7 @@ class OwnLoop:
         accelerator.gradient_state._set_sync_gradients(True)
         self._batch, self._error = batch, None
         self._weighted = self._entered = self._stepped = 0
-        self._scope.where = At.BODY
+        self._scope.where = ScriptPhase.BODY
 
     def _over(self, *, last: bool) -> None:
         """The script has asked for the next batch. Raises what the body was kept from."""
@@ -181,7 +181,7 @@ class OwnLoop:
         self._weighted += 1
         if self._error is not None:
             return
-        where, self._scope.where = self._scope.where, At.STEP
+        where, self._scope.where = self._scope.where, ScriptPhase.STEP
         try:
             self._backward(self._batch.scale(loss) * self._micros, **named)  # by which Accelerate divides
         except Exception as e:
@@ -197,7 +197,7 @@ class OwnLoop:
             yield
             return
         self._accumulates = True
-        where, self._scope.where = self._scope.where, At.STEP if self._batch is not None else self._scope.where
+        where, self._scope.where = self._scope.where, ScriptPhase.STEP if self._batch is not None else self._scope.where
         try:
             with self._accumulate(*models):
                 yield

@@ -10,7 +10,7 @@ begins at the step that the members agree on: model, optimizer and schedule stay
 A step is from `on_step_begin` to where Trainer logs, evaluates and saves; this work belongs to no step. If a peer is
 lost in it all members do it again, from what `TrainerState` and the callbacks with a state were when it began.
 
-Invariant: a step is repeated from a whole state or not at all (`replay`); a step that has failed behind its optimizer
+Invariant: a step is repeated from a whole state or not at all (`rollback`); a step that has failed behind its optimizer
 does not count here, because on_step_end has not run.
 """
 
@@ -31,7 +31,7 @@ from everstep.checkpoint import StateMismatch
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.group.members import Members
-from everstep.recovery.group.scope import At
+from everstep.recovery.group.script_location import ScriptPhase
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.uncounted import Uncounted
@@ -141,7 +141,7 @@ class Unbroken:
     def redo(self) -> None:
         """At the beginning of a pass: do what is left of the work behind the step. Raises `AtEnd`."""
         trainer = self._trainer
-        self._recovery.program.scope.enter(At.STEP)
+        self._recovery.program.scope.enter(ScriptPhase.STEP)
         self._kept.put_back()
         trainer.current_flos = 0.0  # an int until the first step, and what ranks add up is to be of one type
         state, control = trainer.state, trainer.control
@@ -207,7 +207,7 @@ class Unbroken:
             )
         self._ready = self._in_step = False
         accelerated.forget_loaders()
-        self._recovery.program.scope.enter(At.STEP)
+        self._recovery.program.scope.enter(ScriptPhase.STEP)
         trainer.__dict__.pop("_eval_dataloaders", None)
         torch.manual_seed(self._kept.seed)  # by which Accelerate shuffles
         try:
@@ -246,7 +246,7 @@ class Unbroken:
         return True
 
     def _same_world(self) -> None:
-        self._recovery.program.scope.enter(At.STEP)
+        self._recovery.program.scope.enter(ScriptPhase.STEP)
         if self._number != self._round:
             raise Again
 
@@ -298,7 +298,7 @@ class Unbroken:
         if not self._world.step_ended():
             self._recovery.check()  # raises
         self._in_step = False
-        self._recovery.program.scope.enter(At.STEP)
+        self._recovery.program.scope.enter(ScriptPhase.STEP)
         state = self._trainer.state
         self._boundary.count(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
         self._kept.step_ended()

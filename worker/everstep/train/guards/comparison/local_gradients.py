@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from everstep.recovery.group.scope import script_asks
+from everstep.recovery.group.script_location import script_call_site
 
 log = logging.getLogger("everstep.train")
 
@@ -156,10 +156,11 @@ def unpack(data: bytes) -> tuple[torch.Tensor | None, dict[str, Any]]:
 def is_own(name: str) -> bool:
     """Whether a collective that begins leaves what the step computes with this rank's own values: DDP's average of
     gradients, and its broadcasts of buffers and of the order of its buckets, which bring what a new process was given
-    too; and a barrier. To be called from this package alone: `script_asks` goes up to the first frame outside of it."""
+    too; and a barrier. To be called from this package alone: `script_call_site` goes up to the first frame outside of
+    it."""
     if torch._C._current_graph_task_id() >= 0:
         return name == "allreduce"
-    asked = script_asks(sys._getframe(1)) if name == "broadcast" else None
+    asked = script_call_site(sys._getframe(1)) if name == "broadcast" else None
     return name == "barrier" or (asked is not None and not asked.own)
 
 

@@ -22,7 +22,7 @@ MOST_GROUPS = 1000  # of an optimizer, whose settings are told
 CLOSE_SETTING = 1e-6  # as a part of its size: a rate may be computed from a loss
 
 
-class Updates:
+class OptimizerUpdates:
     """Of one step, and of the tracked optimizers among `state`, whose parameters `computed` names."""
 
     def __init__(self, state: Mapping[str, Any], computed: LocalGradients) -> None:

@@ -1,7 +1,7 @@
 """Compares the first step after a restart with the same step before it.
 
 What a script keeps in plain variables, caches, hooks and files is in no commit. Under a launcher that starts all
-processes again nobody is left who has it, and could be asked (`recovery.rehearsal`). So rank 0 puts the sums of its own
+processes again nobody is left who has it, and could be asked (`shadow_step`). So rank 0 puts the sums of its own
 gradients in the first step behind a commit beside that commit; and after a restart rank 0 of a world of the same size
 computes that step from the same state, samples and random numbers. Gradients that are not the same mean that the step
 reads something that a new process does not have, and the run is refused (ADR 0021). So do an optimizer's settings and
@@ -29,7 +29,7 @@ import torch
 from everstep.recovery.errors import LoopError
 from everstep.train.boundary import Boundary
 from everstep.train.guards.comparison.local_gradients import LocalGradients, pack, unpack
-from everstep.train.guards.comparison.optimizer_updates import Updates
+from everstep.train.guards.comparison.optimizer_updates import OptimizerUpdates
 from everstep.train.plain import TRACK, Values, differences, listed, plain_values
 from everstep.train.sources import program
 
@@ -50,7 +50,7 @@ class RestartCheck:
         self._program: str | None = None  # None: not asked yet, or nobody can tell
         self._gradients: LocalGradients | None = None
         self._sums: torch.Tensor | None = None
-        self._updates: Updates | None = None
+        self._updates: OptimizerUpdates | None = None
         self._values: Values = {}
         self._size = self._step = 0
         self._restored: int | None = None  # the step of the commit that this process began from
@@ -70,7 +70,7 @@ class RestartCheck:
         self._size, self._step = world_size, step
         self._values = plain_values(sys._getframe(1))
         self._gradients = LocalGradients(self._state)
-        self._updates = Updates(self._state, self._gradients)
+        self._updates = OptimizerUpdates(self._state, self._gradients)
         self._gradients.begin()
 
     def collective(self, name: str) -> None:

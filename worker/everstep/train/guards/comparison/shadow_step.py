@@ -35,7 +35,7 @@ from everstep.checkpoint.alike import to_bytes
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.group.members import Members
-from everstep.recovery.group.scope import script_asks
+from everstep.recovery.group.script_location import script_call_site
 from everstep.train.guards.comparison.local_gradients import LocalGradients, is_own, pack, unpack
 from everstep.train.holdings import variables, walk
 from everstep.train.plain import TRACK, Values, differences, listed, plain_values
@@ -47,11 +47,11 @@ MOST_BUFFERS = 2**26  # bytes that rank 0 sends, in a step in which somebody pla
 MOST = 1000  # collectives that end with this rank's own values, in a part that cannot be left
 
 
-class Played(PeerLost):
+class ShadowStepOver(PeerLost):
     """A part is over. Nobody is lost; the step's block is left as if somebody were."""
 
 
-class Rehearsal:
+class ShadowStep:
     """Of one process. `stand_in`: see `ProgramGroups.stand_in`; None and None end that. `buffers`: those that a forward
     pass takes from rank 0, by name."""
 
@@ -175,7 +175,7 @@ class Rehearsal:
         self._stood_in += not own
         self._foreign = self._foreign or not own
         if not own and (self._may_be_left or self._stood_in > MOST):
-            raise Played(f"{name} brings what another rank has")
+            raise ShadowStepOver(f"{name} brings what another rank has")
         return True
 
     def asks_rank(self) -> None:
@@ -183,18 +183,18 @@ class Rehearsal:
         self._asked = self._asked or (self.playing and self._found is None)
 
     def _in_group(self) -> None:
-        asked = script_asks(sys._getframe(1))
+        asked = script_call_site(sys._getframe(1))
         if asked is not None and (not asked.function or asked.function.startswith("get_")):
             self.asks_rank()
 
     def update(self, _: torch.optim.Optimizer, closure: bool) -> None:
-        """Before an optimizer's step, which has yet to compute gradients by its `closure`. Raises `Played`."""
+        """Before an optimizer's step, which has yet to compute gradients by its `closure`. Raises `ShadowStepOver`."""
         if closure:
             return
         if self._gradients is not None and self._found is None:
             self._end_counting()
         if self.playing and self._may_be_left:
-            raise Played("the part is over")
+            raise ShadowStepOver("the part is over")
 
     def leaves(self, error: BaseException) -> bool:
         """Whether the script goes on behind the block of the part that this has ended."""

@@ -12,8 +12,8 @@ import torch
 from everstep.checkpoint.state import capture
 from everstep.recovery.digests import content
 from everstep.recovery.rollback import undo_copy
-from everstep.recovery.rollback.rollback import Replay
-from everstep.recovery.validity import Quality
+from everstep.recovery.rollback.rollback import Rollback
+from everstep.recovery.validity import Validity
 
 
 def parts(optimizers: int = 1) -> dict[str, Any]:
@@ -46,32 +46,32 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and repr(a[1:]) == repr(b[1:])
 
 
-def ordinary(state: dict[str, Any], replay: Replay, step: int) -> None:
+def ordinary(state: dict[str, Any], rollback: Rollback, step: int) -> None:
     """A step up to its first collective behind the optimizer."""
-    replay.begin(step)
+    rollback.begin(step)
     forward(state)
     state["scaler"].step(state["optimizer0"])
     state["scaler"].update()
     state["seen"]["n"].append(step)
-    replay.collective("allreduce", [torch.zeros(2)])
+    rollback.collective("allreduce", [torch.zeros(2)])
 
 
-def lost(replay: Replay) -> Quality:
+def lost(rollback: Rollback) -> Validity:
     """The step in hand fails."""
-    return replay.back()
+    return rollback.roll_back()
 
 
 def test_step_that_failed_before_its_optimizer_leaves_no_trace_and_repeats_to_the_same_bits() -> None:
     state = parts()
-    replay = Replay(state, lambda: None)
-    replay.begin(0)
+    rollback = Rollback(state, lambda: None)
+    rollback.begin(0)
     before = contents(state)
     first = forward(state)
     state["scaler"].update(9.0)
     state["seen"]["n"].append(2)
     state["optimizer0"].param_groups[0]["lr"] = 7.0
     random.random()
-    assert lost(replay) is Quality.WHOLE
+    assert lost(rollback) is Validity.WHOLE
     assert same(contents(state), before)
     assert state["optimizer0"].param_groups[0]["lr"] == 0.1
     assert all(p.grad is None for p in state["model"].parameters())
@@ -104,7 +104,7 @@ def test_step_with_a_collective_behind_its_optimizer_is_taken_back_to_the_bit(op
     del state["scheduler0"], state["scaler"]
 
     def work(step: int) -> None:
-        replay.begin(step)
+        rollback.begin(step)
 
         def closure() -> torch.Tensor:
             state["model"].zero_grad()
@@ -114,21 +114,21 @@ def test_step_with_a_collective_behind_its_optimizer_is_taken_back_to_the_bit(op
 
         state["optimizer0"].step(closure)
         state["seen"]["n"].append(step)
-        replay.collective("allreduce", [torch.zeros(2)])
+        rollback.collective("allreduce", [torch.zeros(2)])
 
-    replay = Replay(state, lambda: None)
+    rollback = Rollback(state, lambda: None)
     work(0)
-    replay.ended()
+    rollback.ended()
     for step in range(1, 5):
         before = everything(state)
         work(step)
         first = everything(state)
         assert first != before
-        assert lost(replay) is Quality.WHOLE
+        assert lost(rollback) is Validity.WHOLE
         assert everything(state) == before
         work(step)
         assert everything(state) == first
-        replay.ended()
+        rollback.ended()
 
 
 class Part(NamedTuple):
@@ -177,27 +177,27 @@ def test_step_of_an_optimizer_that_holds_what_cannot_be_copied_is_not_repeated(p
     state = parts()
     state["optimizer0"].__class__ = type("Own", (torch.optim.SGD,), {})
     state["optimizer0"].part = part
-    replay = Replay(state, lambda: None)
-    ordinary(state, replay, 0)
-    replay.ended()
-    replay.begin(1)
+    rollback = Rollback(state, lambda: None)
+    ordinary(state, rollback, 0)
+    rollback.ended()
+    rollback.begin(1)
     forward(state)
-    assert lost(replay) is Quality.WHOLE
-    ordinary(state, replay, 1)
-    assert lost(replay) is Quality.TORN
-    assert "optimizer0.part cannot be copied" in replay.torn
+    assert lost(rollback) is Validity.WHOLE
+    ordinary(state, rollback, 1)
+    assert lost(rollback) is Validity.TORN
+    assert "optimizer0.part cannot be copied" in rollback.torn
 
 
 def test_objects_in_a_tracked_dictionary_go_back_in_their_places() -> None:
     """The script has names of its own for them, and may have put one in another's place."""
     counts, recent = np.zeros(3), [0]
     seen: dict[str, Any] = {"counts": counts, "now": recent, "before": [7]}
-    replay = Replay({"seen": seen, "alone": counts}, lambda: None)
-    replay.begin(0)
+    rollback = Rollback({"seen": seen, "alone": counts}, lambda: None)
+    rollback.begin(0)
     counts += 1
     recent.append(1)
     seen["before"] = seen["now"]
-    assert lost(replay) is Quality.WHOLE
+    assert lost(rollback) is Validity.WHOLE
     assert seen["counts"] is counts
     assert seen["now"] is recent
     assert (counts.tolist(), recent, seen["before"]) == ([0, 0, 0], [0], [7])
@@ -228,10 +228,10 @@ class Lookahead(torch.optim.Optimizer):
 
 def test_step_of_a_process_that_has_not_seen_the_collective_behind_its_optimizer_is_torn() -> None:
     state = parts()
-    replay = Replay(state, lambda: None)
-    ordinary(state, replay, 0)
-    assert lost(replay) is Quality.TORN
-    assert "no step of this process had shown before" in replay.torn
+    rollback = Rollback(state, lambda: None)
+    ordinary(state, rollback, 0)
+    assert lost(rollback) is Validity.TORN
+    assert "no step of this process had shown before" in rollback.torn
 
 
 def test_state_that_has_no_room_for_a_copy_is_torn_and_the_log_names_the_line(
@@ -239,13 +239,13 @@ def test_state_that_has_no_room_for_a_copy_is_torn_and_the_log_names_the_line(
 ) -> None:
     monkeypatch.setattr(undo_copy, "free_memory", lambda device: 64)
     state = parts()
-    replay = Replay(state, lambda: None)
+    rollback = Rollback(state, lambda: None)
     for step in range(3):
-        ordinary(state, replay, step)
-        replay.ended()
-    ordinary(state, replay, 3)
-    assert lost(replay) is Quality.TORN
-    assert "has no room on cpu" in replay.torn
+        ordinary(state, rollback, step)
+        rollback.ended()
+    ordinary(state, rollback, 3)
+    assert lost(rollback) is Validity.TORN
+    assert "has no room on cpu" in rollback.torn
     assert [r.levelname for r in caplog.records if "behind the block `with step:`" in r.message] == ["WARNING"]
 
 
@@ -253,21 +253,21 @@ def test_tensor_that_a_step_lets_share_anothers_memory_has_its_own_again() -> No
     a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))
     state: dict[str, Any] = {"a": torch.nn.ParameterList([a]), "b": torch.nn.ParameterList([b])}
     state["optimizer"] = torch.optim.SGD([a, b], lr=0.1)
-    replay = Replay(state, lambda: None)
+    rollback = Rollback(state, lambda: None)
     for step in range(2):
-        replay.begin(step)
+        rollback.begin(step)
         a.grad = b.grad = None
         (a * b).sum().backward()
         state["optimizer"].step()
-        replay.collective("allreduce", [torch.zeros(2)])
+        rollback.collective("allreduce", [torch.zeros(2)])
         if step == 0:
-            replay.ended()
-    replay.begin(2)
+            rollback.ended()
+    rollback.begin(2)
     place = a.data_ptr(), b.data_ptr()
     was = [a.detach().clone(), b.detach().clone()]
     state["optimizer"].step()
     b.data = a.data
-    assert lost(replay) is Quality.WHOLE
+    assert lost(rollback) is Validity.WHOLE
     assert (a.data_ptr(), b.data_ptr()) == place
     assert torch.equal(a, was[0])
     assert torch.equal(b, was[1])
@@ -276,27 +276,27 @@ def test_tensor_that_a_step_lets_share_anothers_memory_has_its_own_again() -> No
 def test_momentum_that_was_replaced_before_the_optimizer_stepped_is_seen() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    replay = Replay({"model": model, "optimizer": optimizer}, lambda: None)
+    rollback = Rollback({"model": model, "optimizer": optimizer}, lambda: None)
     for step in range(7):
-        replay.begin(step)
+        rollback.begin(step)
         if step == 6:
             for values in optimizer.state.values():
                 values["momentum_buffer"] = values["momentum_buffer"] * 0.5
-            assert lost(replay) is Quality.TORN
+            assert lost(rollback) is Validity.TORN
             return
         model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        replay.ended()
+        rollback.ended()
 
 
 def test_change_that_torch_does_not_count_is_found_when_the_watched_step_is_lost() -> None:
     average = torch.nn.Linear(200, 200)
-    replay = Replay({"average": average}, lambda: None)
-    replay.begin(0)
+    rollback = Rollback({"average": average}, lambda: None)
+    rollback.begin(0)
     average.weight.data.mul_(0.9)
-    assert lost(replay) is Quality.TORN
-    assert "average.weight" in replay.torn
+    assert lost(rollback) is Validity.TORN
+    assert "average.weight" in rollback.torn
 
 
 def test_extra_state_is_put_back() -> None:
@@ -310,34 +310,34 @@ def test_extra_state_is_put_back() -> None:
             self.calls = state["calls"]
 
     model = Counts(2, 1)
-    replay = Replay({"model": model}, lambda: None)
+    rollback = Rollback({"model": model}, lambda: None)
     model.calls = 3
-    replay.begin(0)
+    rollback.begin(0)
     model.calls = 4
-    assert lost(replay) is Quality.WHOLE
+    assert lost(rollback) is Validity.WHOLE
     assert model.calls == 3
 
 
 def test_step_that_one_of_two_optimizers_made_is_torn() -> None:
     state = parts(optimizers=2)
-    replay = Replay(state, lambda: None)
+    rollback = Rollback(state, lambda: None)
     for step in range(3):
-        replay.begin(step)
+        rollback.begin(step)
         forward(state)
         state["optimizer1"].step()
         state["scaler"].update()
         if step < 2:
             state["optimizer0"].step()
-            replay.ended()
-    assert lost(replay) is Quality.TORN
-    assert "optimizer1" in replay.torn
+            rollback.ended()
+    assert lost(rollback) is Validity.TORN
+    assert "optimizer1" in rollback.torn
 
 
 @pytest.mark.parametrize("closure", [True, False], ids=["in-its-step", "moved-by-hand"])
 def test_state_that_moves_before_the_optimizer_has_stepped_is_torn(closure: bool) -> None:
     state = parts()
-    replay = Replay(state, lambda: None)
-    replay.begin(0)
+    rollback = Rollback(state, lambda: None)
+    rollback.begin(0)
 
     def fails() -> float:
         raise ConnectionError
@@ -348,16 +348,16 @@ def test_state_that_moves_before_the_optimizer_has_stepped_is_torn(closure: bool
     else:
         with torch.no_grad():
             state["model"][0].weight.add_(1)
-    assert lost(replay) is Quality.TORN
-    assert ("optimizer0" if closure else "model") in replay.torn
+    assert lost(rollback) is Validity.TORN
+    assert ("optimizer0" if closure else "model") in rollback.torn
 
 
 def test_parameter_that_a_collective_writes_into_is_not_put_back() -> None:
     state = parts()
-    replay = Replay(state, lambda: None)
-    replay.begin(0)
-    replay.collective("broadcast", [state["model"][0].weight.data])
-    assert lost(replay) is Quality.TORN
+    rollback = Rollback(state, lambda: None)
+    rollback.begin(0)
+    rollback.collective("broadcast", [state["model"][0].weight.data])
+    assert lost(rollback) is Validity.TORN
 
 
 def test_optimizer_does_not_step_in_a_round_that_is_over() -> None:
@@ -368,50 +368,50 @@ def test_optimizer_does_not_step_in_a_round_that_is_over() -> None:
         raise Over
 
     state = parts()
-    replay = Replay(state, refuse)
-    replay.begin(0)
+    rollback = Rollback(state, refuse)
+    rollback.begin(0)
     forward(state)
     before = [p.detach().clone() for p in state["model"].parameters()]
     with pytest.raises(Over):
         state["optimizer0"].step()
-    assert replay.refused == 1
+    assert rollback.refused == 1
     assert all(torch.equal(p, b) for p, b in zip(state["model"].parameters(), before, strict=True))
-    assert lost(replay) is Quality.WHOLE
-    replay.end()
+    assert lost(rollback) is Validity.WHOLE
+    rollback.end()
     state["optimizer0"].step()
 
 
 def test_step_before_does_not_count_for_the_present_one() -> None:
     state = parts()
-    replay = Replay(state, lambda: None)
-    ordinary(state, replay, 0)
-    replay.ended()
-    replay.begin(1)
+    rollback = Rollback(state, lambda: None)
+    ordinary(state, rollback, 0)
+    rollback.ended()
+    rollback.begin(1)
     forward(state)
-    assert lost(replay) is Quality.WHOLE
+    assert lost(rollback) is Validity.WHOLE
 
 
 def test_buffers_that_forward_replaced_are_the_ones_of_the_beginning_again() -> None:
     model = torch.nn.Linear(2, 2)
     model.register_buffer("grows", torch.ones(1))
     before = model.grows
-    replay = Replay({"model": model}, lambda: None)
-    replay.begin(0)
+    rollback = Rollback({"model": model}, lambda: None)
+    rollback.begin(0)
     model.grows = torch.cat([model.grows, torch.ones(1)])
     model.register_buffer("late", torch.ones(1))
-    assert lost(replay) is Quality.WHOLE
+    assert lost(rollback) is Validity.WHOLE
     assert model.grows is before
     assert list(model._buffers) == ["grows"]
 
 
 def test_gradients_are_zeros_where_there_were_some_and_none_where_there_were_none() -> None:
     state = parts()
-    replay = Replay(state, lambda: None)
+    rollback = Rollback(state, lambda: None)
     (first, *others) = state["model"].parameters()
     first.grad = torch.zeros_like(first)
-    replay.begin(0)
+    rollback.begin(0)
     forward(state)
-    assert lost(replay) is Quality.WHOLE
+    assert lost(rollback) is Validity.WHOLE
     assert not first.grad.any()
     assert all(p.grad is None for p in others)
 
@@ -421,26 +421,26 @@ def test_step_that_failed_while_layers_were_frozen_or_in_evaluation_begins_as_it
     state = parts()
     model = state["model"]
     model[0].bias.requires_grad_(False)
-    replay = Replay(state, lambda: None)
-    replay.begin(0)
+    rollback = Rollback(state, lambda: None)
+    rollback.begin(0)
     model.eval()
     model[1].requires_grad_(False)
     model[0].bias.requires_grad_(True)
-    assert lost(replay) is Quality.WHOLE
+    assert lost(rollback) is Validity.WHOLE
     assert all(m.training for m in model.modules())
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.bias"]
 
 
 def test_step_that_was_lost_in_an_evaluation_at_its_end_begins_in_training_mode_again() -> None:
     state = parts()
-    replay = Replay(state, lambda: None)
+    rollback = Rollback(state, lambda: None)
     for step in range(4):
-        ordinary(state, replay, step)
-        replay.ended()
-    ordinary(state, replay, 4)
+        ordinary(state, rollback, step)
+        rollback.ended()
+    ordinary(state, rollback, 4)
     state["model"].eval()
-    replay.collective("allreduce", [torch.zeros(3)])
-    assert lost(replay) is Quality.WHOLE
+    rollback.collective("allreduce", [torch.zeros(3)])
+    assert lost(rollback) is Validity.WHOLE
     assert all(m.training for m in state["model"].modules())
 
 
@@ -461,36 +461,36 @@ class Codebook(torch.nn.Linear):
 def test_large_buffer_that_is_moved_by_data_goes_back_to_where_the_step_began(step: int) -> None:
     state: dict[str, Any] = {"model": Codebook()}
     state["optimizer"] = torch.optim.SGD(state["model"].parameters(), lr=0.1)
-    replay = Replay(state, lambda: None)
+    rollback = Rollback(state, lambda: None)
     for number in range(step):
-        replay.begin(number)
+        rollback.begin(number)
         state["model"].zero_grad()
         state["model"](torch.randn(4, 3)).sum().backward()
         state["optimizer"].step()
-        replay.ended()
+        rollback.ended()
     before = everything(state)
-    replay.begin(step)
+    rollback.begin(step)
     state["model"](torch.randn(4, 3)).sum().backward()
     assert everything(state) != before
-    assert lost(replay) is Quality.WHOLE
+    assert lost(rollback) is Validity.WHOLE
     assert everything(state) == before
 
 
 def test_what_a_collective_writes_that_was_under_way_when_its_step_failed_is_put_back_too() -> None:
     """As one of an averaging in the background does, of which another tensor's has failed: gloo goes on to the next."""
     state = parts()
-    replay = Replay(state, lambda: None)
-    ordinary(state, replay, 0)
-    replay.ended()
+    rollback = Rollback(state, lambda: None)
+    ordinary(state, rollback, 0)
+    rollback.ended()
     before = everything(state)
-    ordinary(state, replay, 1)
-    assert lost(replay) is Quality.WHOLE
+    ordinary(state, rollback, 1)
+    assert lost(rollback) is Validity.WHOLE
     with torch.no_grad():
         state["model"][0].weight.add_(1)
         state["model"][1].running_mean.add_(1)
-    replay.back_again()
+    rollback.roll_back_again()
     assert everything(state) == before
     state["seen"]["n"].append(9)
     after = everything(state)
-    replay.back_again()
+    rollback.roll_back_again()
     assert everything(state) == after

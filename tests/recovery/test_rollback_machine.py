@@ -14,15 +14,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, event, example, find, given, settings
 from hypothesis import strategies as st
-from replayed import BETWEEN, LOADERS, OPTIMIZERS, PLACES, Shape, disturbed, possible, undisturbed
+from rolled_back import BETWEEN, LOADERS, OPTIMIZERS, PLACES, Shape, disturbed, possible, undisturbed
 
 from everstep.recovery.errors import LoopError
 from everstep.recovery.rollback import snapshots, tracked_objects, undo_copy
-from everstep.recovery.rollback.rollback import Replay
-from everstep.recovery.rollback.snapshots import Held
+from everstep.recovery.rollback.rollback import Rollback
+from everstep.recovery.rollback.snapshots import TensorSnapshot
 from everstep.recovery.state.gradients import Gradients
 from everstep.recovery.transfer.agreement import NoState
-from everstep.recovery.validity import Quality
+from everstep.recovery.validity import Validity
 from everstep.train.feeding import Feed
 
 REPLAYS = int(os.environ.get("EVERSTEP_REPLAYS", "60"))
@@ -104,26 +104,26 @@ def test_run_that_lost_peers_ends_as_an_undisturbed_one_or_says_that_it_cannot(
 
 # What the machine is to find: a judge that is broken in one way.
 def _takes_back_only_what_is_small(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(undo_copy.Undo, "keep", lambda self, held: None)
+    patch.setattr(undo_copy.UndoCopy, "keep", lambda self, held: None)
     patch.setattr(tracked_objects.Module, "moved", lambda self: None)
     patch.setattr(tracked_objects.Optimizer, "moved", lambda self: None)
 
 
 def _takes_a_copy_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    def keep(self: undo_copy.Undo, held: list[Held]) -> None:
+    def keep(self: undo_copy.UndoCopy, held: list[TensorSnapshot]) -> None:
         old = [t.clone() for t in self._kept]
         whole(self, held)
         if len(old) == len(self._kept):
             for new, was in zip(self._kept, old, strict=True):
                 new.copy_(was)
 
-    whole = undo_copy.Undo.keep
-    patch.setattr(undo_copy.Undo, "keep", keep)
+    whole = undo_copy.UndoCopy.keep
+    patch.setattr(undo_copy.UndoCopy, "keep", keep)
 
 
 def _repeats_from_any_state(patch: pytest.MonkeyPatch) -> None:
-    back = Replay.back
-    patch.setattr(Replay, "back", lambda self: (back(self), Quality.WHOLE)[1])
+    back = Rollback.roll_back
+    patch.setattr(Rollback, "roll_back", lambda self: (back(self), Validity.WHOLE)[1])
 
 
 def _forgets(kind: type) -> Callable[[pytest.MonkeyPatch], None]:
@@ -145,7 +145,7 @@ def _leaves_dictionaries(patch: pytest.MonkeyPatch) -> None:
 
 
 def _does_not_look_behind_torchs_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replay, "_compare", lambda self: None)
+    patch.setattr(Rollback, "_compare", lambda self: None)
 
 
 def _leaves_gradients(patch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ _BETWEEN = ("everstep.recovery.", "everstep.train.guards.comparison.")
 _OF_STATE = "everstep.recovery.state."
 
 
-class At(Enum):
+class ScriptPhase(Enum):
     BUILDING = auto()  # alone, before the first round
     STEP = auto()  # in a step or an evaluation: what a lost peer breaks comes again
     BODY = auto()  # in a step, in the body of a loop of the script's, whose errors nobody can catch
@@ -41,11 +41,11 @@ class At(Enum):
     OVER = auto()  # after the last step
 
 
-class Scope:
+class ScriptLocation:
     """Shared by the groups of one program. Without `others` there is one process for ever, and nothing is refused."""
 
     def __init__(self) -> None:
-        self.where = At.BUILDING
+        self.where = ScriptPhase.BUILDING
         self.others = True
         self.entered = 0  # steps and evaluations, those that come again among them
         self.refused: LoopError | None = None  # the newest collective's, in the loop: a script may catch it
@@ -54,27 +54,27 @@ class Scope:
     @property
     def free(self) -> bool:
         """Whether collectives of this thread are as they should be."""
-        return self.where is At.STEP and threading.get_ident() == self._thread
+        return self.where is ScriptPhase.STEP and threading.get_ident() == self._thread
 
-    def enter(self, where: At) -> None:
+    def enter(self, where: ScriptPhase) -> None:
         self.where = where
-        self.entered += where is At.STEP
+        self.entered += where is ScriptPhase.STEP
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """What is called in it is called again if a peer is lost."""
-        self.enter(At.STEP)
+        self.enter(ScriptPhase.STEP)
         try:
             yield
         finally:
-            self.enter(At.BETWEEN)
+            self.enter(ScriptPhase.BETWEEN)
 
     def collective(self, name: str) -> None:
         """One begins that is not `free`. Raises `LoopError` if it cannot be right."""
         try:
             self._check(name)
         except LoopError as e:
-            if self.where is At.BETWEEN:
+            if self.where is ScriptPhase.BETWEEN:
                 self.refused = e
             raise
 
@@ -83,7 +83,7 @@ class Scope:
         that is the step in hand: were a peer lost in between, the collective would not be repeated."""
         if begun == self.entered or not self.others:
             return
-        asked = script_asks(sys._getframe(2))
+        asked = script_call_site(sys._getframe(2))
         raise LoopError(
             f"{name} was begun in an earlier step and is waited for in this one"
             f"{asked.at if asked is not None else ''}: if a peer is lost in between, nobody repeats it. Wait for it in "
@@ -91,33 +91,35 @@ class Scope:
         )
 
     def _check(self, name: str) -> None:
-        if not self.others or self.where is At.OVER:
+        if not self.others or self.where is ScriptPhase.OVER:
             return
-        if self.where in (At.STEP, At.BODY) and isinstance(threading.current_thread(), threading._DummyThread):
+        if self.where in (ScriptPhase.STEP, ScriptPhase.BODY) and isinstance(
+            threading.current_thread(), threading._DummyThread
+        ):
             return  # one of autograd's
-        asked = script_asks(sys._getframe(2))
+        asked = script_call_site(sys._getframe(2))
         if asked is None:
             return
         name = asked.function if asked.own else name
         match self.where:
-            case At.STEP:
+            case ScriptPhase.STEP:
                 raise LoopError(
                     f"{name}{asked.at} is in the thread {threading.current_thread().name!r}: no order holds between it "
                     "and the step's own collectives, and nobody repeats it when a peer is lost. Call it in the thread "
                     "of the loop, inside `with step:`"
                 )
-            case At.BUILDING if asked.own:
+            case ScriptPhase.BUILDING if asked.own:
                 raise LoopError(
                     f"{name}{asked.at}: before steps() this process is alone, and no other rank would be in it. To do "
                     "something in one process of the job, write run.once(fn); to prepare files on each machine, "
                     "run.once(fn, each='machine'); what all ranks must agree on belongs inside `with step:`"
                 )
-            case At.BODY if asked.own:
+            case ScriptPhase.BODY if asked.own:
                 raise LoopError(
                     f"{name}{asked.at} is in the body of the loop over the prepared loader, where nobody can catch the "
                     "loss of a peer: write `with accelerator.accumulate(model):` around the body of the loop"
                 )
-            case At.BETWEEN:
+            case ScriptPhase.BETWEEN:
                 raise LoopError(
                     f"{name}{asked.at} is between two steps, where nobody repeats it when a peer is lost. Move it into "
                     "`with step:`; for an evaluation write before steps() `run.evaluate(fn, every=N)`: fn is called "
@@ -129,9 +131,9 @@ class Scope:
 
     def place(self, name: str) -> None:
         """A group is asked for its `name`, rank or size. Raises `LoopError` if the script asks, and nobody knows."""
-        if self.where is not At.BUILDING or not self.others:
+        if self.where is not ScriptPhase.BUILDING or not self.others:
             return
-        asked = script_asks(sys._getframe(1))
+        asked = script_call_site(sys._getframe(1))
         if asked is None or asked.library:
             return
         if asked.function in ("get_rank", "get_world_size"):
@@ -141,9 +143,9 @@ class Scope:
 
     def unknown(self, function: str) -> None:
         """The script asks `function` which ranks there are. Raises `LoopError` while nobody knows."""
-        if self.where is not At.BUILDING or not self.others:
+        if self.where is not ScriptPhase.BUILDING or not self.others:
             return
-        asked = script_asks(sys._getframe(1))
+        asked = script_call_site(sys._getframe(1))
         if asked is not None and not asked.function and not asked.library:  # torch itself does not ask
             raise LoopError(f"{function}(){asked.at}: {UNKNOWN}")
 
@@ -169,7 +171,7 @@ NO_SUBGROUPS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallSite:
     """The line of the script that is being run, and the function of torch's that it calls. `own`: one by which scripts
     run collectives; else a module's, as DDP. `library`: the line is in an installed package."""
 
@@ -179,7 +181,7 @@ class Asked:
     at: str  # " (train.py:31)"
 
 
-def script_asks(frame: FrameType | None) -> Asked | None:
+def script_call_site(frame: FrameType | None) -> CallSite | None:
     """Who of the script is behind a call, up from `frame`; None if we are."""
     entry: FrameType | None = None
     while frame is not None:
@@ -195,10 +197,10 @@ def script_asks(frame: FrameType | None) -> Asked | None:
     return None
 
 
-def _asked(frame: FrameType, entry: FrameType | None) -> Asked:
+def _asked(frame: FrameType, entry: FrameType | None) -> CallSite:
     function, module = "", ""
     if entry is not None:
         function, module = entry.f_code.co_name, str(entry.f_globals.get("__name__", ""))
     file = frame.f_code.co_filename
     library = file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED)
-    return Asked(function, module.startswith(_OWN), library, f" ({file.rpartition('/')[2]}:{frame.f_lineno})")
+    return CallSite(function, module.startswith(_OWN), library, f" ({file.rpartition('/')[2]}:{frame.f_lineno})")

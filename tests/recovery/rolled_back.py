@@ -19,9 +19,9 @@ from everstep.data import ElasticLoader
 from everstep.data.assignment import World
 from everstep.recovery.digests import content, state_digest
 from everstep.recovery.group.in_flight import PeerLost
-from everstep.recovery.rollback.rollback import Replay
-from everstep.recovery.transfer.agreement import Standing, agree
-from everstep.recovery.validity import Quality
+from everstep.recovery.rollback.rollback import Rollback
+from everstep.recovery.transfer.agreement import MemberState, agree
+from everstep.recovery.validity import Validity
 from everstep.train.feeding import Feed, feed_of
 
 STEPS = 9
@@ -168,7 +168,7 @@ class Member:
         self.feeds = [_feed(shape.loader, seed, rank, RANKS) for rank in range(RANKS)] if shape.loader else []
         if self.feeds:
             self.state["data"] = self.feeds[0].saved
-        self.replay = Replay(self.state, self.check)
+        self.rollback = Rollback(self.state, self.check)
 
     def _optimizers(self, parameters: list[torch.Tensor]) -> list[Any]:
         options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
@@ -190,7 +190,7 @@ class Member:
             raise PeerLost("a peer is gone")
 
     def collective(self, tensor: torch.Tensor) -> None:
-        self.replay.collective("allreduce", [tensor])
+        self.rollback.collective("allreduce", [tensor])
         self.called[-1] += 1
         if self.lose == (self.number, self.called[-1]):
             self.lose, self.lost = None, True
@@ -198,13 +198,13 @@ class Member:
             self.failures += 1
             raise PeerLost("a peer is gone")
 
-    def run(self, until: int) -> Quality | None:
+    def run(self, until: int) -> Validity | None:
         """Train until then; sooner, and what the state is worth, if a peer is lost."""
         while self.number < until:
-            self.replay.begin(self.number)
+            self.rollback.begin(self.number)
             self.called.append(0)
             self._take()
-            before, caught = self.failures + self.replay.refused, True
+            before, caught = self.failures + self.rollback.refused, True
             try:
                 self.step()
             except PeerLost:
@@ -212,25 +212,25 @@ class Member:
                 caught = False
             if self.failed(before, caught):
                 self._over(False)
-                return self.replay.back()
-            self.replay.ended()
+                return self.rollback.roll_back()
+            self.rollback.ended()
             self._over(True)
             if self.lose == (self.number - 1, BETWEEN):
                 self.lose, self.lost = None, True
-                return Quality.WHOLE
+                return Validity.WHOLE
         return None
 
     def failed(self, before: int, caught: bool) -> bool:
         """Whether a collective of the step has failed, or an optimizer was refused its step; `before`: so many by then.
         `caught`: the script has kept the error to itself, which changes nothing."""
-        return self.failures + self.replay.refused > before
+        return self.failures + self.rollback.refused > before
 
     def _over(self, counts: bool) -> None:
         """The step's block is over: what the session does, and the script."""
         for feed in self.feeds:
             feed.acknowledge() if counts else feed.rewind()
         if self.shape.asks:
-            self.replay.asked = True
+            self.rollback.asked = True
         if counts or not self.shape.asks:
             self.place("between")
         self.number += counts
@@ -386,10 +386,10 @@ def _feed(kind: str, seed: int, rank: int, size: int) -> Feed:
     return feed
 
 
-def settle(members: Sequence[Member], qualities: Sequence[Quality], size: int) -> None:
+def settle(members: Sequence[Member], qualities: Sequence[Validity], size: int) -> None:
     """What a round of `size` ranks does. Raises `NoState`."""
     told = [
-        Standing(m.number, q, state_digest(m.state) if q > Quality.NONE else 0)
+        MemberState(m.number, q, state_digest(m.state) if q > Validity.NONE else 0)
         for m, q in zip(members, qualities, strict=True)
     ]
     found = agree(told)
@@ -403,11 +403,11 @@ def settle(members: Sequence[Member], qualities: Sequence[Quality], size: int) -
         members[rank].number = found.step
     for member in members:
         member.reshard(size)
-    there = [any(column) for column in zip(*(m.replay.gradients.present for m in members), strict=True)]
+    there = [any(column) for column in zip(*(m.rollback.gradients.present for m in members), strict=True)]
     for member in members:
         member.lost = False
-        member.replay.moved()
-        member.replay.gradients.add(there)
+        member.rollback.moved()
+        member.rollback.gradients.add(there)
 
 
 def undisturbed(shape: Shape) -> Member:
@@ -430,9 +430,9 @@ def disturbed(shape: Shape, losses: Sequence[tuple[int, int, int]]) -> list[Memb
             # It has not come to so many, and is lost at the next one.
             ahead = [m for m, q in zip(members, qualities, strict=True) if q is None]
             assert all(m.number == STEPS for m in ahead)
-            qualities = [Quality.WHOLE if q is None else q for q in qualities]
+            qualities = [Validity.WHOLE if q is None else q for q in qualities]
         new = Member(shape, 50 + i)
-        settle([*members, new], [*(q for q in qualities if q is not None), Quality.NONE], RANKS - i % 2)
+        settle([*members, new], [*(q for q in qualities if q is not None), Validity.NONE], RANKS - i % 2)
         members = [*members[-1:], new]
     for member in members:
         member.lose = None
