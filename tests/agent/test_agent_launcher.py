@@ -19,10 +19,12 @@ pytestmark = pytest.mark.timeout(120)
 COUNT = "import os\nprint(os.environ['LOCAL_WORLD_SIZE'])\n"
 
 
-def run(*argv: str | Path, prefix: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *argv: str | Path, prefix: tuple[str, ...] = (), cwd: Path | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*prefix, sys.executable, "-m", "everstep.agent.main", *map(str, argv)],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=100, check=False, cwd=cwd,
         env={**os.environ, "EVERSTEP_PRELOAD": "", "GLOO_SOCKET_IFNAME": "lo", **environ},
     )  # fmt: skip
 
@@ -65,6 +67,18 @@ def test_annotations_of_the_script_are_what_it_wrote(script: Path) -> None:
     script.write_text("def hook(bucket: int) -> float: ...\nprint(hook.__annotations__)\n")
     done = run("--standalone", script)
     assert done.stdout == "{'bucket': <class 'int'>, 'return': <class 'float'>}\n", done.stderr
+
+
+def test_the_main_module_is_described_as_the_interpreter_does_it(script: Path) -> None:
+    names = ("__name__", "__file__", "__package__", "__spec__", "__doc__", "__cached__", "__annotations__")
+    script.write_text(
+        f"'a script'\nprint([globals()[n] for n in {names}], type(__loader__).__name__, __loader__.path)\n"
+    )
+    plain = subprocess.run(
+        [sys.executable, script.name], cwd=script.parent, capture_output=True, text=True, timeout=100, check=True
+    )
+    done = run("--standalone", script.name, cwd=script.parent)
+    assert done.stdout == plain.stdout, done.stderr
 
 
 # --- alone

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -87,7 +88,11 @@ def _draw_others() -> None:
 def _run(path: str) -> None:
     """As the interpreter does: `__main__` stays what it is until the process ends."""
     main_module = ModuleType("__main__")
-    main_module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    path = str(Path(path).absolute())
+    loader = SourceFileLoader("__main__", path)
+    main_module.__dict__.update(
+        __file__=path, __loader__=loader, __builtins__=__builtins__, __cached__=None, __annotations__={}
+    )
     sys.modules["__main__"] = main_module
     try:
         with io.open_code(path) as file:
