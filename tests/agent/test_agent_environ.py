@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agent_job import Agent, Job
 
-from everstep.agent.environ import Setting, environment, of_round
+from everstep.agent.processes.environ import Setting, environment, of_round
 from everstep.contract.document import Member
 from everstep.membership.proposals import Round
 

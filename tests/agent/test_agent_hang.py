@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from agent_job import HERE, Job
 
-from everstep.agent.hang import ASK_SECONDS, FACTOR, FIRST_FACTOR, Found, Watch, Where, look
+from everstep.agent.decide.stall import ASK_SECONDS, FACTOR, FIRST_FACTOR, Found, Watch, Where, look
 from everstep.contract.calls import Call
 
 

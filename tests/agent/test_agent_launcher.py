@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import determine_local_world_size
 
-from everstep.agent.processes import WarmParent
+from everstep.agent.processes.client import WarmParent
 
 pytestmark = pytest.mark.timeout(120)
 COUNT = "import os\nprint(os.environ['LOCAL_WORLD_SIZE'])\n"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from test_agent_state import KILL, Play, keeping, kinds, plain, round_of
 
-from everstep.agent import events as e
-from everstep.agent.events import Fault, Purpose
-from everstep.agent.leaving import advice
+from everstep.agent.decide import events as e
+from everstep.agent.decide.events import Fault, Purpose
+from everstep.agent.decide.stopping import advice
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT, Setback
 from everstep.membership.proposals import Broken, Finishing, Left, Stopping

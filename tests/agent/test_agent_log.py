@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from agent_job import Agent, Job
 
-from everstep.agent.running import Settling
+from everstep.agent.processes.running import Settling
 
 pytestmark = pytest.mark.timeout(240)
 SCRIPT = Path(__file__).parent / "environ_script.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from everstep.agent.events import Charge, Charged, Event, NotFormed
+from everstep.agent.decide.events import Charge, Charged, Event, NotFormed
 from everstep.agent.membership import Membership
 from everstep.contract.document import Member, Sizes
 from everstep.membership.backends.memory import MemoryStore

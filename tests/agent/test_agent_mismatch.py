@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from agent_job import HERE, Agent, Job
 
-from everstep.agent.mismatch import Seen, clash, compare, decode, ranks_in_words
+from everstep.agent.hang.mismatch import Seen, clash, compare, decode, ranks_in_words
 from everstep.contract.calls import Call
 
 SUM = "all_reduce(float32[10])"

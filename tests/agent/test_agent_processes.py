@@ -15,7 +15,7 @@ import pytest
 from children import stat
 from torch._C._distributed_c10d import TCPStore
 
-from everstep.agent.processes import Switchboard, WarmParent
+from everstep.agent.processes.client import Switchboard, WarmParent
 from everstep.contract import env
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from everstep.agent import events as e
-from everstep.agent.events import Fault, Purpose
-from everstep.agent.slots import Config, Life, State, begin, started
-from everstep.agent.state import LINGER_SECONDS, MOST_OUTSIDE, MOST_STALLS, decide
+from everstep.agent.decide import events as e
+from everstep.agent.decide.events import Fault, Purpose
+from everstep.agent.decide.machine import LINGER_SECONDS, MOST_OUTSIDE, MOST_STALLS, decide
+from everstep.agent.decide.state import Config, Life, State, begin, started
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Member, Setback
 from everstep.membership.proposals import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole

@@ -12,7 +12,7 @@ import pytest
 from children import children
 from descriptors import opened
 
-from everstep.agent.warm import unfit_to_fork
+from everstep.agent.processes.forkserver import unfit_to_fork
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -105,7 +105,7 @@ def test_threads_that_are_no_reason_not_to_fork_are_known_by_their_names(tmp_pat
 def test_a_process_that_was_spoiled_before_is_seen_until_its_thread_has_ended() -> None:
     program = (
         "import threading, time\n"
-        "from everstep.agent.warm import unfit_to_fork\n"
+        "from everstep.agent.processes.forkserver import unfit_to_fork\n"
         "go = threading.Event()\n"
         "t = threading.Thread(target=go.wait)\n"
         "t.start()\n"

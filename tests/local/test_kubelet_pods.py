@@ -275,7 +275,7 @@ async def test_field_of_a_wrong_type_is_told(machine: Start) -> None:
 
 async def test_last_word_of_the_worker_library_reaches_the_status(machine: Start) -> None:
     m = await machine()
-    script = "from everstep.train import termination; termination.install(); raise ValueError('no data')"
+    script = "from everstep.contract import termination; termination.install(); raise ValueError('no data')"
     job = [{"name": "EVERSTEP_JOB_UID", "value": "uid"}]
     await m.create("dies", "python", "-c", script, env=job, terminationMessagePolicy="FallbackToLogsOnError")
     record = json.loads((await m.until_over("dies"))["message"])

@@ -36,7 +36,7 @@ def children_of() -> dict[int, list[int]]:
 def trainers(launcher: int) -> list[int]:
     """torchrun starts them; the warm parent of everstep-run forks them, after the process that hosts its stores."""
     below = children_of()
-    warm = [pid for pid in below.get(launcher, ()) if b"everstep.agent.warm" in command_of(pid)]
+    warm = [pid for pid in below.get(launcher, ()) if b"everstep.agent.processes.forkserver" in command_of(pid)]
     if warm:
         return [pid for parent in warm for pid in below.get(parent, ())[1:]]
     return [pid for pid in below.get(launcher, ()) if b".py" in command_of(pid)]

@@ -74,9 +74,13 @@ def write_kubeconfig(path: Path) -> Path:
 
 
 def test_the_programs_are_all_found() -> None:
-    assert {"everstep", "everstep-run", "everstep-operator", "everstep.agent.warm", "everstep_operator.api.crd"} <= set(
-        PROGRAMS
-    )
+    assert {
+        "everstep",
+        "everstep-run",
+        "everstep-operator",
+        "everstep.agent.processes.forkserver",
+        "everstep_operator.api.crd",
+    } <= set(PROGRAMS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -28,7 +28,7 @@ NOW = datetime(2026, 1, 1, 12, 0, 30, tzinfo=UTC)
 
 
 def record(error: str, exit_code: int = 1, lines: list[str] | None = None) -> str:
-    """As everstep.train.termination writes it."""
+    """As everstep.contract.termination writes it."""
     return json.dumps({"everstep": 1, "rank": "0", "exit_code": exit_code, "error": error, "lines": lines or []},
                       separators=(",", ":")) + "\n"  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent import stacks
+from everstep.agent.processes import stacks
 from everstep.contract import private
 
 

@@ -10,8 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from everstep.contract import env
-from everstep.train import termination
+from everstep.contract import env, termination
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
 from everstep_operator.plan.state.losses import Loss, losses
@@ -31,7 +30,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def dies(log: Path, script: str) -> subprocess.CompletedProcess[str]:
     """Run `script` in a process that records what ends it."""
-    begin = f"from everstep.train import termination; termination.LOG = {str(log)!r}; termination.install()\n"
+    begin = f"from everstep.contract import termination; termination.LOG = {str(log)!r}; termination.install()\n"
     return subprocess.run(
         [sys.executable, "-c", begin + script], check=False, capture_output=True, text=True, timeout=60
     )

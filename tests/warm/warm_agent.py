@@ -1,8 +1,8 @@
 """`everstep-run` in a process that was forked warm, whose own warm parent is warm too: this script and its flags.
 
-The agent is everstep.agent.main, and its warm parent everstep.agent.warm. Only how the second begins is ours: a child
-of the agent that was forked beforehand and waits for its command line, in place of a new interpreter that imports torch
-again. A second one, after the first has died, begins as it does for users.
+The agent is everstep.agent.main, and its fork server everstep.agent.processes.forkserver. Only how the second begins is
+ours: a child of the agent that was forked beforehand and waits for its command line, in place of a new interpreter that
+imports torch again. A second one, after the first has died, begins as it does for users.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.agent import main as agent
-from everstep.agent import warm
+from everstep.agent.processes import forkserver
 
-MODULE = ("-m", "everstep.agent.warm")
+MODULE = ("-m", "everstep.agent.processes.forkserver")
 
 
 class Forked:
@@ -82,7 +82,7 @@ def main() -> None:
 
 def wait_for_orders(orders: socket.socket) -> None:
     """Become the warm parent of the process that forked us, when it says so."""
-    warm.die_with(os.getppid())
+    forkserver.die_with(os.getppid())
     data, descriptors, _, _ = socket.recv_fds(orders, 2**20, 1)
     orders.close()
     if not data:
@@ -91,8 +91,8 @@ def wait_for_orders(orders: socket.socket) -> None:
     os.set_inheritable(descriptors[0], True)
     os.environ.clear()
     os.environ.update(environ)
-    sys.argv = [warm.__file__, str(descriptors[0]), *arguments]
-    warm.main(sys.argv)
+    sys.argv = [forkserver.__file__, str(descriptors[0]), *arguments]
+    forkserver.main(sys.argv)
 
 
 if __name__ == "__main__":

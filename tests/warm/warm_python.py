@@ -37,8 +37,8 @@ from typing import IO, Any
 MOST_BYTES = 2**20  # of a command
 IMPORTED = (
     "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.distributed.checkpoint",
-    "torch.distributed.fsdp", "torch.distributed.run", "everstep.agent.main", "everstep.agent.program",
-    "everstep.agent.stores", "everstep.checkpoint.checkpointer", "everstep.data.loader",
+    "torch.distributed.fsdp", "torch.distributed.run", "everstep.agent.main", "everstep.agent.processes.program",
+    "everstep.agent.processes.stores", "everstep.checkpoint.checkpointer", "everstep.data.loader",
     "everstep.membership.torchrun.handler", "everstep.storage.s3", "everstep.train.session", "everstep_cli.main",
     "numpy", "safetensors.torch", "sklearn.datasets", "xxhash",
 )  # fmt: skip
@@ -159,7 +159,7 @@ def _descriptor(file: IO[Any] | int | None, default: int) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    from everstep.agent.warm import die_with, unfit_to_fork  # noqa: PLC0415 - the tests' side has no use for it
+    from everstep.agent.processes.forkserver import die_with, unfit_to_fork  # noqa: PLC0415 - the tests' side has no use for it
 
     die_with(int(argv[2]))
     gc.disable()

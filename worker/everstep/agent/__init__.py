@@ -1,5 +1,5 @@
 """The agent: the supervisor of a worker's training processes, `everstep-run`.
 
-Events in, a pure decision, instructions out: `state` decides, `loop` carries out. The agent's own process never imports
-torch: its warm parent does, once, and forks the training processes.
+Events come in, a pure function decides, instructions go out: `decide` decides, `loop` carries out. The agent's own
+process never imports torch: its fork server does, once, and forks the training processes (`processes`).
 """

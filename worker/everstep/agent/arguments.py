@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from everstep.agent.hang import FACTOR
+from everstep.agent.decide.stall import FACTOR
 from everstep.agent.preload import preloaded
 from everstep.contract import env
 

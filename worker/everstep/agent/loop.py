@@ -1,4 +1,4 @@
-"""Carries out what `state` decides: one asyncio loop, in which nothing waits but tasks.
+"""Carries out what `decide` decides: one asyncio loop, in which nothing waits but tasks.
 
 Invariant: events are decided one at a time, in the order in which they came; what a process says before its fork is
 known here waits for that.
@@ -17,25 +17,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, assert_never
 
-from everstep.agent import events as e
-from everstep.agent import leaving, stacks
-from everstep.agent import state as machine
 from everstep.agent.arguments import Arguments, UsageError
-from everstep.agent.environ import Setting, environment, of_round
-from everstep.agent.faults import FirstError, judge, memory_kills
-from everstep.agent.hang import Watch
+from everstep.agent.decide import events as e
+from everstep.agent.decide import machine, stopping
+from everstep.agent.decide.stall import Watch
+from everstep.agent.decide.state import Config, Life, begin, started
+from everstep.agent.hang.watcher import Watcher
 from everstep.agent.membership import Membership, open_driver
-from everstep.agent.output import Output
-from everstep.agent.processes import Switchboard, WarmError, WarmParent
-from everstep.agent.program import ERROR_FILE
-from everstep.agent.running import Running, Settling
-from everstep.agent.slots import Config, Life, begin, started
+from everstep.agent.processes import stacks
+from everstep.agent.processes.client import Switchboard, WarmError, WarmParent
+from everstep.agent.processes.environ import Setting, environment, of_round
+from everstep.agent.processes.faults import FirstError, judge, memory_kills
+from everstep.agent.processes.output import Output
+from everstep.agent.processes.program import ERROR_FILE
+from everstep.agent.processes.running import Running, Settling
 from everstep.agent.tasks import Tasks
-from everstep.agent.watcher import Watcher
-from everstep.contract import env, exit_codes
+from everstep.contract import env, exit_codes, termination
 from everstep.membership.backends.opening import remedy
 from everstep.membership.proposals import Round
-from everstep.train import termination
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ class Agent:
         if self._finish is not None and number == signal.SIGINT:  # all processes are gone, the next ends us
             asyncio.get_running_loop().remove_signal_handler(number)
             return
-        if said := leaving.advice(self._state, number):
+        if said := stopping.advice(self._state, number):
             log.info("%s", said)
         self._post(e.Asked(number, self._membership.enough_without_us()))
 

@@ -12,10 +12,10 @@ import signal
 import sys
 
 from everstep.agent.arguments import Arguments, UsageError, read
-from everstep.agent.faults import FirstError
 from everstep.agent.loop import Agent
-from everstep.agent.processes import WarmError
-from everstep.agent.program import ERROR_FILE, cannot_start
+from everstep.agent.processes.client import WarmError
+from everstep.agent.processes.faults import FirstError
+from everstep.agent.processes.program import ERROR_FILE, cannot_start
 from everstep.agent.startable import problem
 from everstep.contract import variables
 from everstep.membership.errors import RendezvousFailed

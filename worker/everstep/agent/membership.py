@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import assert_never
 
 from everstep.agent.arguments import Arguments, UsageError
-from everstep.agent.events import (
+from everstep.agent.decide.events import (
     Break,
     Changed,
     Charge,

@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Fenced, SaveFailed, StateMismatch
 from everstep.checkpoint.ranks import Ranks
+from everstep.contract import termination
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.collectives import gather_over, reduce_into
 from everstep.recovery.state import places
 from everstep.storage.errors import StoreUnusable
-from everstep.train import termination
 from everstep.train.intent import Intent, Wish, group_of_its_own
 from everstep.train.keeper import Keeper
 from everstep.train.metrics import Metrics

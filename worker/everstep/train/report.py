@@ -21,9 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everstep.contract import env, redact
+from everstep.contract import env, redact, termination
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS, Phase, Report
-from everstep.train import termination
 from everstep.train.post import PostError, Refused, post
 
 log = logging.getLogger("everstep.report")

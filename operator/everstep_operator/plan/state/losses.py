@@ -188,7 +188,7 @@ def _loss_of_exit(pod: WorkerPod) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What the worker library wrote to the termination log (everstep.train.termination)."""
+    """What the worker library wrote to the termination log (everstep.contract.termination)."""
 
     exit_code: int
     text: str

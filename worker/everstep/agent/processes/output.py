@@ -25,7 +25,7 @@ from string import Template
 from typing import IO, TextIO
 
 from everstep.agent.arguments import Arguments, streams
-from everstep.agent.stacks import folder_of
+from everstep.agent.processes.stacks import folder_of
 
 log = logging.getLogger(__name__)
 

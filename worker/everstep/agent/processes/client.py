@@ -57,7 +57,8 @@ class WarmParent:
         ours, theirs = socket.socketpair()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "everstep.agent.warm", str(theirs.fileno()), str(os.getpid()), self._modules,
+                sys.executable, "-m", "everstep.agent.processes.forkserver", str(theirs.fileno()), str(os.getpid()),
+                self._modules,
                 pass_fds=(theirs.fileno(),), env=self._environ,
             )  # fmt: skip
         finally:

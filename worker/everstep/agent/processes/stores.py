@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from everstep.agent.board import MOST_ABSENT
-from everstep.agent.processes import KEPT
+from everstep.agent.processes.client import KEPT
 from everstep.contract import env
 
 TIMEOUT = timedelta(minutes=5)  # of a call, as torch has by default
 BOARD_TIMEOUT = timedelta(seconds=5)
+MOST_ABSENT = 64  # ranks that are looked for one by one where some say nothing
 MOST_CALLS = 8  # of boards, at a time
 MAX_LOG = 256 * 1024  # bytes of what torch writes to our own log
 

@@ -1,4 +1,4 @@
-"""What happens to an agent, and what it may be told to do: the words between `state` and `loop`."""
+"""What happens to an agent, and what it may be told to do: the words between `decide` and `loop`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What follows for an agent when the members of a round have met. Pure, like `state`, of which it is a part."""
+"""What follows for an agent when the members of a round have met. Pure, like `machine`, of which it is a part."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from everstep.agent.events import Announce, Charge, Formed, Purpose, Timer
-from everstep.agent.slots import Life, Slot, State, Step, all_ready, which, with_slots
+from everstep.agent.decide.events import Announce, Charge, Formed, Purpose, Timer
+from everstep.agent.decide.state import Life, Slot, State, Step, all_ready, which, with_slots
 from everstep.contract.document import LEFT
 from everstep.membership.proposals import Round
 

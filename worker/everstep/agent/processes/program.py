@@ -24,11 +24,11 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from everstep.agent.startable import NOT_EXECUTABLE, NOT_FOUND, NOT_READABLE
-from everstep.agent.warm import prefer_for_oom
-from everstep.train import termination
+from everstep.contract import termination
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STACKS_SIGNAL = signal.SIGUSR2
+MORE_LIKELY = 100  # added to oom_score_adj: of agent and process, the process goes
 
 
 def main(command: Mapping[str, Any]) -> None:
@@ -44,11 +44,11 @@ def main(command: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(command["environment"])
     time.tzset()
-    prefer_for_oom()
+    _prefer_for_oom()
     if command.get("cpus"):
         os.sched_setaffinity(0, command["cpus"])
     if command["kind"] == "stores":
-        from everstep.agent import stores  # noqa: PLC0415 - imports torch
+        from everstep.agent.processes import stores  # noqa: PLC0415 - imports torch
 
         stores.main()
         return
@@ -74,6 +74,17 @@ def main(command: Mapping[str, Any]) -> None:
         if type(e) is SystemExit and e.code not in (None, 0) and (said := _said(e)):
             termination.write(said, e.code if isinstance(e.code, int) else 1, [])
         raise
+
+
+def _prefer_for_oom() -> None:
+    """When memory runs out, this process is to go, not the agent."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+") as file:
+            now = int(file.read())
+            file.seek(0)
+            file.write(str(min(1000, now + MORE_LIKELY)))
+    except (OSError, ValueError):
+        pass
 
 
 def _draw_others() -> None:

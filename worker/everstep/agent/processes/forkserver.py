@@ -1,6 +1,6 @@
 """The warm parent: imports what training needs once, and forks training processes on command.
 
-    python -m everstep.agent.warm FD PARENT MODULE,MODULE
+    python -m everstep.agent.processes.forkserver FD PARENT MODULE,MODULE
 
 Commands and answers are JSON lines on the socket FD. Invariants: it has one thread and no context of a GPU, so a fork
 is whole (a module that brings one is imported in the processes instead, and named); it dies with the agent, and what it
@@ -29,7 +29,6 @@ FOR_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # jemalloc's, which pyarrow brings, and with it Hugging Face's datasets: jemalloc holds its locks while a process is
 # forked, and does without the thread in the child.
 FORKS_WELL = ("jemalloc_bg_thd",)
-MORE_LIKELY = 100  # added to oom_score_adj: of agent and process, the process goes
 
 
 def main(argv: list[str]) -> None:
@@ -52,14 +51,15 @@ def main(argv: list[str]) -> None:
             )
             sys.stderr.flush()
             left = ",".join(m for m in modules if m != module)
-            os.execv(sys.executable, [sys.executable, "-m", "everstep.agent.warm", argv[1], argv[2], left])  # noqa: S606
+            again = ["-m", "everstep.agent.processes.forkserver", argv[1], argv[2], left]
+            os.execv(sys.executable, [sys.executable, *again])  # noqa: S606
     # Else a child walks, and so copies, all that was imported here: when it collects garbage, and when it ends.
     gc.freeze()
     gc.enable()
     program = Parent(commands).serve()
     if program is not None:
         # In a child, and outside of all that the parent had on its stack.
-        from everstep.agent import program as run  # noqa: PLC0415 - the parent has no use for it
+        from everstep.agent.processes import program as run  # noqa: PLC0415 - the parent has no use for it
 
         run.main(program)
 
@@ -184,17 +184,6 @@ def die_with(parent: int) -> None:
         return
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
-
-
-def prefer_for_oom() -> None:
-    """When memory runs out, this process is to go, not the agent."""
-    try:
-        with open("/proc/self/oom_score_adj", "r+") as file:
-            now = int(file.read())
-            file.seek(0)
-            file.write(str(min(1000, now + MORE_LIKELY)))
-    except (OSError, ValueError):
-        pass
 
 
 def _import(module: str) -> None:

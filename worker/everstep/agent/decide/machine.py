@@ -15,8 +15,8 @@ import signal
 from dataclasses import replace
 from typing import assert_never
 
-from everstep.agent import leaving, meeting
-from everstep.agent.events import (
+from everstep.agent.decide import forming, stopping
+from everstep.agent.decide.events import (
     Announce,
     Asked,
     Began,
@@ -49,7 +49,7 @@ from everstep.agent.events import (
     Timer,
     Trains,
 )
-from everstep.agent.slots import (
+from everstep.agent.decide.state import (
     Ending,
     Failure,
     Life,
@@ -87,7 +87,7 @@ def _take(state: State, event: Event) -> Step:
         case Began(keeps):
             return replace(state, keeps=keeps, told=keeps), ()
         case Formed():
-            return meeting.formed(state, event)
+            return forming.formed(state, event)
         case NotFormed(why, finished):
             code = exit_codes.OK if finished else exit_codes.PREEMPTED if state.notice is not None else 1
             return end(replace(state, joining=False), Ending(code, why), signal.SIGKILL)
@@ -104,7 +104,7 @@ def _take(state: State, event: Event) -> Step:
         case Charged(restarts):
             return _charged(state, restarts)
         case Asked():
-            return leaving.asked(state, event)
+            return stopping.asked(state, event)
         case Elapsed(timer):
             return _elapsed(state, timer)
         case _:
@@ -127,9 +127,9 @@ def _changed(state: State, event: Changed) -> Step:
         case Growing():
             return (state if state.done else replace(state, over=True)), ()
         case Stopping():
-            return leaving.counted(state, event.standing)
+            return stopping.counted(state, event.standing)
         case Left():
-            return leaving.left(state)
+            return stopping.left(state)
         case Closed(why):
             if state.done:
                 return end(state, Ending(exit_codes.OK, why), signal.SIGTERM)
@@ -292,11 +292,11 @@ def _elapsed(state: State, timer: Timer) -> Step:
         case Purpose.GRACE:
             return kill(state, which(state, Life.LIVE), signal.SIGKILL)
         case Purpose.NOTICE:
-            return leaving.is_late(state)
+            return stopping.is_late(state)
         case Purpose.QUIET:
-            return leaving.is_quiet(state)
+            return stopping.is_quiet(state)
         case Purpose.AGAIN:
-            return leaving.hears_again(state), ()
+            return stopping.hears_again(state), ()
         case Purpose.LINGER:
             if not state.done or timer.round != number or not stands:
                 return state, ()
@@ -322,7 +322,7 @@ def _replace_late(state: State, timer: Timer) -> Step:
 def _advance(state: State) -> Step:
     live = which(state, Life.LIVE)
     if state.notice is not None and state.ending is None:
-        state, told = leaving.advance(state)
+        state, told = stopping.advance(state)
         if state.ending is not None:
             state, then = _advance(state)
             return state, (*told, *then)

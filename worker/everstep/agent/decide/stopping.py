@@ -20,8 +20,18 @@ import signal
 from dataclasses import replace
 from typing import assert_never
 
-from everstep.agent.events import Asked, Dismiss, Done, Instruction, Purpose, SayStopping, StepAside, StepOut, Timer
-from everstep.agent.slots import Ending, Interrupt, Life, Notice, State, Step, all_ready, end, kill, which
+from everstep.agent.decide.events import (
+    Asked,
+    Dismiss,
+    Done,
+    Instruction,
+    Purpose,
+    SayStopping,
+    StepAside,
+    StepOut,
+    Timer,
+)
+from everstep.agent.decide.state import Ending, Interrupt, Life, Notice, State, Step, all_ready, end, kill, which
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT
 from everstep.membership.proposals import Stopping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from everstep.agent.program import ERROR_FILE
+from everstep.agent.processes.program import ERROR_FILE
 from everstep.contract import env
 from everstep.membership.proposals import Round
 

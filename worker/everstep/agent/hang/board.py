@@ -11,13 +11,12 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from everstep.agent.mismatch import Seen, decode
-from everstep.agent.processes import WarmError
+from everstep.agent.hang.mismatch import Seen, decode
+from everstep.agent.processes.client import WarmError
 from everstep.membership.proposals import Round
 
 log = logging.getLogger(__name__)
 
-MOST_ABSENT = 64  # ranks that are looked for one by one where some say nothing
 AT_ONCE = 256  # ranks in one answer, which has to be a line of the agent's socket
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from everstep.agent.events import Fault
+from everstep.agent.decide.events import Fault
 from everstep.contract import exit_codes
 
 log = logging.getLogger(__name__)

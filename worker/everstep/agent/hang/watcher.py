@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from everstep.agent import events as e
-from everstep.agent import stacks
-from everstep.agent.board import Board
-from everstep.agent.hang import ASK_SECONDS, Found, Where, look
-from everstep.agent.mismatch import Seen, Verdict, clash, compare
-from everstep.agent.processes import Switchboard, WarmParent
-from everstep.agent.program import STACKS_SIGNAL
-from everstep.agent.running import Running
+from everstep.agent.decide import events as e
+from everstep.agent.decide.stall import ASK_SECONDS, Found, Where, look
+from everstep.agent.hang.board import Board
+from everstep.agent.hang.mismatch import Seen, Verdict, clash, compare
+from everstep.agent.processes import stacks
+from everstep.agent.processes.client import Switchboard, WarmParent
+from everstep.agent.processes.program import STACKS_SIGNAL
+from everstep.agent.processes.running import Running
 from everstep.agent.tasks import Tasks
 from everstep.contract.calls import read_page, read_row, read_rows
 from everstep.membership.proposals import Round

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.agent.hang import Found, Watch, Where
-from everstep.agent.output import Files
+from everstep.agent.decide.stall import Found, Watch, Where
+from everstep.agent.processes.output import Files
 
 
 @dataclass(slots=True)

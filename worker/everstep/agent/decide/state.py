@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from everstep.agent.events import Instruction, Purpose, Signal, Timer
+from everstep.agent.decide.events import Instruction, Purpose, Signal, Timer
 from everstep.membership.proposals import Round
 
 

@@ -1,0 +1,1 @@
+"""Watching for processes that hang, and for ranks whose collectives do not match."""
