@@ -13,9 +13,10 @@ from virtual_time import in_virtual_time
 
 from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
 from everstep.membership.machine import CloseJob, Join, apply, join_all
+from everstep_operator.rounds.job import VersionedDocument
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.rules import urgency, with_wishes
-from everstep_operator.rounds.store import Agent, RoundStore, VersionedDocument
+from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.rounds.watches import Urgency
 
 LIMIT = 10.0
@@ -83,7 +84,7 @@ async def test_a_hundred_wishes_cost_a_few_writes() -> None:
         announce(rounds, Agent(stage.job, Worker(f"uid-{i}", i, 0)), Member(i, f"agent-{i:03}"), sizes=sizes)
         await asyncio.sleep(0.001)
     assert len((await document(stage, 1)).members) == 100
-    client: Any = rounds._documents._client
+    client: Any = rounds._environment.documents._client
     writes = sum("configmaps" in what and not what.startswith("get") for what in client.requests)
     print(f"{writes} writes")
     assert writes <= 40  # one after the other they would be a hundred, and as many that came too late
@@ -166,7 +167,7 @@ async def test_who_watches_with_an_old_version_is_told_of_more_that_wait_when_al
 async def test_operator_that_dies_while_it_writes_wishes_leaves_them_to_the_next(after: bool) -> None:
     for at in range(10):
         stage, (first, second) = await staged(2, lambda stage: Mortal(stage.client))
-        first._documents._client = client = Mortal(stage.client, at, after)  # type: ignore[assignment]
+        first._environment.documents._client = client = Mortal(stage.client, at, after)  # type: ignore[assignment]
         for rounds in (first, second):
             for agent, member in zip(stage.agents, (A, B), strict=True):
                 announce(rounds, agent, member)
@@ -198,7 +199,7 @@ async def test_two_operators_that_both_lead_form_one_round_of_one_wish() -> None
 @in_virtual_time
 async def test_api_server_that_fails_for_a_moment_is_asked_again() -> None:
     stage, (rounds,) = await staged()
-    rounds._documents._client = client = Mortal(stage.client, 0)  # type: ignore[assignment]
+    rounds._environment.documents._client = client = Mortal(stage.client, 0)  # type: ignore[assignment]
     announce(rounds, stage.agents[0], A)
     announce(rounds, stage.agents[1], B)
     async with asyncio.timeout(LIMIT):

@@ -31,8 +31,9 @@ from everstep_operator.endpoint.auth import Answer, RequestAuth, Sender, later
 from everstep_operator.endpoint.tenant_limits import Shares
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.rounds.documents import RoundsRefused, RoundsUnavailable
+from everstep_operator.rounds.job import VersionedDocument
 from everstep_operator.rounds.presence import PresenceFull, PresenceRefused
-from everstep_operator.rounds.store import Agent, RoundStore, VersionedDocument
+from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.telemetry.metrics import Metrics, ReportResult
 

@@ -1,0 +1,361 @@
+"""One job's rounds, as this leader knows them: its document, which agents are present, and which calls wait.
+
+The document is durable (`documents`); presence and watches are this leader's memory. What a document means is the
+agents' business (`everstep.rendezvous`), with two exceptions. A round's number is given here, by publication, so that
+no two memberships ever have the same number, whichever replica believes that it leads. And agents that ask for it have
+their join requests written here, many in one swap, by the same pure machine. Invariants: a round's number only grows;
+its members never change; a closed job stays closed; a refused call changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+
+from everstep.contract.document import Document, DocumentInvalid, Sizes, decode_wish, encode
+from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
+from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.rounds.document_reader import DocumentReader
+from everstep_operator.rounds.documents import JobRef, RoundDocuments, RoundsRefused, RoundsUnavailable, StoredDocument
+from everstep_operator.rounds.presence import Presences, Worker
+from everstep_operator.rounds.rules import (
+    corrected,
+    renumbered,
+    require_lawful,
+    round_view,
+    urgency,
+    with_sizes,
+    with_wishes,
+)
+from everstep_operator.rounds.watches import Urgency, Watches
+from everstep_operator.runtime.clock import Clock
+from everstep_operator.runtime.errors import NotLeading
+
+log = logging.getLogger("everstep.rounds")
+
+API_TIMEOUT = 10.0  # seconds, for what one call asks of the API server
+MAX_CACHE_SECONDS = 5.0  # a read asks the API server again after this time: somebody may have edited the ConfigMap
+# With more agents present than this, only one at a time is told who is present, because each that is told will write.
+MAX_UNCOORDINATED_AGENTS = 32
+WRITER_SECONDS = 0.25  # for how long that one agent is the only one, unless it has written before
+# Join requests are gathered for this time before they are written in one swap. The part for each byte of the document
+# is twenty times what it takes to find the requests that are not in the document yet.
+BATCH_SECONDS, BATCH_SECONDS_PER_AGENT, BATCH_SECONDS_PER_BYTE = 0.02, 2.5e-4, 7e-7
+MAX_WRITE_ATTEMPTS = 5  # for one batch of join requests
+# An agent whose join request is not written after this time writes it itself.
+WRITE_GRACE_SECONDS, WRITE_GRACE_SECONDS_PER_AGENT = 1.0, 2e-3
+WRITES_AT_ONCE, WRITES_PER_SECOND = 200.0, 20.0  # of the job's document
+
+
+@dataclass(frozen=True, slots=True)
+class VersionedDocument:
+    """What the store holds; see `everstep.contract.rounds`."""
+
+    document: str | None
+    version: int
+    expirations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What all jobs of one replica share.
+
+    `epoch` is that of the replica's leadership and raises NotLeading. `changed` is told when a job's view may be
+    another. `is_current`: whether the store still uses this object, and not another for the same job.
+    """
+
+    documents: RoundDocuments
+    clock: Clock
+    epoch: Callable[[], int]
+    changed: Callable[[JobRef], None]
+    is_current: Callable[[JobRounds], bool]
+    reader: DocumentReader
+    start: Callable[[Coroutine[None, None, None]], None]
+
+
+class JobRounds:
+    """Of one job, during one leadership. The lock is held while the document is read or written."""
+
+    def __init__(self, ref: JobRef, epoch: int, presences: Presences, environment: Environment) -> None:
+        self.ref, self.epoch, self.presences, self.watches = ref, epoch, presences, Watches()
+        self.was_read = False  # the document, at least once, in this leadership or the one before
+        self._env = environment
+        self._lock = asyncio.Lock()
+        self._stored: StoredDocument | None = None  # None: not known
+        self._document: Document | None = None
+        self._urgent = 0  # the newest version of which watchers are told at once or soon
+        self._read_at = 0.0
+        self._writes_left, self._refilled_at = WRITES_AT_ONCE, self._now()
+        self._expiry_timer: asyncio.TimerHandle | None = None
+        self._batch_timer: asyncio.TimerHandle | None = None
+        self._batch_at = float("-inf")  # when the last batch of join requests was written
+        self._writer: tuple[int, str, float] = (-1, "", 0.0)  # at this version, this pod was told who is present, then
+        self._answer: tuple[int, bytes] = (-1, b"")  # of `present`, at a number of changes
+
+    # --- what agents call
+
+    async def read(self, known: int) -> VersionedDocument:
+        await self._loaded(known, MAX_CACHE_SECONDS)
+        return self._versioned()
+
+    async def watch(self, worker: Worker, known: int, expirations: int, wait: float) -> VersionedDocument | None:
+        await self._loaded(known)
+        seen = self._versioned()
+        if seen.expirations != expirations or not self._urgent <= known <= seen.version:
+            return seen
+        if known != seen.version:
+            asyncio.get_running_loop().call_soon(self.watches.wake, Urgency.LATER)  # once this one waits
+        await self.watches.wait(worker.pod_uid, min(wait, MAX_WAIT))
+        self._env.epoch()  # it may have been long: another replica may lead
+        await self._loaded(known)
+        seen = self._versioned()
+        return None if (seen.version, seen.expirations) == (known, expirations) else seen
+
+    def is_late(self, expected: int) -> bool:
+        return self._stored is not None and expected < self._stored.version
+
+    async def swap(self, expected: int, text: str, document: Document) -> int | None:
+        async with self._lock:
+            if self._stored is None or self._stored.version < expected:
+                await self._load()
+            if self._stored is None or self._stored.version != expected:
+                return None
+            require_lawful(self._document, document)
+            asked, (text, document) = document, corrected(text, document, self._document)
+            version = await self._put(expected, text, document)
+            return version if document is asked else None
+
+    def announce(self, worker: Worker, name: str, value: bytes, ttl: float) -> None:
+        wish = decode_wish(value)
+        if wish.member.agent != name:
+            raise DocumentInvalid(f"presence.member.agent: {wish.member.agent} is not {name}")
+        if not MIN_TTL <= ttl <= MAX_TTL:
+            raise DocumentInvalid(f"a lease of {ttl:g} s: {MIN_TTL:g} to {MAX_TTL:g} are expected")
+        value.decode()  # JSON may be UTF-16, what is handed on is text
+        self.presences.announce(wish, value, ttl, worker, self._now())
+        self.after_presence()
+
+    def ask(self, name: str) -> float:
+        if self._document is not None and self._document.closed is not None:
+            return 0.0  # the agent will find out why it cannot join
+        self.presences.ask(name)
+        self.write_soon()
+        return WRITE_GRACE_SECONDS + len(self.presences) * WRITE_GRACE_SECONDS_PER_AGENT
+
+    def renew(self, worker: Worker, name: str) -> bool:
+        renewed = self.presences.renew(name, worker, self._now())
+        self.after_presence()
+        return renewed
+
+    def withdraw(self, worker: Worker, name: str) -> None:
+        self.presences.withdraw(name, worker)
+        self.after_presence()
+
+    async def present(self, worker: Worker) -> bytes:
+        await self._loaded(0)  # else no agent would be awaited
+        now = self._now()
+        self.presences.expire(now)
+        # An agent that asks this is about to write. Among many, the first writes for all: being late costs the others.
+        version = self._stored.version if self._stored is not None else 0
+        if (
+            len(self.presences) > MAX_UNCOORDINATED_AGENTS
+            and self._writer[:2] != (version, worker.pod_uid)
+            and (self._writer[0] == version and now < self._writer[2] + WRITER_SECONDS)
+        ):
+            raise RoundsUnavailable("another agent writes just now: look again")
+        self._writer = (version, worker.pod_uid, now)
+        if self._answer[0] != self.presences.changes:
+            found = json.dumps(self.presences.present(now), separators=(",", ":"))
+            self._answer = (self.presences.changes, found.encode())
+        self.after_presence()
+        return self._answer[1]
+
+    # --- what the operator calls
+
+    def view(self) -> RoundView | None:
+        """The round, for a plan. None: not known yet; it is read, and `changed` is told."""
+        if self._stored is None:
+            if not self._lock.locked():
+                self._env.start(self._look())
+            return None if self._document is None else round_view(self._document)
+        return RoundView(0) if self._document is None else round_view(self._document)
+
+    async def set_sizes(self, sizes: Sizes) -> None:
+        async with self._lock:
+            await self._load()  # a plan may be old, and this is rare
+            assert self._stored is not None
+            changed = with_sizes(self._stored.document, self._document, sizes)
+            if changed is not None and await self._put(self._stored.version, *changed) is None:
+                raise RoundsUnavailable("another operator changed the document at the same time")
+
+    def stop(self) -> None:
+        """End every timer, and wake whatever waits, so that it looks elsewhere."""
+        for timer in filter(None, (self._expiry_timer, self._batch_timer)):
+            timer.cancel()
+        self.watches.wake(Urgency.NOW)
+
+    # --- the document
+
+    async def _loaded(self, known: int, max_age: float = float("inf")) -> None:
+        """Return when a document is known that is neither older than `known` nor than `max_age` seconds."""
+
+        def is_old() -> bool:
+            stored = self._stored
+            return stored is None or stored.version < known or self._now() - self._read_at >= max_age
+
+        if is_old():
+            async with self._lock:
+                if is_old():
+                    await self._load()
+
+    async def _look(self) -> None:
+        try:
+            await self._loaded(0)
+            self._env.changed(self.ref)
+        except RoundsUnavailable as e:
+            log.warning("a round is not known", extra={"job": self._name, "reason": str(e)})
+
+    async def _load(self) -> None:
+        """Read what the API server holds. The lock is held."""
+        try:
+            async with asyncio.timeout(API_TIMEOUT):
+                stored = await self._env.documents.load(self.ref)
+            text = stored.document
+            found = None if text is None else await self._env.reader.read(text.encode(), self.ref)
+        except TimeoutError as e:
+            raise RoundsUnavailable(f"the API server did not answer in {API_TIMEOUT:g} s") from e
+        except DocumentInvalid as e:
+            raise RoundsUnavailable(f"the job's ConfigMap holds no document ({e}); delete it to begin anew") from e
+        self._take(stored, None if found is None else found[1])
+
+    async def _put(self, expected: int, text: str, document: Document) -> int | None:
+        """Write the document: its version; None if another is there, or if it got another number. The lock is held."""
+        self._spend_write()
+        try:
+            async with asyncio.timeout(API_TIMEOUT):
+                stored, written = await self._write(expected, text, document)
+        except BaseException as e:
+            self._stored = None  # it may have been written
+            if isinstance(e, TimeoutError):
+                raise RoundsUnavailable(f"the API server did not answer in {API_TIMEOUT:g} s") from e
+            raise
+        if stored is None:
+            await self._load()
+            return None
+        self._take(stored, written)
+        return stored.version if written is document else None
+
+    def _spend_write(self) -> None:
+        """Count one write of the document. Raises RoundsUnavailable if there were too many."""
+        now = self._now()
+        self._writes_left = min(WRITES_AT_ONCE, self._writes_left + (now - self._refilled_at) * WRITES_PER_SECOND)
+        self._refilled_at = now
+        if self._writes_left < 1:
+            raise RoundsUnavailable(f"the job's document is written more than {WRITES_PER_SECOND:g} times a second")
+        self._writes_left -= 1
+
+    async def _write(self, expected: int, text: str, document: Document) -> tuple[StoredDocument | None, Document]:
+        """What is stored now, and as which document: it differs from `document` if its round got another number."""
+        last = self._document.round if self._document is not None else 0
+        if document.round > last:
+            number = await self._env.documents.publish(self.ref, last)
+            if number != document.round:
+                log.info("round renumbered", extra={"job": self._name, "round": number, "asked": document.round})
+                text, document = renumbered(text, number), replace(document, round=number)
+        return await self._env.documents.store(self.ref, expected, text, self.presences.lease), document
+
+    def _take(self, stored: StoredDocument, document: Document | None) -> None:
+        """`stored` is what is known now, and `document` what it says."""
+        before, changed = self._document, self._stored is None or self._stored.version != stored.version
+        self._stored, self._document, self._read_at = stored, document, self._now()
+        if not self.was_read:
+            self.was_read = True
+            self.presences.await_members(document, stored.lease)
+            self.after_presence()
+        if changed:
+            self.presences.settle(document)
+            if (how := urgency(before, document)) is not Urgency.LATER:
+                self._urgent = stored.version
+            self.watches.wake(how)
+        if _view_of(before) != _view_of(document):
+            if document is not None and document.round and (before is None or before.round != document.round):
+                extra = {"job": self._name, "round": document.round, "agents": len(document.members)}
+                log.info("round", extra=extra)
+            self._env.changed(self.ref)
+
+    def _versioned(self) -> VersionedDocument:
+        if self._stored is None:
+            raise RoundsUnavailable("a write is under way")
+        if self.presences.expire(self._now()):
+            self.after_presence()
+        return VersionedDocument(self._stored.document, self._stored.version, self.presences.expirations)
+
+    # --- join requests that are written together
+
+    def write_soon(self, attempt: int = 0) -> None:
+        """Write the join requests that are not in the document yet, with those of the next moment."""
+        if self._batch_timer is None:
+            loop = asyncio.get_running_loop()
+            size = len(self._stored.document or "") if self._stored is not None else 0
+            pause = max(BATCH_SECONDS, len(self.presences) * BATCH_SECONDS_PER_AGENT, size * BATCH_SECONDS_PER_BYTE)
+            due = max(loop.time() + BATCH_SECONDS * 2**attempt, self._batch_at + pause)
+            self._batch_timer = loop.call_at(due, lambda: self._env.start(self._write_batch(attempt)))
+
+    async def _write_batch(self, attempt: int) -> None:
+        """A request that is not written is tried again, or its agent writes it after its grace."""
+        self._batch_timer, self._batch_at = None, asyncio.get_running_loop().time()
+        try:
+            await self._loaded(0)
+            async with self._lock:
+                self._env.epoch()
+                if self._stored is None:
+                    await self._load()
+                if self._stored is None or not self._env.is_current(self):
+                    return
+                wishes = self.presences.wishes(self._now())
+                document = with_wishes(self._stored.document, self._document, wishes, self.presences.asking)
+                if document is None:
+                    return
+                if await self._put(self._stored.version, encode(document).decode(), document) is not None:
+                    return
+        except NotLeading:
+            return
+        except (RoundsUnavailable, RoundsRefused, DocumentInvalid) as e:
+            log.info("join requests are not written", extra={"job": self._name, "reason": str(e)})
+        if attempt < MAX_WRITE_ATTEMPTS and self._env.is_current(self):
+            self.write_soon(attempt + 1)
+
+    # --- presence
+
+    def after_presence(self) -> None:
+        """Wake watchers if a presence ended, and set the timer for the next end."""
+        self.watches.wake_if_new(self.presences.expirations)
+        now, earliest = self._now(), self.presences.earliest
+        if self._expiry_timer is not None:
+            if self._expiry_timer.when() <= asyncio.get_running_loop().time() + max(0.0, earliest - now) + 1e-3:
+                return
+            self._expiry_timer.cancel()
+        self._expiry_timer = None
+        if earliest != float("inf"):
+            # At most a hundred times a second: with a clock that stands still this would spin.
+            self._expiry_timer = asyncio.get_running_loop().call_later(max(0.01, earliest - now), self._expire)
+
+    def _expire(self) -> None:
+        self._expiry_timer = None
+        if self._env.is_current(self):
+            self.presences.expire(self._now())
+            self.after_presence()
+
+    def _now(self) -> float:
+        return self._env.clock.monotonic()
+
+    @property
+    def _name(self) -> str:
+        return f"{self.ref.namespace}/{self.ref.name}"
+
+
+def _view_of(document: Document | None) -> RoundView | None:
+    return None if document is None else round_view(document)
