@@ -446,7 +446,7 @@ def sizes(root: object) -> dict[str, int]:
             waiting.append((path, one.__self__))
         elif isinstance(one, types.FunctionType):
             waiting += [(f"{path}()", cell.cell_contents) for cell in one.__closure__ or ()]
-        elif type(one).__module__.startswith("everstep") and ".local." not in type(one).__module__:
+        elif type(one).__module__.startswith(("everstep.", "everstep_operator.")):
             names = {
                 *getattr(one, "__dict__", ()),
                 *(n for c in type(one).__mro__ for n in getattr(c, "__slots__", ())),
