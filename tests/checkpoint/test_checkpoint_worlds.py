@@ -134,6 +134,18 @@ def test_tensors_of_every_placement_move_between_meshes(tmp_path: Path) -> None:
         assert {(r["step"], r["digest"], r["sharded"]) for r in world} == {(1, saved[0]["digest"], True)}
 
 
+def test_axes_that_do_not_divide_under_fsdp_over_tensor_parallelism_come_back_at_any_size(tmp_path: Path) -> None:
+    # Of 7 rows over 3 x 2 ranks torch's own plan gives the last row to another rank than FSDP2 does.
+    root = tmp_path / "store"
+    meshes = [(3, 2), (4, 2), (2, 3), (2, 1), (1, 1)]
+    worlds = run(tmp_path / "out", *(f"uneven:{a * b}:{root}:rows={a}:columns={b}" for a, b in meshes))
+    for n, (world, (a, b)) in enumerate(zip(worlds, meshes, strict=True)):
+        assert world == [{"step": 1 if n else None, "same": True}] * (a * b), (a, b)
+    again = tmp_path / "again"  # and from one rank to six
+    *_, six = run(tmp_path / "out2", f"uneven:1:{again}:rows=1:columns=1", f"uneven:6:{again}:rows=3:columns=2")
+    assert six == [{"step": 1, "same": True}] * 6
+
+
 @pytest.mark.parametrize("damage", ["flip", "delete", "swap"])
 def test_damage_to_any_ranks_shard_falls_back_one_commit_on_every_rank_and_names_the_file(
     damage: str, tmp_path: Path

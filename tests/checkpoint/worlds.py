@@ -331,6 +331,30 @@ def grid(root: str, rows: str, columns: str, seed: str = "1", reverse: str = "")
     return {"step": step, "digest": h.hexdigest(), "sharded": local}
 
 
+def uneven(root: str, rows: str, columns: str) -> Result:
+    """Save, or load where there is a commit, what FSDP over tensor parallelism holds of axes that do not divide."""
+
+    def made(first: float) -> torch.nn.Module:
+        model = torch.nn.ModuleDict({str(n): torch.nn.Linear(2, n) for n in (1, 4, 7, 9, 13)})
+        for p in model.parameters():
+            p.data.copy_(torch.arange(first, first + p.numel()).view(p.shape))
+        parallelize_module(model, mesh["tensor"], {"*": ColwiseParallel()})
+        for layer in model.values():
+            fully_shard(layer, mesh=mesh["rows"])
+        return model
+
+    mesh = init_device_mesh("cpu", (int(rows), int(columns)), mesh_dim_names=("rows", "tensor"))
+    saved = made(1.0)
+    run = everstep.Checkpointer(root)
+    found = {"model": made(500.0)}
+    if (step := run.restore(found)) is None:
+        run.save(1, {"model": saved}).wait(60)
+        everstep.load(root, found)
+    run.close()
+    pairs = zip(found["model"].parameters(), saved.parameters(), strict=True)
+    return {"step": step, "same": all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)}  # type: ignore[operator]
+
+
 def small(step: int) -> dict[str, Any]:
     """A replicated state of several tensors that says which step it is of."""
     return {"t": {f"t{i}": torch.full((40 + i, 50), float(step)) for i in range(6)}, "step": step}
@@ -419,7 +443,7 @@ def mutate(root: str) -> Result:
 SCENARIOS: dict[str, Callable[..., Result]] = {
     "save": save, "load": load, "look": look, "differ": differ, "thin": thin, "hurried": hurried,
     "left_out": left_out, "load_and_train": load_and_train, "grid": grid, "steps": steps, "restore": restore,
-    "diverge": diverge, "mutate": mutate, "apart": apart, "permuted": permuted,
+    "diverge": diverge, "mutate": mutate, "apart": apart, "permuted": permuted, "uneven": uneven,
 }  # fmt: skip
 
 
