@@ -33,7 +33,7 @@ def command() -> list[str]:
     shown = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     line = next(line for line in shown.replace("\\\n", " ").splitlines() if "bin/everstep run" in line)
     words = line.split()[1:]
-    return [sys.executable, "-m", "everstep_cli.main", *words]
+    return [sys.executable, "-m", "everstep.cli.main", *words]
 
 
 def sample() -> dict[str, float]:

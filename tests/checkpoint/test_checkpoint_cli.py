@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(180)
 
 def ckpt(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, **environment}
-    return warm().run("-m", "everstep_cli.main", "ckpt", *arguments, timeout=90, env=variables)
+    return warm().run("-m", "everstep.cli.main", "ckpt", *arguments, timeout=90, env=variables)
 
 
 def done(*arguments: str | Path) -> str:
@@ -169,7 +169,7 @@ def test_what_is_wrong_is_one_line_and_an_exit_code(
 def test_looking_needs_no_torch(url: str) -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.argv = ['everstep', 'ckpt', 'verify', sys.argv[1]];"
-        "from everstep_cli.main import main; main()"
+        "from everstep.cli.main import main; main()"
     )
     result = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, check=False, timeout=90)
     assert (result.returncode, result.stderr) == (0, "")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def ckpt(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return warm().run("-m", "everstep_cli.main", "ckpt", *arguments, timeout=90, env=dict(os.environ))
+    return warm().run("-m", "everstep.cli.main", "ckpt", *arguments, timeout=90, env=dict(os.environ))
 
 
 def done(*arguments: str | Path) -> str:

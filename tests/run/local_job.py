@@ -111,7 +111,7 @@ class LocalJob(Player):
         environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
         with (self.folder / "printed.txt").open("wb") as printed:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "everstep_cli.main", "run", *arguments],
+                [sys.executable, "-m", "everstep.cli.main", "run", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,

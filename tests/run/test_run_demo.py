@@ -61,7 +61,7 @@ def test_run_on_a_terminal_shows_a_live_table_with_every_worker(tmp_path: Path) 
     script = tmp_path / "sleep.py"
     script.write_text("import time\ntime.sleep(4)\nprint('over')\n")
     screen, terminal = pty.openpty()
-    command = [sys.executable, "-m", "everstep_cli.main", "run", str(script), "--workers", "2", "--nodes", "2"]
+    command = [sys.executable, "-m", "everstep.cli.main", "run", str(script), "--workers", "2", "--nodes", "2"]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "150", "LINES": "50"}
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path / "out")], stdin=terminal, stdout=terminal, stderr=terminal, env=environment

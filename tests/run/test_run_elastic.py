@@ -31,7 +31,7 @@ def play(tmp_path: Path, steps: int, *at: str) -> tuple[list[object], dict[str, 
     out = tmp_path / "out"
     done = subprocess.run(
         [
-            sys.executable, "-m", "everstep_cli.main", "run", str(tmp_path / "job.yaml"), "--plain", "--out", str(out),
+            sys.executable, "-m", "everstep.cli.main", "run", str(tmp_path / "job.yaml"), "--plain", "--out", str(out),
             "--checkpoint", str(tmp_path / "commits"), *(f"--at={one}" for one in at),
         ],
         capture_output=True, text=True, timeout=200, check=False,

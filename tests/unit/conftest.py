@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # of the helpers that test modules here import
 
-from everstep_cli.simulation import agents, cluster
+from everstep_local.plan.simulation import agents, cluster
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from everstep_cli.console import Plain, render
 from everstep_local.run import control
+from everstep_local.run.console import Plain, render
 from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
 from everstep_local.run.view import EventRow, View, WorkerRow
 
@@ -30,7 +30,7 @@ def tmp_path() -> Iterator[Path]:
 def everstep(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
     return subprocess.run(
-        [sys.executable, "-m", "everstep_cli.main", *arguments],
+        [sys.executable, "-m", "everstep.cli.main", *arguments],
         check=False,
         cwd=folder,
         env={**clean, "TMPDIR": str(folder), **environment},
@@ -204,7 +204,7 @@ def test_worker_library_alone_has_ckpt_and_names_what_run_needs(tmp_path: Path) 
         "import sys\n"
         "for name in ('msgspec', 'kubernetes', 'aiohttp', 'prometheus_client', 'celpy'): sys.modules[name] = None\n"
         "sys.argv = ['everstep', *sys.argv[1:]]\n"
-        "from everstep_cli.main import main\n"
+        "from everstep.cli.main import main\n"
         "main()\n"
     )
 
@@ -216,7 +216,7 @@ def test_worker_library_alone_has_ckpt_and_names_what_run_needs(tmp_path: Path) 
     assert (helped.returncode, "verify" in helped.stdout) == (0, True)
     refused = call("run", "job.yaml", "--workers", "3")
     assert refused.returncode == 2
-    assert refused.stderr == "everstep: msgspec is missing: pip install 'everstep[operator]'\n"
+    assert refused.stderr == "everstep: the package msgspec is missing: pip install everstep-local\n"
 
 
 def test_folder_too_long_for_a_socket_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from everstep_cli import plan_snapshot
-from everstep_cli.main import app
-from everstep_cli.plan_snapshot import FORMAT, SnapshotError, Taken
+from everstep.cli.main import app
+from everstep_local.plan import snapshot as plan_snapshot
+from everstep_local.plan.snapshot import FORMAT, SnapshotError, Taken
 
 TRANSCRIPTS = Path(__file__).with_name("transcripts")
 PAGE = Path(__file__).parents[2] / "docs/reference/cli-plan.md"

@@ -13,8 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from everstep_cli.simulation.cluster import World
-from everstep_cli.simulation.transcript import replay
+from everstep_local.plan.simulation.cluster import World
+from everstep_local.plan.simulation.transcript import replay
 
 FOLDER = Path(__file__).with_name("transcripts")
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from everstep.storage import open_store
-from everstep_cli.running import last_words
 from everstep_local.run import control
 from everstep_local.run.faults import Fault, FaultError, changes_world, due, parse, target
 from everstep_local.run.job_file import (
@@ -23,6 +22,7 @@ from everstep_local.run.job_file import (
     read_secret,
 )
 from everstep_local.run.manifest import JobFileError
+from everstep_local.run.running import last_words
 from everstep_local.run.view import View, WorkerRow
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"

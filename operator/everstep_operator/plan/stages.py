@@ -6,7 +6,7 @@ that it needs has failed. A stage that is left out counts as failed. Nothing els
 
 So an operator that dies leaves this behind, and nothing else: the status, the stages before the running one, and any
 subset of the running one. The property tests cut plans in exactly these places
-(`operator/everstep_cli/simulation/cluster.py`).
+(`local/everstep_local/plan/simulation/cluster.py`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.apiserver
 
 async def everstep_plan(crd: Any, place: Any, *arguments: object) -> str:
     """Its standard output."""
-    command = [sys.executable, "-m", "everstep_cli.main", "plan", "digits", "--namespace", place.namespace]
+    command = [sys.executable, "-m", "everstep.cli.main", "plan", "digits", "--namespace", place.namespace]
     process = await asyncio.create_subprocess_exec(
         *command,
         *("--kubeconfig", str(crd.kubeconfig), *map(str, arguments)),

@@ -16,11 +16,12 @@ from typing import Annotated
 
 import typer
 
-from everstep_cli import plan_snapshot, plan_text
-from everstep_cli.plan_snapshot import SnapshotError, Taken
-from everstep_cli.simulation.agents import ElasticWorld
-from everstep_cli.simulation.cluster import World
-from everstep_cli.simulation.transcript import TranscriptError, expected, replay
+from everstep_local.plan import snapshot as plan_snapshot
+from everstep_local.plan import text as plan_text
+from everstep_local.plan.simulation.agents import ElasticWorld
+from everstep_local.plan.simulation.cluster import World
+from everstep_local.plan.simulation.transcript import TranscriptError, expected, replay
+from everstep_local.plan.snapshot import SnapshotError, Taken
 from everstep_operator.api.base import SpecError
 from everstep_operator.kube.credentials import Cluster, KubeConfig, look_up
 from everstep_operator.kube.errors import KubeError

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from everstep.contract import redact
-from everstep_cli.ckpt_common import (
+from everstep.cli.ckpt_common import (
     DAMAGED,
     USAGE,
     AsJson,
@@ -26,6 +25,7 @@ from everstep_cli.ckpt_common import (
     open_for,
     translated,
 )  # fmt: skip
+from everstep.contract import redact
 
 if TYPE_CHECKING:
     from everstep.checkpoint.source import Source

@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from everstep.contract import redact
-from everstep_cli import ckpt_convert
-from everstep_cli.ckpt_common import (
+from everstep.cli import ckpt_convert
+from everstep.cli.ckpt_common import (
     DAMAGED,
     AsJson,
     Options,
@@ -34,6 +33,7 @@ from everstep_cli.ckpt_common import (
     fail,
     open_for,
 )  # fmt: skip
+from everstep.contract import redact
 
 if TYPE_CHECKING:
     from everstep.checkpoint.catalog import Catalog, Found

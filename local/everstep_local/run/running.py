@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from everstep_cli.console import Plain, render
+from everstep_local.run.console import Plain, render
 from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
 from everstep_local.run.drawing import draw, text
 from everstep_local.run.faults import Fault, changes_world, due, target

@@ -1,7 +1,8 @@
-"""`everstep`: one program for two who need not have each other's dependencies.
+"""`everstep`: one program, whose commands come from two distributions.
 
-`everstep ckpt` comes with the worker library, `everstep run` and its kin with the operator; what is not installed says
-so. Invariant: a person never sees a traceback; what went wrong is one line, and the exit code is the job's.
+`everstep ckpt` is part of `everstep`. The package everstep-local brings `everstep run` and its kin by an entry point,
+so that this one imports nothing of it. Invariant: a person never sees a traceback; what went wrong is one line, and
+the exit code is the job's.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import io
 import logging
 import os
 import sys
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from typing import Annotated
 
 import typer
 
-from everstep_cli import ckpt
+from everstep.cli import ckpt
 
 USAGE, INTERRUPTED = 2, 130  # exit codes: a command that was given wrongly, Ctrl-C
+GROUP = "everstep.commands"  # the entry points of modules that have `app` and `EXPECTED`
 LOCAL = ("run", "status", "kill", "start", "scale", "suspend", "resume", "logs", "plan")
 
 app = typer.Typer(
@@ -43,11 +45,11 @@ def _options(
     """What stands before a command."""
 
 
-def _without_operator(missing: str) -> None:
-    """The commands of local runs, which name what they need."""
+def _without_local(problem: str) -> None:
+    """The commands of everstep-local, which say what they need."""
 
     def refuse() -> None:
-        print(f"everstep: {missing} is missing: pip install 'everstep[operator]'", file=sys.stderr)
+        print(f"everstep: {problem}: pip install everstep-local", file=sys.stderr)
         raise typer.Exit(USAGE)
 
     for name in LOCAL:
@@ -57,13 +59,15 @@ def _without_operator(missing: str) -> None:
 
 
 try:
-    from everstep_cli import local, plan
+    groups = [point.load() for point in entry_points(group=GROUP)]
 except ModuleNotFoundError as e:
-    _without_operator(e.name or str(e))
+    _without_local(f"the package {e.name} is missing")
 else:
-    app.add_typer(local.app)
-    app.command("plan")(plan.plan)
-    expected = (*local.EXPECTED, *plan.EXPECTED)
+    if not groups:
+        _without_local("the package everstep-local, which has this command, is not installed")
+    for group in groups:
+        app.add_typer(group.app)
+        expected = (*expected, *group.EXPECTED)
 app.add_typer(ckpt.app, name="ckpt")
 
 

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from everstep_cli import running
-from everstep_cli.console import render
-from everstep_local.run import control
+from everstep_local.run import control, running
+from everstep_local.run.console import render
 from everstep_local.run.faults import ACTIONS, FaultError, parse
 from everstep_local.run.job_file import Asked, parse_elastic, read_secret
 from everstep_local.run.manifest import JobFileError

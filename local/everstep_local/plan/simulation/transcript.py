@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from everstep_cli.simulation.cluster import World
+from everstep_local.plan.simulation.cluster import World
 
 SEPARATOR = "----"
 

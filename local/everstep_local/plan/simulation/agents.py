@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everstep.contract.document import Sizes
-from everstep_cli.simulation.cluster import TEMPLATE, WHOLE, Cut, World
+from everstep_local.plan.simulation.cluster import TEMPLATE, WHOLE, Cut, World
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.outcome import Plan

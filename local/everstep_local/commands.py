@@ -1,0 +1,13 @@
+"""The commands that this distribution adds to `everstep`: its entry point in the group `everstep.commands`."""
+
+from __future__ import annotations
+
+import typer
+
+from everstep_local.plan import command as plan
+from everstep_local.run import commands as run
+
+app = typer.Typer()
+app.add_typer(run.app)
+app.command("plan")(plan.plan)
+EXPECTED = (*run.EXPECTED, *plan.EXPECTED)  # what a person has given wrongly; the text says what

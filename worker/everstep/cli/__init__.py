@@ -1,0 +1,1 @@
+"""The `everstep` command: `everstep ckpt`, and the commands that other distributions bring."""
