@@ -14,6 +14,7 @@ from everstep.agent.decide.events import Fault, Purpose
 from everstep.agent.decide.stopping import advice
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT, Setback
+from everstep.membership import commands as c
 from everstep.membership.proposals import Broken, Finishing, Left, Stopping
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
@@ -26,7 +27,7 @@ def timers(told: tuple[e.Instruction, ...]) -> dict[Purpose, e.Timer]:
 def noticed(play: Play, count: int = 1) -> dict[Purpose, e.Timer]:
     """It is asked to stop, and the store says that enough would stay."""
     told = play.take(e.Asked(TERM, enough=True))
-    assert told[0] == e.SayStopping()
+    assert told[0] == c.Stop("a")
     return timers((*told, *play.take(e.Changed(1, Stopping(count, True)))))
 
 
@@ -34,8 +35,8 @@ def test_who_is_asked_to_stop_trains_on_until_nobody_else_was_asked_for_a_second
     play = keeping()
     told = noticed(play)
     assert told[Purpose.QUIET].seconds == 1.0
-    assert play.take(e.Elapsed(told[Purpose.QUIET])) == (e.StepAside(1),)
-    assert play.take(e.Changed(1, Left())) == (e.Dismiss((0,)),)
+    assert play.take(e.Elapsed(told[Purpose.QUIET])) == (c.Drain("a", 1),)
+    assert play.take(e.Changed(1, Left())) == (e.Drained((0,)),)
     (finish,) = play.exits(0, exit_codes.PREEMPTED)
     assert isinstance(finish, e.Finish)
     assert finish.code == exit_codes.PREEMPTED
@@ -47,7 +48,7 @@ def test_others_that_are_asked_meanwhile_are_waited_for() -> None:
     assert play.take(e.Changed(1, Stopping(2, True))) == ()
     (again,) = play.take(e.Elapsed(told[Purpose.QUIET]))
     assert isinstance(again, e.Timer)
-    assert play.take(e.Elapsed(again)) == (e.StepAside(1),)
+    assert play.take(e.Elapsed(again)) == (c.Drain("a", 1),)
 
 
 def test_when_too_few_would_stay_all_are_asked_to_save_at_once() -> None:
@@ -78,7 +79,7 @@ def test_ctrl_c_asks_processes_of_the_session_to_save_as_sigterm_does() -> None:
 
 def test_ctrl_c_at_one_agent_of_several_lets_the_others_train_on() -> None:
     play = keeping()
-    assert e.SayStopping() in play.take(e.Asked(INT, enough=True))
+    assert c.Stop("a") in play.take(e.Asked(INT, enough=True))
     play.take(e.Changed(1, Stopping(1, True)))
     assert timers(play.take(e.Changed(1, Left()))) == {}
     (finish,) = play.exits(0, exit_codes.PREEMPTED)
@@ -149,7 +150,7 @@ def test_of_several_processes_all_are_told_to_leave() -> None:
     play = keeping(2)
     told = noticed(play)
     play.take(e.Elapsed(told[Purpose.QUIET]))
-    assert play.take(e.Changed(1, Left())) == (e.Dismiss((0, 1)),)
+    assert play.take(e.Changed(1, Left())) == (e.Drained((0, 1)),)
     assert play.exits(0, exit_codes.PREEMPTED) == ()
     assert kinds(play.exits(1, exit_codes.PREEMPTED)) == ["Finish"]
 
@@ -179,12 +180,12 @@ def test_survivors_of_one_that_died_leave_their_step(stopping: Any, why: str) ->
 def test_a_round_that_ends_before_it_has_left_is_followed_by_the_next_and_decided_there() -> None:
     play = keeping()
     told = noticed(play)
-    assert play.take(e.Changed(1, Broken("c is gone"))) == (e.Join(1),)
+    assert play.take(e.Changed(1, Broken("c is gone"))) == (e.JoinNext(1),)
     assert play.take(e.Elapsed(told[Purpose.QUIET])) == ()
     play.form(2, "a", "b")
     play.take(e.Trains(0, play.pid(), 2, 6))
     (quiet,) = play.take(e.Changed(2, Stopping(1, True)))
-    assert play.take(e.Elapsed(quiet)) == (e.StepAside(2),)
+    assert play.take(e.Elapsed(quiet)) == (c.Drain("a", 2),)
 
 
 def test_who_is_asked_with_all_others_in_a_round_that_ends_meets_them_again_to_save() -> None:
@@ -206,7 +207,7 @@ def test_who_has_to_stop_while_it_joins_takes_its_place_in_the_round_that_forms_
 def test_a_process_that_dies_meanwhile_is_not_replaced() -> None:
     play = keeping()
     noticed(play)
-    assert kinds(play.exits(0, -9)) == ["StepOut", "Finish"]
+    assert kinds(play.exits(0, -9)) == ["Withdraw", "Finish"]
 
 
 def test_processes_that_succeed_meanwhile_end_it_well() -> None:
@@ -214,7 +215,7 @@ def test_processes_that_succeed_meanwhile_end_it_well() -> None:
     noticed(play)
     play.take(e.Changed(1, Finishing(1)))
     done, finish = play.exits(0, 0)
-    assert done == e.Done(1)
+    assert done == c.Done("a", 1)
     assert finish.code == exit_codes.OK
 
 
@@ -239,7 +240,7 @@ def test_processes_that_do_not_speak_get_the_signal_when_it_is_quiet_and_the_age
 def test_processes_that_another_agents_signal_took_along_are_forked_again_and_nobody_is_charged() -> None:
     play = plain(1)
     told = play.exits(0, exit_codes.PREEMPTED, Fault.LEAVER, "asked to stop")
-    assert told == (e.Break(1, "asked to stop"), e.Join(1))
+    assert told == (c.Break("a", 1, "asked to stop"), e.JoinNext(1))
     assert kinds(play.form(2, "a")) == ["Fork"]
 
 
@@ -247,4 +248,4 @@ def test_processes_that_do_not_speak_are_not_forked_for_another_round_after_the_
     play = plain()
     noticed(play)
     told = play.take(e.Changed(1, Broken("b is gone")))
-    assert told[:2] == (e.StepOut(1, LEFT), e.Signal((0, 1), TERM))
+    assert told[:2] == (c.Withdraw("a", 1, LEFT), e.Signal((0, 1), TERM))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from everstep.agent.decide.events import Charge, Charged, Event, NotFormed
+from everstep.agent.decide.events import Charged, Event, NotFormed
 from everstep.agent.membership import Membership
 from everstep.contract.document import Member, Sizes
 from everstep.membership.backends.memory import MemoryStore
+from everstep.membership.commands import Charge
 from everstep.membership.driver import Driver
 from everstep.membership.store import View
 
@@ -43,7 +44,7 @@ async def test_a_failure_that_a_store_without_its_document_cannot_count_is_said_
     member = Member(0, "a", address="127.0.0.1")
     membership = Membership(Driver(MemoryStore(), member, Sizes(1, 1)), 30.0, told.put_nowait)
     membership.start()
-    membership.change(Charge(5, "ValueError"))
+    membership.change(Charge("a", 5, "ValueError"))
     async with asyncio.timeout(60):
         assert await told.get() == Charged(None)
     await membership.leave()

@@ -16,6 +16,7 @@ from everstep.agent.decide.machine import LINGER_SECONDS, MOST_OUTSIDE, MOST_STA
 from everstep.agent.decide.state import Config, Life, State, begin, started
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Member, Setback
+from everstep.membership import commands as c
 from everstep.membership.proposals import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "300"))
@@ -30,7 +31,7 @@ class Play:
     """An agent with one process or more, and what it was told to do last."""
 
     def __init__(self, processes: int = 1, **config: Any) -> None:
-        self.state = begin(Config(processes, **config))
+        self.state = begin(Config("a", processes, **config))
         self.told: tuple[e.Instruction, ...] = ()
         self._pid = 100
 
@@ -87,14 +88,14 @@ def kinds(told: tuple[e.Instruction, ...]) -> list[str]:
 
 def test_the_first_round_is_joined_before_processes_are_forked_in_it() -> None:
     play = Play(2)
-    assert play.take(e.Began(False)) == (e.Join(0),)
+    assert play.take(e.Began(False)) == (e.JoinNext(0),)
     (fork,) = play.form(1, "a", "b")
     assert fork == e.Fork((0, 1), round_of(1, "a", "b"))
 
 
 def test_when_the_round_is_over_they_are_killed_at_once_and_forked_anew_when_all_are_gone() -> None:
     play = plain()
-    assert play.take(e.Changed(1, Broken("b is gone"))) == (e.Signal((0, 1), KILL), e.Join(1))
+    assert play.take(e.Changed(1, Broken("b is gone"))) == (e.Signal((0, 1), KILL), e.JoinNext(1))
     assert play.exits(0, -9) == ()
     assert play.form(2, "a") == ()
     assert play.exits(1, -9) == (e.Fork((0, 1), round_of(2, "a")),)
@@ -103,7 +104,7 @@ def test_when_the_round_is_over_they_are_killed_at_once_and_forked_anew_when_all
 def test_a_program_error_ends_the_round_for_all_is_charged_and_others_processes_here_are_killed() -> None:
     play = plain(max_restarts=1)
     told = play.exits(1, 1, Fault.PROGRAM, "ValueError")
-    assert told == (e.Break(1, "ValueError"), e.Charge(1, "ValueError"), e.Signal((0,), KILL), e.Join(1))
+    assert told == (c.Break("a", 1, "ValueError"), c.Charge("a", 1, "ValueError"), e.Signal((0,), KILL), e.JoinNext(1))
     assert play.take(e.Charged(1)) == ()
 
 
@@ -132,7 +133,7 @@ def test_what_looks_like_a_lost_peer_is_charged_if_all_meet_again_and_nobody_els
     assert "Charge" not in kinds(play.exits(0, 1, Fault.PEER, "connection closed"))
     play.exits(1, -9)
     told = play.form(2, "a", "b")
-    assert e.Charge(1, "connection closed", unless_others=True) in told
+    assert c.Charge("a", 1, "connection closed", unless_others=True) in told
     play.exits(0, 1, Fault.PROGRAM, "ValueError")
     play.exits(1, -9)
     assert "Charge" not in kinds(play.form(3, "a", "b")), "once"
@@ -167,21 +168,21 @@ def test_processes_that_fail_before_another_round_is_formed_are_charged_once_for
     """Nothing else tells their failures apart: the round is the same."""
     play = keeping(2, max_restarts=2)
     told = [*play.exits(0, 1, Fault.PROGRAM), *play.exits(1, 1, Fault.PROGRAM)]
-    assert [i for i in told if isinstance(i, e.Charge)] == [e.Charge(1, "x")]
+    assert [i for i in told if isinstance(i, c.Charge)] == [c.Charge("a", 1, "x")]
     told = [*play.exits(1, 1, Fault.PROGRAM), *play.exits(0, 1, Fault.PROGRAM)]
-    assert [i for i in told if isinstance(i, e.Charge)] == [e.Charge(1, "x", earlier=1)]
+    assert [i for i in told if isinstance(i, c.Charge)] == [c.Charge("a", 1, "x", earlier=1)]
     # Ends from outside are no failures, and what was forked after them follows from nothing.
     play.exits(0, -9)
-    assert e.Charge(1, "x", earlier=2) in play.exits(0, 1, Fault.PROGRAM)
+    assert c.Charge("a", 1, "x", earlier=2) in play.exits(0, 1, Fault.PROGRAM)
     play.form(2, "a", "b", "c", keeps=True)
-    assert e.Charge(2, "x") in play.exits(0, 1, Fault.PROGRAM)
+    assert c.Charge("a", 2, "x") in play.exits(0, 1, Fault.PROGRAM)
 
 
 def test_an_agent_that_was_in_no_round_yet_charges_each_time_too() -> None:
     play = Play(max_restarts=1)
     play.take(e.Began(True))
-    assert e.Charge(0, "x") in play.exits(0, 1, Fault.PROGRAM)
-    assert e.Charge(0, "x", earlier=1) in play.exits(0, 1, Fault.PROGRAM)
+    assert c.Charge("a", 0, "x") in play.exits(0, 1, Fault.PROGRAM)
+    assert c.Charge("a", 0, "x", earlier=1) in play.exits(0, 1, Fault.PROGRAM)
 
 
 def test_a_process_that_says_that_it_lost_a_peer_again_and_again_before_it_has_any_is_charged() -> None:
@@ -211,10 +212,10 @@ def test_process_that_had_left_its_loop_and_succeeds_is_not_waited_for_in_the_ne
     play = keeping(2)
     play.exits(1, -9)
     play.take(e.Hello(1, play.pid(1)))
-    assert "Join" in kinds(play.take(e.Ready(1, play.pid(1))))
+    assert "JoinNext" in kinds(play.take(e.Ready(1, play.pid(1))))
     play.form(2, "a", "b", keeps=True)
     told = play.exits(0, 0)
-    assert kinds(told) == ["StepOut", "Signal"]
+    assert kinds(told) == ["Withdraw", "Signal"]
     assert kinds(play.exits(1, -9)) == ["Fork"]
 
 
@@ -231,9 +232,9 @@ def test_processes_whose_script_has_no_steps_end_one_after_another() -> None:
 
 def test_an_agent_whose_processes_succeeded_waits_for_the_others_and_repeats_if_one_is_lost() -> None:
     play = plain(1)
-    assert play.exits(0, 0) == (e.Done(1), e.Timer(LINGER_SECONDS, Purpose.LINGER, 1))
+    assert play.exits(0, 0) == (c.Done("a", 1), e.Timer(LINGER_SECONDS, Purpose.LINGER, 1))
     assert play.take(e.Changed(1, Growing(1, None))) == ()
-    assert play.take(e.Changed(1, Broken("b is gone"))) == (e.Join(1),)
+    assert play.take(e.Changed(1, Broken("b is gone"))) == (e.JoinNext(1),)
     assert kinds(play.form(2, "a", "b")) == ["Fork"]
     play.exits(0, 0)
     assert play.take(e.Changed(2, Closed(FINISHED))) == (e.Finish(0, FINISHED),)
@@ -277,12 +278,12 @@ def test_no_round_and_no_prospect_of_one_ends_the_agent() -> None:
 def test_the_round_is_told_to_a_process_that_says_hello_and_the_job_learns_that_it_keeps_its_processes() -> None:
     play = plain(1)
     assert play.take(e.Hello(0, play.pid())) == (e.Announce((0,), round_of(1, "a", "b"), False),)
-    assert play.take(e.Ready(0, play.pid())) == (e.KeepProcesses(1),)
+    assert play.take(e.Ready(0, play.pid())) == (c.KeepProcesses("a", 1),)
 
 
 def test_survivors_keep_their_processes_and_tell_them_of_the_next_round() -> None:
     play = keeping()
-    assert play.take(e.Changed(1, Broken("c is gone"))) == (e.Join(1),)
+    assert play.take(e.Changed(1, Broken("c is gone"))) == (e.JoinNext(1),)
     announce, timer = play.form(2, "a", "b", history=(Setback(1, "c", "SIGKILL", False),))
     assert announce == e.Announce((0,), round_of(2, "a", "b"), False)
     assert timer.purpose is Purpose.COME
@@ -291,14 +292,14 @@ def test_survivors_keep_their_processes_and_tell_them_of_the_next_round() -> Non
 def test_a_dead_process_is_replaced_while_the_others_train_on_and_its_agent_joins_when_the_new_one_is_ready() -> None:
     play = keeping()
     told = play.exits(0, -9, Fault.OUTSIDE, "SIGKILL")
-    assert told == (e.StepOut(1, "SIGKILL"), e.Fork((0,), None))
+    assert told == (c.Withdraw("a", 1, "SIGKILL"), e.Fork((0,), None))
     play.take(e.Hello(0, play.pid()))
-    assert play.take(e.Ready(0, play.pid())) == (e.Join(1),)
+    assert play.take(e.Ready(0, play.pid())) == (e.JoinNext(1),)
 
 
 def test_growth_is_announced_as_a_world_that_still_works_together() -> None:
     play = keeping()
-    assert play.take(e.Changed(1, Growing(1, None))) == (e.Join(1),)
+    assert play.take(e.Changed(1, Growing(1, None))) == (e.JoinNext(1),)
     assert play.form(2, "a", "b", "c", "d") == (e.Announce((0,), round_of(2, "a", "b", "c", "d"), True),)
 
 
@@ -321,21 +322,21 @@ def test_a_new_agent_of_a_job_that_keeps_its_processes_joins_when_its_own_is_rea
     play = Play()
     assert play.take(e.Began(True)) == (e.Fork((0,), None),)
     assert play.take(e.Hello(0, play.pid())) == ()
-    assert play.take(e.Ready(0, play.pid())) == (e.Join(0),)
+    assert play.take(e.Ready(0, play.pid())) == (e.JoinNext(0),)
 
 
 def test_a_process_that_dies_while_its_agent_joins_is_replaced_and_the_agent_steps_out_of_the_round_it_gets() -> None:
     play = keeping()
     play.take(e.Changed(1, Broken("c is gone")))
     assert play.exits(0, -9) == (e.Fork((0,), None),)
-    assert kinds(play.form(2, "a", "b")) == ["StepOut"]
-    assert play.take(e.Ready(0, play.pid())) == (e.Join(2),)
+    assert kinds(play.form(2, "a", "b")) == ["Withdraw"]
+    assert play.take(e.Ready(0, play.pid())) == (e.JoinNext(2),)
 
 
 def test_a_collective_that_fails_breaks_the_round_unless_it_is_over_within_a_second() -> None:
     play = keeping()
     (timer,) = play.take(e.Hurt(0, play.pid(), 1, "reset"))
-    assert play.take(e.Elapsed(timer)) == (e.Break(1, "reset"), e.Join(1))
+    assert play.take(e.Elapsed(timer)) == (c.Break("a", 1, "reset"), e.JoinNext(1))
     again = keeping()
     (timer,) = again.take(e.Hurt(0, again.pid(), 1, "reset"))
     again.take(e.Changed(1, Broken("c is gone")))
@@ -346,7 +347,7 @@ def test_a_process_that_does_not_come_into_the_round_is_replaced() -> None:
     play = keeping()
     play.take(e.Changed(1, Broken("c is gone")))
     _, timer = play.form(2, "a", "b")
-    assert play.take(e.Elapsed(timer)) == (e.Signal((0,), KILL), e.StepOut(2, "a process ended"))
+    assert play.take(e.Elapsed(timer)) == (e.Signal((0,), KILL), c.Withdraw("a", 2, "a process ended"))
     assert play.exits(0, -9) == (e.Fork((0,), None),)
     on_time = keeping()
     on_time.take(e.Changed(1, Broken("c is gone")))
@@ -363,7 +364,7 @@ def test_a_process_that_has_come_and_waits_for_others_is_kept_once_more_as_long_
     (again,) = play.take(e.Elapsed(timer))
     assert isinstance(again, e.Timer)
     assert (again.seconds, again.purpose, again.round) == (timer.seconds, e.Purpose.COME, 2)
-    assert play.take(e.Elapsed(again)) == (e.Signal((0,), KILL), e.StepOut(2, "a process ended"))
+    assert play.take(e.Elapsed(again)) == (e.Signal((0,), KILL), c.Withdraw("a", 2, "a process ended"))
 
 
 def test_who_is_taken_in_when_the_others_have_finished_is_done_too() -> None:
@@ -373,14 +374,14 @@ def test_who_is_taken_in_when_the_others_have_finished_is_done_too() -> None:
     play.take(e.Ready(0, play.pid()))
     play.form(3, "a", "b", "c", keeps=True)
     assert play.take(e.Changed(3, Finishing(1))) == (e.Signal((0,), KILL),)
-    assert play.exits(0, -9)[0] == e.Done(3)
+    assert play.exits(0, -9)[0] == c.Done("a", 3)
     assert play.take(e.Changed(3, Closed(FINISHED))) == (e.Finish(0, FINISHED),)
 
 
 def test_who_trains_in_the_round_ends_in_its_own_time_when_others_have_finished() -> None:
     play = keeping()
     assert play.take(e.Changed(1, Finishing(2))) == ()
-    assert play.exits(0, 0)[0] == e.Done(1)
+    assert play.exits(0, 0)[0] == c.Done("a", 1)
 
 
 def test_who_comes_when_the_job_has_finished_has_nothing_to_do() -> None:
@@ -391,10 +392,10 @@ def test_who_comes_when_the_job_has_finished_has_nothing_to_do() -> None:
 
 def test_of_two_processes_the_living_one_waits_for_the_new_one() -> None:
     play = keeping(2)
-    assert play.exits(1, -9, why="SIGKILL") == (e.StepOut(1, "SIGKILL"), e.Fork((1,), None))
+    assert play.exits(1, -9, why="SIGKILL") == (c.Withdraw("a", 1, "SIGKILL"), e.Fork((1,), None))
     assert play.state.slots[0].life is Life.LIVE
     play.take(e.Hello(1, play.pid(1)))
-    assert play.take(e.Ready(1, play.pid(1))) == (e.Join(1),)
+    assert play.take(e.Ready(1, play.pid(1))) == (e.JoinNext(1),)
 
 
 # --- processes that do not go on
@@ -416,7 +417,10 @@ def test_a_process_that_hangs_is_killed_and_replaced_uncharged_unless_it_hangs_i
 def test_processes_that_all_wait_repeat_the_step_and_end_the_job_when_that_does_not_help() -> None:
     play = keeping()
     for times in range(1, MOST_STALLS):
-        assert play.take(e.Stuck(times, 7, "nothing arrives")) == (e.Break(times, "nothing arrives"), e.Join(times))
+        assert play.take(e.Stuck(times, 7, "nothing arrives")) == (
+            c.Break("a", times, "nothing arrives"),
+            e.JoinNext(times),
+        )
         play.form(times + 1, "a", "b", "c")
         play.take(e.Trains(0, play.pid(), times + 1, 7))
     told = play.take(e.Stuck(MOST_STALLS, 7, "nothing arrives"))
@@ -426,7 +430,7 @@ def test_processes_that_all_wait_repeat_the_step_and_end_the_job_when_that_does_
 def test_processes_that_all_wait_in_another_step_each_time_go_on() -> None:
     play = keeping()
     for number in range(1, 20):
-        assert kinds(play.take(e.Stuck(number, number, "nothing arrives"))) == ["Break", "Join"]
+        assert kinds(play.take(e.Stuck(number, number, "nothing arrives"))) == ["Break", "JoinNext"]
         play.form(number + 1, "a", "b", "c")
 
 
@@ -434,8 +438,8 @@ def test_collectives_that_do_not_match_end_the_job_however_many_restarts_are_lef
     play = keeping(max_restarts=99)
     told = play.take(e.Mismatched(1, "rank 2 waits in barrier()"))
     assert told == (
-        e.Charge(1, "rank 2 waits in barrier()"),
-        e.CloseJob("rank 2 waits in barrier()"),
+        c.Charge("a", 1, "rank 2 waits in barrier()"),
+        c.CloseJob("a", "rank 2 waits in barrier()"),
         e.Signal((0,), KILL),
     )
     (finish,) = play.exits(0, -9)
@@ -483,7 +487,7 @@ class Walk:
 
     def judge(self, before: State, event: e.Event, instruction: e.Instruction) -> None:
         match instruction:
-            case e.Join(after):
+            case e.JoinNext(after):
                 assert not self.joining, "it joins twice"
                 assert after == self.number
                 self.joining = True
@@ -495,7 +499,7 @@ class Walk:
                 if round_ is not None:
                     assert round_.number == self.number
                     assert not self.joining
-            case e.Dismiss(slots):
+            case e.Drained(slots):
                 assert self.state.ending is not None
                 assert all(self.state.slots[slot].ready for slot in slots)
             case e.Announce(slots, round_, _):
@@ -506,11 +510,13 @@ class Walk:
             case e.Finish():
                 assert all(slot.life is not Life.LIVE for slot in self.state.slots), "it ends before its processes"
                 self.finished = True
-            case e.StepAside(number):
+            case c.Drain(round=number):
                 assert number == self.number
                 assert self.state.keeps
                 assert not self.joining
-            case e.StepOut(number) | e.Break(number) | e.Done(number) | e.KeepProcesses(number):
+            case (
+                c.Withdraw(round=number) | c.Break(round=number) | c.Done(round=number) | c.KeepProcesses(round=number)
+            ):
                 assert number == self.number
             case _:
                 pass

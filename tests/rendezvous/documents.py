@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.contract.document import Document, Member, Sizes
-from everstep.membership.formation.selection import Waited
-from everstep.membership.machine import Close, Join, Refused, apply
+from everstep.membership.commands import Form, Join, Waited
+from everstep.membership.machine import Refused, apply
 
 
 def agent(name: str, index: int = -1, **more: Any) -> Member:
@@ -34,7 +34,7 @@ def joined(sizes: Sizes, *names: str) -> Document:
 
 def formed(sizes: Sizes, *names: str) -> Document:
     """Round 1 of these."""
-    return after(joined(sizes, *names), Close(names[0], 0, Waited.LAST_CALL))
+    return after(joined(sizes, *names), Form(names[0], 0, Waited.LAST_CALL))
 
 
 def names(document: Document) -> list[str]:

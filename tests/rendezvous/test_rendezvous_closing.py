@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.contract.document import Sizes
+from everstep.membership.commands import Evict, Form, Join, Stop, Waited
 from everstep.membership.formation.ranks import assign
-from everstep.membership.formation.selection import Waited
-from everstep.membership.machine import Close, Evict, Join, Stop
 
 # --- ranks
 
@@ -94,13 +93,13 @@ def test_of_more_than_fit_whole_groups_stay_and_then_those_with_different_parts(
     document = formed(PAIRS, *before)
     lost = [name for name in before if name not in asking]
     document = after(document, *(Evict(asking[0], 1, name, "gone") for name in lost))
-    document = after(document, *(Join(agent(name), PAIRS) for name in asking), Close(asking[0], 1, Waited.REJOIN))
+    document = after(document, *(Join(agent(name), PAIRS) for name in asking), Form(asking[0], 1, Waited.REJOIN))
     assert "".join(names(document)) == expected
 
 
 def test_group_whose_member_is_asked_to_stop_gives_way_to_one_that_is_whole() -> None:
     document = after(formed(PAIRS, *"abcdef"), Stop("a"), Evict("a", 1, "f", "gone"))
-    document = after(document, *(Join(agent(name), PAIRS) for name in "abcde"), Close("b", 1, Waited.REJOIN))
+    document = after(document, *(Join(agent(name), PAIRS) for name in "abcde"), Form("b", 1, Waited.REJOIN))
     assert "".join(names(document)) == "ebcd"
 
 

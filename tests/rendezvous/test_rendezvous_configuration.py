@@ -15,8 +15,7 @@ from everstep.contract import env
 from everstep.contract.document import Document, Sizes
 from everstep.membership.backends import torch_keys
 from everstep.membership.backends.configuration import Configuration, read, read_operator
-from everstep.membership.formation.selection import Waited
-from everstep.membership.machine import Close, Join, Leave
+from everstep.membership.commands import Form, Join, Leave, Waited
 from everstep.membership.proposals import Patience
 
 IN_A_POD = {env.TOKEN_FILE: "/token"}
@@ -75,10 +74,10 @@ def test_the_first_round_waits_as_long_as_torchs_until_all_expected_agents_were_
     patience = read({}, "etcd").settings.patience
     two = joined(sizes, "a", "b")
     assert call(patience, two) == 30.0
-    formed = after(two, Close("a", 0, Waited.LAST_CALL))
+    formed = after(two, Form("a", 0, Waited.LAST_CALL))
     nobody = after(formed, Leave("a"), Leave("b"))
     assert call(patience, after(nobody, Join(agent("c"), sizes))) == 30.0, "the third has never been seen"
-    three = after(joined(sizes, "a", "b", "c"), Close("a", 0, Waited.NOTHING))
+    three = after(joined(sizes, "a", "b", "c"), Form("a", 0, Waited.NOTHING))
     nobody = after(three, *(Leave(name) for name in "abc"))
     assert call(patience, after(nobody, Join(agent("d"), sizes), Join(agent("e"), sizes))) == 5.0
 
@@ -90,6 +89,6 @@ def test_a_last_call_that_is_given_holds_for_every_round() -> None:
 
 def test_members_that_do_not_come_back_are_waited_for_however_long_a_last_call_is() -> None:
     patience = read({"last_call": "60", "rejoin": "20"}, "etcd").settings.patience
-    formed = after(joined(Sizes(2, 3), "a", "b", "c"), Close("a", 0, Waited.NOTHING))
+    formed = after(joined(Sizes(2, 3), "a", "b", "c"), Form("a", 0, Waited.NOTHING))
     waiting = after(formed, Leave("b"), Join(agent("a"), Sizes(2, 3)))
     assert call(patience, waiting) == 20.0

@@ -23,6 +23,7 @@ from everstep.contract.document import Document, Member, Sizes, decode, decode_w
 from everstep.membership.backends.etcd import EtcdStore
 from everstep.membership.backends.etcd_http import Gateway
 from everstep.membership.backends.memory import MemoryStore
+from everstep.membership.commands import Charge, CloseJob, SetBoundary
 from everstep.membership.driver import Driver
 from everstep.membership.errors import JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.membership.joining import LONGEST_WAIT
@@ -139,8 +140,8 @@ def test_a_step_to_let_joiners_in_is_agreed_once(store: MakeStore) -> None:
         job.add("c")
         job.joining("c")
         job.drivers["a"].wait(LIMIT)
-        assert not isinstance(job.drivers["a"].set_boundary(40), Refused)
-        assert isinstance(job.drivers["b"].set_boundary(41), Refused)
+        assert not isinstance(job.drivers["a"].change(SetBoundary("a", 1, 40)), Refused)
+        assert isinstance(job.drivers["b"].change(SetBoundary("b", 1, 41)), Refused)
         until(lambda: job.drivers["b"].standing() == Growing(1, 40))
         job.drivers["c"].leave()  # it still waits
 
@@ -160,7 +161,7 @@ def test_a_member_that_was_taken_out_while_it_lived_learns_it_and_can_come_back(
 def test_a_closed_job_takes_nobody(store: MakeStore) -> None:
     with crew(store, Sizes(2, 3)) as job:
         job.start("ab")
-        job.drivers["a"].close_job("done")
+        job.drivers["a"].change(CloseJob("a", "done"))
         until(lambda: job.drivers["b"].standing() == Closed("done"))
         job.add("c")
         with pytest.raises(RendezvousClosed, match="done"):
@@ -296,11 +297,11 @@ def test_a_charge_whose_answer_was_lost_is_counted_once_and_said_so() -> None:
         job.start("ab")
         away.lose = 1
         with pytest.raises(StoreUnavailable):
-            job.drivers["a"].charge(1, "exit code 1")
-        found = job.drivers["a"].charge(1, "exit code 1")
+            job.drivers["a"].change(Charge("a", 1, "exit code 1"))
+        found = job.drivers["a"].change(Charge("a", 1, "exit code 1"))
         assert isinstance(found, Document)
         assert found.restarts == 1
-        assert isinstance(job.drivers["b"].charge(1, "lost a peer"), Refused)
+        assert isinstance(job.drivers["b"].change(Charge("b", 1, "lost a peer")), Refused)
 
 
 class Held(MemoryStore):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everstep.contract.document import Document, Loss, Member, Sizes, Wish
-from everstep.membership.formation.selection import Waited
-from everstep.membership.machine import Join, join_all
+from everstep.membership.commands import Join, Waited
+from everstep.membership.machine import join_all
 from everstep.membership.proposals import Barred, Proposal, propose_join
 
 OLD, NEW = Sizes(2, 2), Sizes(1, 1)

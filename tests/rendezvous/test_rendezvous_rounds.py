@@ -27,28 +27,27 @@ from everstep.contract.document import (
     decode_wish,
     encode,
 )
-from everstep.membership.errors import DocumentInvalid
-from everstep.membership.formation.reachability import EXACT, largest_set
-from everstep.membership.formation.selection import Waited, growth
-from everstep.membership.machine import (
-    MAX_FLAPS,
+from everstep.membership.commands import (
     Break,
     Charge,
-    Close,
     CloseJob,
     Done,
+    Drain,
     Evict,
+    Form,
     Join,
     KeepProcesses,
     Leave,
     Reach,
-    Refused,
     SetBoundary,
-    StepAside,
-    StepOut,
     Stop,
-    apply,
+    Waited,
+    Withdraw,
 )
+from everstep.membership.errors import DocumentInvalid
+from everstep.membership.formation.reachability import EXACT, largest_set
+from everstep.membership.formation.selection import growth
+from everstep.membership.machine import MAX_FLAPS, Refused, apply
 from everstep.membership.proposals import Broken, Finishing, Growing, Left, Stopping, Whole, standing
 from everstep_operator.rounds.rules import with_pinned_sizes
 
@@ -56,7 +55,7 @@ from everstep_operator.rounds.rules import with_pinned_sizes
 
 
 def test_first_round_with_all_there_is_formed_at_once() -> None:
-    document = after(joined(TWO_OR_THREE, "a", "b", "c"), Close("b", 0, Waited.NOTHING))
+    document = after(joined(TWO_OR_THREE, "a", "b", "c"), Form("b", 0, Waited.NOTHING))
     assert (document.round, names(document), document.joining) == (1, ["a", "b", "c"], ())
 
 
@@ -72,16 +71,16 @@ def test_who_is_not_here_may_close_a_job_that_has_had_no_round_and_no_other() ->
 
 def test_first_round_with_fewer_waits_for_the_last_call() -> None:
     document = joined(TWO_OR_THREE, "a", "b")
-    assert "last call" in refused(document, Close("a", 0, Waited.NOTHING)).reason
-    assert names(after(document, Close("a", 0, Waited.LAST_CALL))) == ["a", "b"]
+    assert "last call" in refused(document, Form("a", 0, Waited.NOTHING)).reason
+    assert names(after(document, Form("a", 0, Waited.LAST_CALL))) == ["a", "b"]
 
 
 def test_fewer_than_the_minimum_never_form_a_round() -> None:
-    assert "1 of at least 2" in refused(joined(TWO_OR_THREE, "a"), Close("a", 0, Waited.REJOIN)).reason
+    assert "1 of at least 2" in refused(joined(TWO_OR_THREE, "a"), Form("a", 0, Waited.REJOIN)).reason
 
 
 def test_discrete_sizes_leave_the_odd_one_waiting() -> None:
-    document = after(joined(Sizes(2, 4, (2, 4)), "a", "b", "c"), Close("a", 0, Waited.LAST_CALL))
+    document = after(joined(Sizes(2, 4, (2, 4)), "a", "b", "c"), Form("a", 0, Waited.LAST_CALL))
     assert names(document) == ["a", "b"]
     assert [m.agent for m in document.joining] == ["c"]
     assert growth(document) == 0  # it alone would make no larger round
@@ -91,26 +90,26 @@ def test_discrete_sizes_leave_the_odd_one_waiting() -> None:
 def test_more_than_the_maximum_leaves_the_rest_waiting_without_disturbing_the_round() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Join(agent("d"), TWO_OR_THREE))
     assert standing(document, 1, "a") == Whole()
-    assert "its members take in who waits" in refused(document, Close("d", 1, Waited.REJOIN)).reason
+    assert "its members take in who waits" in refused(document, Form("d", 1, Waited.REJOIN)).reason
 
 
 def test_survivors_that_are_all_back_form_the_next_round_at_once() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Evict("a", 1, "c", "gone"))
     document = after(document, Join(agent("b"), TWO_OR_THREE))
-    assert "waiting for a of round 1" in refused(document, Close("b", 1, Waited.LAST_CALL)).reason
-    document = after(document, Join(agent("a"), TWO_OR_THREE), Close("b", 1, Waited.NOTHING))
+    assert "waiting for a of round 1" in refused(document, Form("b", 1, Waited.LAST_CALL)).reason
+    document = after(document, Join(agent("a"), TWO_OR_THREE), Form("b", 1, Waited.NOTHING))
     assert (document.round, names(document)) == (2, ["a", "b"])
 
 
 def test_a_living_member_that_does_not_come_back_is_left_behind_after_the_rejoin_wait() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), *(Join(agent(n), TWO_OR_THREE) for n in "ab"))
-    document = after(document, Close("a", 1, Waited.REJOIN))
+    document = after(document, Form("a", 1, Waited.REJOIN))
     assert names(document) == ["a", "b"]
     assert isinstance(standing(document, 1, "c"), Broken)
 
 
 def test_survivors_that_are_to_wait_for_a_replacement_form_no_smaller_round() -> None:
-    patient = Close("a", 1, Waited.REJOIN, shrink=False)
+    patient = Form("a", 1, Waited.REJOIN, shrink=False)
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Evict("a", 1, "c", "gone"))
     document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"))
     assert "2 of 3 agents are here: waiting for replacements" in refused(document, patient).reason
@@ -120,11 +119,11 @@ def test_survivors_that_are_to_wait_for_a_replacement_form_no_smaller_round() ->
 
 
 def test_who_has_no_survivor_or_no_smaller_size_before_it_waits_for_no_replacement() -> None:
-    document = after(joined(TWO_OR_THREE, "a", "b"), Close("a", 0, Waited.LAST_CALL, shrink=False))
+    document = after(joined(TWO_OR_THREE, "a", "b"), Form("a", 0, Waited.LAST_CALL, shrink=False))
     assert names(document) == ["a", "b"]
     alone = after(document, Evict("a", 1, "b", "gone"), Join(agent("a"), TWO_OR_THREE), Leave("a"))
     alone = after(alone, *(Join(agent(n), TWO_OR_THREE) for n in "cd"))
-    assert names(after(alone, Close("c", 1, Waited.LAST_CALL, shrink=False))) == ["c", "d"]
+    assert names(after(alone, Form("c", 1, Waited.LAST_CALL, shrink=False))) == ["c", "d"]
 
 
 def test_joiners_are_taken_in_when_the_members_ask_for_the_next_round() -> None:
@@ -133,7 +132,7 @@ def test_joiners_are_taken_in_when_the_members_ask_for_the_next_round() -> None:
     document = after(document, SetBoundary("b", 1, 40))
     assert standing(document, 1, "a") == Growing(1, 40)
     assert "agreed already" in refused(document, SetBoundary("a", 1, 41)).reason
-    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Close("a", 1, Waited.NOTHING))
+    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Form("a", 1, Waited.NOTHING))
     assert (names(document), document.boundary) == (["a", "b", "c"], None)
 
 
@@ -141,8 +140,8 @@ def test_agents_that_were_started_with_other_sizes_join_where_the_publisher_has_
     document = after(
         with_pinned_sizes(Document(TWO_OR_THREE), Sizes(4, 4)), *(Join(agent(n), TWO_OR_THREE) for n in "abc")
     )
-    assert "3 of at least 4" in refused(document, Close("a", 0, Waited.REJOIN)).reason
-    document = after(document, Join(agent("d"), Sizes(2, 2)), Close("a", 0, Waited.NOTHING))
+    assert "3 of at least 4" in refused(document, Form("a", 0, Waited.REJOIN)).reason
+    document = after(document, Join(agent("d"), Sizes(2, 2)), Form("a", 0, Waited.NOTHING))
     assert (names(document), document.sizes) == (["a", "b", "c", "d"], Sizes(4, 4))
 
 
@@ -151,7 +150,7 @@ def test_sizes_that_are_changed_leave_the_round_alone_until_somebody_comes_or_go
     assert standing(fixed, 1, "a") == Whole()
     assert standing(after(fixed, Join(agent("c"), Sizes(3, 3))), 1, "a") == Growing(1, None)
     small = after(with_pinned_sizes(formed(TWO_OR_THREE, "a", "b", "c"), Sizes(2, 2)), Leave("c"))
-    small = after(small, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Close("a", 1, Waited.NOTHING, shrink=False))
+    small = after(small, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Form("a", 1, Waited.NOTHING, shrink=False))
     assert names(small) == ["a", "b"], "nobody is waited for who is not wanted"
 
 
@@ -161,7 +160,7 @@ def test_sizes_that_are_changed_leave_the_round_alone_until_somebody_comes_or_go
 @pytest.mark.parametrize(
     "event",
     [
-        Close("c", 1, Waited.REJOIN),
+        Form("c", 1, Waited.REJOIN),
         Evict("c", 1, "a", "revenge"),
         Reach("c", 1, "a", False),
         SetBoundary("c", 1, 3),
@@ -174,33 +173,33 @@ def test_a_member_that_was_evicted_can_do_nothing_in_its_round(event: Any) -> No
 
 
 def test_a_member_that_failed_and_stepped_out_may_close_the_job_though_the_others_have_formed_a_round() -> None:
-    document = after(formed(TWO_OR_THREE, "a", "b", "c"), StepOut("c", 1, "ValueError"), Charge("c", 1, "ValueError"))
-    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Close("a", 1, Waited.NOTHING))
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Withdraw("c", 1, "ValueError"), Charge("c", 1, "ValueError"))
+    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Form("a", 1, Waited.NOTHING))
     assert after(document, CloseJob("c", "one failure too many")).closed == "one failure too many"
     newer = after(document, Join(agent("c2", 2, incarnation=1), TWO_OR_THREE))
     refused(newer, CloseJob("c", "one failure too many"))
 
 
-@pytest.mark.parametrize("event", [Evict("a", 1, "b", "late"), Close("a", 1, Waited.REJOIN), Reach("a", 1, "b", False)])
+@pytest.mark.parametrize("event", [Evict("a", 1, "b", "late"), Form("a", 1, Waited.REJOIN), Reach("a", 1, "b", False)])
 def test_what_was_decided_in_an_old_round_is_refused_in_the_new_one(event: Any) -> None:
     document = after(formed(TWO_OR_THREE, "a", "b"), *(Join(agent(n), TWO_OR_THREE) for n in "ab"))
-    document = after(document, Close("a", 1, Waited.NOTHING), *(Join(agent(n), TWO_OR_THREE) for n in "ab"))
+    document = after(document, Form("a", 1, Waited.NOTHING), *(Join(agent(n), TWO_OR_THREE) for n in "ab"))
     assert "round 2 is the present one" in refused(document, event).reason
 
 
 def test_an_evicted_member_that_wakes_up_may_join_again() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Evict("a", 1, "c", "silent"))
-    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "abc"), Close("a", 1, Waited.NOTHING))
+    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "abc"), Form("a", 1, Waited.NOTHING))
     assert names(document) == ["a", "b", "c"]
 
 
 def test_a_newer_incarnation_replaces_the_older_for_good() -> None:
     old, new = agent("old", 1), agent("new", 1, incarnation=1)
     document = after(Document(TWO_OR_THREE), Join(agent("a", 0), TWO_OR_THREE), Join(old, TWO_OR_THREE))
-    document = after(document, Close("a", 0, Waited.LAST_CALL), Join(new, TWO_OR_THREE))
+    document = after(document, Form("a", 0, Waited.LAST_CALL), Join(new, TWO_OR_THREE))
     assert document.gone == (Loss("old", "replaced by new, incarnation 1"),)
     assert refused(document, Join(old, TWO_OR_THREE)).final
-    document = after(document, Join(agent("a", 0), TWO_OR_THREE), Close("a", 1, Waited.NOTHING))
+    document = after(document, Join(agent("a", 0), TWO_OR_THREE), Form("a", 1, Waited.NOTHING))
     assert names(document) == ["a", "new"]
 
 
@@ -224,7 +223,7 @@ def test_a_job_of_which_nobody_is_left_may_be_started_with_other_sizes() -> None
 
 def test_a_closed_job_stays_as_it_is() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b"), CloseJob("a", "done"))
-    for event in (Join(agent("c"), TWO_OR_THREE), Close("a", 1, Waited.REJOIN), CloseJob("b", "done")):
+    for event in (Join(agent("c"), TWO_OR_THREE), Form("a", 1, Waited.REJOIN), CloseJob("b", "done")):
         assert refused(document, event).final
 
 
@@ -234,7 +233,7 @@ def test_a_closed_job_stays_as_it_is() -> None:
 def regrouped(document: Document, who: str) -> Document:
     """The next round, after all of them came back."""
     events = [Join(agent(name), document.sizes) for name in who]
-    return after(document, *events, Close(who[0], document.round, Waited.NOTHING))
+    return after(document, *events, Form(who[0], document.round, Waited.NOTHING))
 
 
 def test_of_two_that_do_not_reach_each_other_the_lower_index_stays() -> None:
@@ -263,8 +262,8 @@ def test_who_is_reached_by_nobody_is_not_waited_for_and_who_may_stay_is() -> Non
     sizes = Sizes(1, 3)
     document = after(formed(sizes, "a", "b", "c"), Reach("a", 1, "b", False), Join(agent("b"), sizes))
     document = after(document, Join(agent("c"), sizes))
-    assert "waiting for a" in refused(document, Close("b", 1, Waited.NOTHING)).reason, "a or b stays, and a is first"
-    document = after(document, Reach("c", 1, "a", False), Close("b", 1, Waited.NOTHING))
+    assert "waiting for a" in refused(document, Form("b", 1, Waited.NOTHING)).reason, "a or b stays, and a is first"
+    document = after(document, Reach("c", 1, "a", False), Form("b", 1, Waited.NOTHING))
     assert names(document) == ["b", "c"]
     assert standing(document, 1, "a") == Broken("round 2 was formed")
     document = after(document, Join(agent("a"), sizes))
@@ -276,10 +275,10 @@ def test_a_pair_without_which_too_few_are_left_ends_no_round_and_the_next_waits_
     document = after(formed(Sizes(2, 2), "a", "b"), Reach("a", 1, "b", False))
     assert standing(document, 1, "b") == Whole()
     document = after(document, Break("b", 1, "no collective ends"), *(Join(agent(n), Sizes(2, 2)) for n in "ab"))
-    assert refused(document, Close("a", 1, Waited.REJOIN)).reason == (
+    assert refused(document, Form("a", 1, Waited.REJOIN)).reason == (
         "1 of at least 2 agents wait, without who does not reach another"
     )
-    document = after(document, Reach("a", 1, "b", True), Close("a", 1, Waited.NOTHING))
+    document = after(document, Reach("a", 1, "b", True), Form("a", 1, Waited.NOTHING))
     assert names(document) == ["a", "b"]
 
 
@@ -307,7 +306,7 @@ def test_whatever_is_reported_one_round_of_enough_who_reach_each_other_is_formed
     enough = sizes.largest(len(largest_set(document.members, document.reports)))
     for name in who:
         document = after(document, Join(agent(name), sizes))
-    result = apply(document, Close(who[-1], 1, Waited.NOTHING))
+    result = apply(document, Form(who[-1], 1, Waited.NOTHING))
     if isinstance(result, Refused):
         assert not enough
         return
@@ -367,7 +366,7 @@ def test_many_bad_pairs_leave_a_set_without_one() -> None:
 
 
 def test_an_agent_that_lost_its_processes_steps_out_and_is_taken_in_again_when_it_asks() -> None:
-    document = after(formed(TWO_OR_THREE, "a", "b", "c"), StepOut("b", 1, "SIGKILL"))
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Withdraw("b", 1, "SIGKILL"))
     assert standing(document, 1, "a") == Broken("b is gone: SIGKILL")
     document = regrouped(document, "ac")
     assert names(document) == ["a", "c"]
@@ -376,8 +375,8 @@ def test_an_agent_that_lost_its_processes_steps_out_and_is_taken_in_again_when_i
 
 
 def test_a_failure_of_the_program_is_charged_once_a_round_even_when_the_next_is_formed() -> None:
-    document = after(formed(TWO_OR_THREE, "a", "b", "c"), StepOut("b", 1, "ValueError"), StepOut("c", 1, "peer lost"))
-    document = after(document, *(Join(agent(name), TWO_OR_THREE) for name in "abc"), Close("a", 1, Waited.NOTHING))
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Withdraw("b", 1, "ValueError"), Withdraw("c", 1, "peer lost"))
+    document = after(document, *(Join(agent(name), TWO_OR_THREE) for name in "abc"), Form("a", 1, Waited.NOTHING))
     document = after(document, Charge("b", 1, "ValueError: x"))
     assert document.restarts == 1
     assert "charged already" in refused(document, Charge("c", 1, "peer lost")).reason
@@ -393,6 +392,16 @@ def test_failures_of_processes_that_were_started_after_a_failure_of_the_round_ar
     assert "charged already" in refused(document, Charge("c", 1, "x", earlier=1)).reason
     assert after(document, Charge("a", 1, "x", earlier=1)) == document
     assert after(document, Charge("c", 1, "x", earlier=2)).restarts == 3
+
+
+def test_a_failure_that_another_agent_explains_is_charged_to_nobody() -> None:
+    perhaps = Charge("a", 1, "peer lost", unless_others=True)
+    document = formed(TWO_OR_THREE, "a", "b", "c")
+    assert after(document, perhaps).restarts == 1
+    assert after(document, Withdraw("a", 1, "peer lost"), perhaps).restarts == 1, "its own setback explains nothing"
+    assert "another agent set" in refused(after(document, Withdraw("b", 1, "SIGKILL")), perhaps).reason
+    assert "asked to stop" in refused(after(document, Stop("b")), perhaps).reason
+    assert after(document, Stop("a"), perhaps).restarts == 1
 
 
 def test_agents_that_were_in_no_round_are_charged_each_for_itself() -> None:
@@ -423,7 +432,7 @@ def test_who_has_finished_may_go_and_must_repeat_when_another_has_not() -> None:
     assert document.history == ()
     document = after(document, Done("b", 1), Evict("b", 1, "c", "gone"))
     assert isinstance(standing(document, 1, "b"), Broken)
-    document = after(document, *(Join(agent(name), TWO_OR_THREE) for name in "bc"), Close("b", 1, Waited.NOTHING))
+    document = after(document, *(Join(agent(name), TWO_OR_THREE) for name in "bc"), Form("b", 1, Waited.NOTHING))
     assert (document.round, document.done) == (2, ())
 
 
@@ -446,11 +455,11 @@ def test_a_mark_changes_nothing_for_the_others_and_tells_its_agent_whether_enoug
 
 def test_all_that_are_asked_leave_together_and_the_others_form_the_next_round_without_them() -> None:
     sizes = Sizes(1, 4)
-    document = after(formed(sizes, "a", "b", "c", "d"), Stop("a"), Stop("d"), StepAside("d", 1))
+    document = after(formed(sizes, "a", "b", "c", "d"), Stop("a"), Stop("d"), Drain("d", 1))
     assert document.gone == (Loss("a", LEFT), Loss("d", LEFT))
     assert standing(document, 1, "a") == standing(document, 1, "d") == Left()
     assert isinstance(standing(document, 1, "b"), Broken)
-    document = after(document, Join(agent("b"), sizes), Join(agent("c"), sizes), Close("b", 1, Waited.NOTHING))
+    document = after(document, Join(agent("b"), sizes), Join(agent("c"), sizes), Form("b", 1, Waited.NOTHING))
     assert names(document) == ["b", "c"]
     assert document.stopping == ("a", "d"), "the next round knows whom its members were with"
     assert standing(document, 1, "a") == Left()
@@ -459,10 +468,10 @@ def test_all_that_are_asked_leave_together_and_the_others_form_the_next_round_wi
 
 def test_nobody_leaves_if_too_few_would_stay_or_the_round_is_over_anyway() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Stop("b"))
-    assert "1 would stay" in refused(document, StepAside("a", 1)).reason
+    assert "1 would stay" in refused(document, Drain("a", 1)).reason
     lost = after(formed(Sizes(1, 3), "a", "b", "c"), Stop("a"), Evict("b", 1, "c", "gone"))
-    assert "over" in refused(lost, StepAside("a", 1)).reason
-    assert "asked to stop" in refused(formed(TWO_OR_THREE, "a", "b"), StepAside("a", 1)).reason
+    assert "over" in refused(lost, Drain("a", 1)).reason
+    assert "asked to stop" in refused(formed(TWO_OR_THREE, "a", "b"), Drain("a", 1)).reason
 
 
 def test_a_size_that_is_not_allowed_keeps_them_too() -> None:
@@ -481,7 +490,7 @@ def test_who_was_asked_to_stop_and_is_out_does_not_come_back() -> None:
 
 def test_who_is_asked_to_stop_is_out_when_its_replacement_joins() -> None:
     document = after(Document(TWO_OR_THREE), *(Join(agent(n, i), TWO_OR_THREE) for i, n in enumerate("abc")))
-    document = after(document, Close("a", 0, Waited.NOTHING), Stop("c"))
+    document = after(document, Form("a", 0, Waited.NOTHING), Stop("c"))
     document = after(document, Join(agent("d", 2, incarnation=1), TWO_OR_THREE))
     assert standing(document, 1, "c") == Left()
     assert isinstance(standing(document, 1, "a"), Broken)
@@ -489,20 +498,20 @@ def test_who_is_asked_to_stop_is_out_when_its_replacement_joins() -> None:
 
 def test_who_is_asked_to_stop_while_others_are_lost_meets_the_survivors_again_to_save() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Stop("b"), Evict("a", 1, "c", "gone"))
-    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Close("a", 1, Waited.NOTHING))
+    document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Form("a", 1, Waited.NOTHING))
     assert names(document) == ["a", "b"]
     assert standing(document, 2, "a") == Stopping(2, False)
 
 
 def test_agents_that_never_trained_form_no_round_when_all_of_them_stop() -> None:
     document = after(joined(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Stop("b"), Stop("c"))
-    assert "asked to stop" in refused(document, Close("a", 0, Waited.LAST_CALL)).reason
+    assert "asked to stop" in refused(document, Form("a", 0, Waited.LAST_CALL)).reason
 
 
 def test_of_more_than_fit_those_that_stop_are_left_out() -> None:
     sizes = Sizes(2, 4, (2, 4))
     document = after(formed(sizes, "a", "b", "c", "d"), Stop("a"), Evict("a", 1, "d", "gone"))
-    document = after(document, *(Join(agent(n), sizes) for n in "abc"), Close("a", 1, Waited.NOTHING))
+    document = after(document, *(Join(agent(n), sizes) for n in "abc"), Form("a", 1, Waited.NOTHING))
     assert names(document) == ["c", "b"]  # each keeps its place in a pair
 
 

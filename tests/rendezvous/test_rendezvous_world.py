@@ -20,10 +20,9 @@ from world import Agent, Violation, World
 
 from everstep.contract.document import FINISHED, Document, Member, Sizes
 from everstep.membership import draining, machine, proposals
+from everstep.membership.commands import Stop, Waited
 from everstep.membership.formation import selection
-from everstep.membership.formation.selection import Waited
 from everstep.membership.index_assignment import Table
-from everstep.membership.machine import Stop
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "500"))
 MUTANT_WALKS = 3000  # at most: a mistake must show in so many
@@ -142,22 +141,22 @@ def _patched(module: Any, name: str, make: Callable[[Any], Any]) -> Patch:
     return lambda patch: patch.setattr(module, name, make(getattr(module, name)))
 
 
-def _close_over_missing(close: Any) -> Any:
-    return lambda document, event: close(document, replace(event, waited=Waited.REJOIN))
+def _form_over_missing(form: Any) -> Any:
+    return lambda document, event: form(document, replace(event, waited=Waited.REJOIN))
 
 
-def _close_with_same_number(close: Any) -> Any:
+def _form_with_same_number(form: Any) -> Any:
     def wrong(document: Document, event: Any) -> Any:
-        after = close(document, event)
+        after = form(document, event)
         return replace(after, round=max(1, document.round)) if isinstance(after, Document) else after
 
     return wrong
 
 
-def _close_any_running_round(close: Any) -> Any:
+def _form_any_running_round(form: Any) -> Any:
     # The members are forgotten before the machine looks whether they are missed.
     def wrong(document: Document, event: Any) -> Any:
-        return close(replace(document, members=()), event)
+        return form(replace(document, members=()), event)
 
     return wrong
 
@@ -259,15 +258,15 @@ MISTAKES: dict[str, Patch] = {
     "fence forgets the round's number": _patched(
         machine, "_fence", lambda fence: lambda document, by, number: fence(document, by, document.round)
     ),
-    "closes over missing members": _patched(machine, "_close", _close_over_missing),
-    "closes a round that runs": _patched(machine, "_close", _close_any_running_round),
-    "gives a number twice": _patched(machine, "_close", _close_with_same_number),
-    "forms a round of a size that is not allowed": _patched(machine, "_close", _too_many),
+    "forms over missing members": _patched(machine, "_form", _form_over_missing),
+    "forms a round while one runs": _patched(machine, "_form", _form_any_running_round),
+    "gives a number twice": _patched(machine, "_form", _form_with_same_number),
+    "forms a round of a size that is not allowed": _patched(machine, "_form", _too_many),
     "takes out without a record": _patched(machine, "_lose", _lose_from_waiting_only),
     "forgets who is gone": _patched(Table, "document", _forget_who_is_gone),
     "ranks without regard to the last round": _patched(selection, "assign", _ranks_by_name),
     "everyone moves up": _patched(selection, "assign", _ranks_packed),
-    "groups that are whole are torn": _patched(machine, "_close", _groups_do_not_count),
+    "groups that are whole are torn": _patched(machine, "_form", _groups_do_not_count),
     "an older incarnation comes back": _patched(Table, "_replace_older", _seat_for_anyone),
     "finished when one member is": _patched(machine, "_done", _finished_by_one),
     "unreachable pairs together": _patched(selection, "largest_set", _everyone_reaches_everyone),

@@ -8,34 +8,34 @@ from random import Random
 from world import Agent, Violation, World
 
 from everstep.contract.document import Sizes
-from everstep.membership.formation.selection import Waited
-from everstep.membership.machine import (
+from everstep.membership.commands import (
     Break,
     Charge,
-    Close,
     CloseJob,
+    Command,
     Done,
-    Event,
+    Drain,
     Evict,
+    Form,
     KeepProcesses,
     Leave,
     Reach,
     SetBoundary,
-    StepAside,
-    StepOut,
     Stop,
+    Waited,
+    Withdraw,
 )
 
 
-def events(world: World, agent: Agent, target: Agent, number: int) -> Iterator[Event]:
+def events(world: World, agent: Agent, target: Agent, number: int) -> Iterator[Command]:
     """What an agent may do that believes to be in round `number`."""
     yield Evict(agent.name, number, target.name, "test")
     yield Reach(agent.name, number, target.name, False)
     yield Reach(agent.name, number, target.name, True)
-    yield Close(agent.name, number, Waited.REJOIN)
+    yield Form(agent.name, number, Waited.REJOIN)
     yield SetBoundary(agent.name, number, 7)
-    yield StepOut(agent.name, number, "test")
-    yield StepAside(agent.name, number)
+    yield Withdraw(agent.name, number, "test")
+    yield Drain(agent.name, number)
     yield Break(agent.name, number, "test")
     yield KeepProcesses(agent.name, number)
     yield Done(agent.name, number)
@@ -75,7 +75,7 @@ def step(world: World, random: Random) -> None:
         world.act(agent, random.choice(list(events(world, agent, target, number))))
     elif choice < 0.93:
         world.look(agent, 0)
-        world.act(agent, random.choice((Stop(agent.name), StepAside(agent.name, number))))
+        world.act(agent, random.choice((Stop(agent.name), Drain(agent.name, number))))
     elif choice < 0.96:
         world.crash(agent)
     elif choice < 0.98:

@@ -11,17 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode
 from everstep.membership import machine, proposals
-from everstep.membership.formation.selection import Waited
-from everstep.membership.machine import (
-    Event,
-    Evict,
-    Leave,
-    Reach,
-    Refused,
-    StepAside,
-    StepOut,
-    Stop,
-)
+from everstep.membership.commands import Command, Drain, Evict, Leave, Reach, Stop, Waited, Withdraw
+from everstep.membership.machine import Refused
 from everstep.membership.proposals import Formed, Proposal, Round
 from everstep_operator.rounds.rules import with_pinned_sizes, with_wishes
 
@@ -119,7 +110,7 @@ class World:
             agent.wish = replace(agent.wish, after=agent.round.number)
             agent.round = None
 
-    def act(self, agent: Agent, event: Event) -> None:
+    def act(self, agent: Agent, event: Command) -> None:
         """Change the document that it saw by an event."""
         version, document = agent.seen
         if document is None:
@@ -132,12 +123,12 @@ class World:
             case Evict(agent=target):
                 self.evicted.setdefault(document.round, set()).add(target)
                 self._assert_out(target)
-            case StepOut(by=target):
+            case Withdraw(by=target):
                 self.evicted.setdefault(document.round, set()).add(target)
                 self._assert_out(target)
             case Stop(agent=target):
                 self.asked.add(target)
-            case StepAside():
+            case Drain():
                 leavers = {loss.agent for loss in agent.seen[1].gone} - {loss.agent for loss in document.gone}
                 self.evicted.setdefault(document.round, set()).update(leavers)
                 for target in leavers:
@@ -150,7 +141,7 @@ class World:
                 pair = frozenset((by, target))
                 self.severed = self.severed - {pair} if reaches else self.severed | {pair}
 
-    def stray(self, agent: Agent, event: Event, number: int) -> None:
+    def stray(self, agent: Agent, event: Command, number: int) -> None:
         """An event decided in round `number` meets the present document: from outside, or late, it must be refused."""
         document = self.document
         if document is None or document.closed is not None:

@@ -12,7 +12,8 @@ from round_stage import SIZES, A, B, Mortal, Stage, Term
 from virtual_time import in_virtual_time
 
 from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
-from everstep.membership.machine import CloseJob, Join, apply, join_all
+from everstep.membership.commands import CloseJob, Join
+from everstep.membership.machine import apply, join_all
 from everstep_operator.rounds.job import VersionedDocument
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.rules import urgency, with_wishes

@@ -15,8 +15,8 @@ import pytest
 from round_stage import NS, SIZES, A, B, Mortal, Stage, Term
 
 from everstep.contract.document import Document, DocumentInvalid, Member, Sizes, Wish, decode, encode
-from everstep.membership.formation.selection import Waited
-from everstep.membership.machine import Close, CloseJob, Done, Event, Evict, Join, Refused, apply
+from everstep.membership.commands import CloseJob, Command, Done, Evict, Form, Join, Waited
+from everstep.membership.machine import Refused, apply
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
 from everstep_operator.plan.snapshot import RoundView
@@ -26,7 +26,7 @@ from everstep_operator.rounds.store import Agent, RoundStore
 
 
 async def change(
-    rounds: RoundStore, agent: Agent, event: Callable[[Document], Event], given: Document | None = None
+    rounds: RoundStore, agent: Agent, event: Callable[[Document], Command], given: Document | None = None
 ) -> bool:
     """As an agent changes the document: read, decide, swap; whether it was taken."""
     sight = await rounds.read(agent, 0)
@@ -37,15 +37,15 @@ async def change(
     return await rounds.swap(agent, sight.version, encode(after)) is not None
 
 
-def join(member: Member) -> Callable[[Document], Event]:
+def join(member: Member) -> Callable[[Document], Command]:
     return lambda _: Join(member, SIZES)
 
 
-def close(document: Document) -> Event:
-    return Close("a", document.round, Waited.REJOIN)
+def close(document: Document) -> Command:
+    return Form("a", document.round, Waited.REJOIN)
 
 
-STORY: tuple[tuple[int, Callable[[Document], Event], Callable[[Document], bool]], ...] = (
+STORY: tuple[tuple[int, Callable[[Document], Command], Callable[[Document], bool]], ...] = (
     (0, join(A), lambda d: "a" in {m.agent for m in (*d.joining, *d.members)}),
     (1, join(B), lambda d: "b" in {m.agent for m in (*d.joining, *d.members)}),
     (0, close, lambda d: d.members == (A, B)),

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from everstep.contract.document import FINISHED, MAX_MEMBERS, Document, Sizes, Wish, encode
-from everstep.membership.formation.selection import Waited
-from everstep.membership.machine import Close, Join, Refused, apply, join_all
+from everstep.membership.commands import Form, Join, Waited
+from everstep.membership.machine import Refused, apply, join_all
 from everstep.membership.proposals import above, outcome, without_lapsed
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.documents import RoundsRefused
@@ -93,7 +93,7 @@ def with_wishes(
         return None  # each is told why when it tries by itself
     # How long survivors wait for replacements is their own affair.
     patient = any(wish.patient for wish in wishes.values())
-    formed = apply(joined, Close(let_in[0], joined.round, Waited.NOTHING, shrink=not patient))
+    formed = apply(joined, Form(let_in[0], joined.round, Waited.NOTHING, shrink=not patient))
     return joined if isinstance(formed, Refused) else formed
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from everstep.contract.document import MAX_BYTES, Document, Member, Sizes, decode, encode
-from everstep.membership.formation.selection import Waited
-from everstep.membership.machine import Close, Event, Join, Refused, apply
+from everstep.membership.commands import Command, Form, Join, Waited
+from everstep.membership.machine import Refused, apply
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
@@ -45,7 +45,7 @@ class Life:
         return int((await self.place.status()).get("world", {}).get("round", 0))
 
 
-async def change(rounds: RoundStore, agent: Agent, event: Event) -> bool:
+async def change(rounds: RoundStore, agent: Agent, event: Command) -> bool:
     sight = await rounds.read(agent, 0)
     after = apply(Document(SIZES) if sight.document is None else decode(sight.document.encode()), event)
     assert not isinstance(after, Refused), after
@@ -55,7 +55,7 @@ async def change(rounds: RoundStore, agent: Agent, event: Event) -> bool:
 async def formed(life: Life, rounds: RoundStore) -> None:
     for i in range(2):
         assert await change(rounds, life.agents[i], Join(Member(i, f"agent-{i}"), SIZES))
-    assert await change(rounds, life.agents[0], Close("agent-0", 0, Waited.NOTHING))
+    assert await change(rounds, life.agents[0], Form("agent-0", 0, Waited.NOTHING))
 
 
 async def test_round_is_published_then_kept_and_another_operator_goes_on_with_the_same_versions(place: Any) -> None:
@@ -82,7 +82,7 @@ async def test_operators_that_form_the_same_round_at_once_form_one(place: Any) -
     for one in operators:
         await one.read(life.agents[0], 0)
     done = await asyncio.gather(
-        *(change(one, life.agents[0], Close("agent-0", 0, Waited.NOTHING)) for one in operators), return_exceptions=True
+        *(change(one, life.agents[0], Form("agent-0", 0, Waited.NOTHING)) for one in operators), return_exceptions=True
     )
     assert sum(outcome is True for outcome in done) <= 1
     kept = await life.kept()

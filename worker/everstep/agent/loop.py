@@ -85,7 +85,9 @@ class Agent:
             self._output = Output(a, self._environ)
             alone = env.JOB_UID not in self._environ
             grace = min(a.shutdown_seconds, a.grace_seconds)
-            config = Config(processes, a.max_restarts, alone, a.recovery_seconds, a.shutdown_seconds, grace)
+            config = Config(
+                driver.agent, processes, a.max_restarts, alone, a.recovery_seconds, a.shutdown_seconds, grace
+            )
             self._state = begin(config)
             self._watcher = Watcher(
                 self._running, self._standing_round, self._post, self._warm, self._switchboard, a.program.target,
@@ -210,31 +212,26 @@ class Agent:
 
     def _carry_out(self, instruction: e.Instruction) -> None:
         match instruction:
-            case e.Join(after):
+            case e.JoinNext(after):
                 self._membership.join(after, self._switchboard.open_store())
             case e.Fork(slots, round_):
                 self._tasks.start(self._fork(slots, round_))
-            case e.Announce() | e.Dismiss() | e.Signal():
+            case e.Announce() | e.Drained() | e.Signal():
                 self._tell_processes(instruction)
             case e.Timer():
                 self._tasks.start(self._elapse(instruction))
             case e.Finish():
                 self._finish = instruction
-            case (
-                e.SayStopping() | e.StepAside() | e.StepOut() | e.Break() | e.Charge() | e.Done() | e.KeepProcesses()
-                | e.CloseJob()
-            ):  # fmt: skip
-                self._membership.change(instruction)
             case _:
-                assert_never(instruction)
+                self._membership.change(instruction)
 
-    def _tell_processes(self, instruction: e.Announce | e.Dismiss | e.Signal) -> None:
+    def _tell_processes(self, instruction: e.Announce | e.Drained | e.Signal) -> None:
         for slot in instruction.slots:
             pid = self._state.slots[slot].pid
             match instruction:
                 case e.Announce(_, round_, whole):
                     self._announce(slot, round_, whole)
-                case e.Dismiss():
+                case e.Drained():
                     self._switchboard.tell(pid, kind="leave")
                 case e.Signal(_, number):
                     if pid:

@@ -10,24 +10,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import assert_never
 
 from everstep.agent.arguments import Arguments, UsageError
-from everstep.agent.decide.events import (
-    Break,
-    Changed,
-    Charge,
-    Charged,
-    CloseJob,
-    Done,
-    Event,
-    Formed,
-    KeepProcesses,
-    NotFormed,
-    SayStopping,
-    StepAside,
-    StepOut,
-)
+from everstep.agent.decide.events import Changed, Charged, Event, Formed, MemberCommand, NotFormed
 from everstep.agent.tasks import Tasks
 from everstep.contract import env
 from everstep.contract.document import FINISHED, Document, DocumentInvalid, Member, Sizes
@@ -35,7 +20,8 @@ from everstep.membership.backends import configuration
 from everstep.membership.backends.configuration import Configuration, ConfigurationInvalid
 from everstep.membership.backends.memory import MemoryStore
 from everstep.membership.backends.opening import open_store
-from everstep.membership.draining import enough_stay
+from everstep.membership.commands import Charge
+from everstep.membership.draining import another_asked, enough_stay
 from everstep.membership.driver import CROWDED, WHOLE, Driver
 from everstep.membership.errors import JoinRefused, JoinTimedOut, RendezvousClosed, RendezvousFailed, StoreRefused
 from everstep.membership.identity import agent_id, own_address
@@ -51,8 +37,6 @@ CHARGE_SECONDS = 5.0  # for which the store is asked; then the agent counts for 
 AGAIN_SECONDS = 0.2
 LOCAL = "127.0.0.1"
 
-Change = SayStopping | StepAside | StepOut | Break | Charge | Done | KeepProcesses | CloseJob
-
 
 class Membership:
     """`post` takes events in the loop's thread. `spent`: what to do if the job was over before this agent came; nothing
@@ -60,7 +44,7 @@ class Membership:
 
     def __init__(self, driver: Driver, timeout: float, post: Callable[[Event], None], spent: str = "") -> None:
         self._driver, self._timeout, self._post, self._spent = driver, timeout, post, spent
-        self._changes: asyncio.Queue[tuple[Change | None, Callable[[], None] | None]] = asyncio.Queue()
+        self._changes: asyncio.Queue[tuple[MemberCommand | None, Callable[[], None] | None]] = asyncio.Queue()
         self._tasks = Tasks(self._failed)
         self._round: Round | None = None
 
@@ -85,9 +69,9 @@ class Membership:
         document = self._driver.seen()
         if document is None or document.closed is not None or self._driver.agent in document.stopping:
             return False
-        return _asked_to_stop(document, self._driver.agent) and enough_stay(document)
+        return another_asked(document, self._driver.agent) and enough_stay(document)
 
-    def change(self, change: Change) -> None:
+    def change(self, change: MemberCommand) -> None:
         self._changes.put_nowait((change, None))
 
     def join(self, after: int, store_port: int) -> None:
@@ -123,7 +107,7 @@ class Membership:
             finally:
                 self._changes.task_done()
 
-    async def _make(self, change: Change) -> None:
+    async def _make(self, change: MemberCommand) -> None:
         clock = asyncio.get_running_loop().time
         until = clock() + CHARGE_SECONDS
         while True:
@@ -150,37 +134,13 @@ class Membership:
             elif done is None:
                 self._post(Charged(None))
 
-    def _apply(self, change: Change) -> Document | Refused | None:
+    def _apply(self, command: MemberCommand) -> Document | Refused | None:
         """None: the store cannot count this failure."""
-        driver = self._driver
-        match change:
-            case SayStopping():
-                return driver.stop_asked()
-            case StepAside(number):
-                return driver.step_aside(number)
-            case StepOut(number, why):
-                return driver.step_out(number, why)
-            case Break(number, why):
-                return driver.break_round(number, why)
-            case Done(number):
-                return driver.done(number)
-            case KeepProcesses(number):
-                return driver.keep_processes(number)
-            case CloseJob(why):
-                return driver.close_job(why)
-            case Charge(number, why, unless_others, earlier):
-                document = driver.document() if unless_others else None
-                others = () if document is None else document.history
-                if any(s.round == number and s.agent != driver.agent for s in others):
-                    return Refused("another set the round back")
-                if document is not None and _asked_to_stop(document, driver.agent):
-                    return Refused("another is asked to stop")
-                charged = driver.charge(number, why, earlier)
-                if isinstance(charged, Refused) and charged is not CROWDED and _forgotten(driver.seen(), number):
-                    return None
-                return charged
-            case _:
-                assert_never(change)
+        done = self._driver.change(command)
+        refused = isinstance(done, Refused) and done is not CROWDED
+        if refused and isinstance(command, Charge) and _forgotten(self._driver.seen(), command.round):
+            return None
+        return done
 
     async def _join(self, after: int, store_port: int) -> None:
         try:
@@ -208,11 +168,6 @@ class Membership:
             if now != seen and self._round is formed:
                 seen = now
                 self._post(Changed(formed.number, now))
-
-
-def _asked_to_stop(document: Document, but: str) -> bool:
-    """Whether a member, gone or not, is asked to stop, another than `but`."""
-    return any(member.agent in document.stopping for member in document.members if member.agent != but)
 
 
 def _forgotten(document: Document | None, number: int) -> bool:

@@ -23,6 +23,11 @@ def enough_stay(document: Document, without: str | None = None) -> bool:
     return document.sizes.largest(len([agent for agent in staying if agent != without])) > 0
 
 
+def another_asked(document: Document, but: str) -> bool:
+    """Whether a member, gone or not, is asked to stop, another than `but`."""
+    return any(member.agent in document.stopping for member in document.members if member.agent != but)
+
+
 def marked(document: Document, agent: str) -> tuple[str, ...]:
     """`stopping` with the agent."""
     return (*document.stopping, agent)[-MAX_STOPPING:]

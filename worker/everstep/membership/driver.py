@@ -16,27 +16,10 @@ from random import Random
 
 from everstep.contract.document import Document, Member, Report, Sizes, Wish, encode
 from everstep.membership import proposals
+from everstep.membership.commands import CloseJob, Command, Evict, Leave, Reach
 from everstep.membership.errors import JoinTimedOut, RendezvousFailed, StoreUnavailable
 from everstep.membership.joining import Joining, Settings, decoded, read_wishes
-from everstep.membership.machine import (
-    MAX_FLAPS,
-    Break,
-    Charge,
-    CloseJob,
-    Done,
-    Event,
-    Evict,
-    KeepProcesses,
-    Leave,
-    Reach,
-    Refused,
-    SetBoundary,
-    StepAside,
-    StepOut,
-    Stop,
-    apply,
-    is_here,
-)
+from everstep.membership.machine import MAX_FLAPS, Refused, apply, is_here
 from everstep.membership.peers.peer_monitor import Links
 from everstep.membership.proposals import Broken, Round, Standing
 from everstep.membership.store import RoundStore, View
@@ -172,34 +155,12 @@ class Driver:
         """What the store holds now. Asks it."""
         return decoded(self._store.read())
 
-    def step_out(self, number: int, why: str) -> Document | Refused:
-        """Leave round `number`, whose other members go on; this agent stays present, and joins when it can."""
-        return self._change(lambda _: StepOut(self._member.agent, number, why))
-
-    def charge(self, number: int, why: str, earlier: int = 0) -> Document | Refused:
-        """What ended round `number` here was the program's own fault; the document has the job's count of those.
-        `earlier`: failures in it that were known when the process was started."""
-        return self._change(lambda _: Charge(self._member.agent, number, why, earlier))
-
-    def break_round(self, number: int, why: str) -> Document | Refused:
-        """End round `number`, whose members do not work together any more; all of them may be in the next."""
-        return self._change(lambda _: Break(self._member.agent, number, why))
-
-    def done(self, number: int) -> Document | Refused:
-        """This agent's processes have succeeded; when all members' have, the job is closed."""
-        return self._change(lambda _: Done(self._member.agent, number))
-
-    def keep_processes(self, number: int) -> Document | Refused:
-        """The processes of this job keep their memory from round to round."""
-        return self._change(lambda _: KeepProcesses(self._member.agent, number))
-
-    def stop_asked(self) -> Document | Refused:
-        """This agent is asked to stop: the others are not to count on it."""
-        return self._change(lambda _: Stop(self._member.agent))
-
-    def step_aside(self, number: int) -> Document | Refused:
-        """Leave round `number` with all members that are asked to stop, if enough others stay."""
-        return self._change(lambda _: StepAside(self._member.agent, number))
+    def change(self, command: Command) -> Document | Refused:
+        """Have the document changed by a command of this agent's. Raises what the store raises."""
+        # Only a job that no agent has joined yet can be closed without a document.
+        outside = isinstance(command, CloseJob) and command.outside
+        begun = Document(self._sizes, id=self._member.agent) if outside else None
+        return self._change(lambda _: command, begun)
 
     def evict(self, agent: str, why: str) -> Document | Refused:
         """Take out an agent that is known to be gone."""
@@ -208,15 +169,6 @@ class Driver:
     def report(self, agent: str, reaches: bool) -> Document | Refused:
         """Say that this agent does not reach another, or that it does again."""
         return self._change(lambda document: Reach(self._member.agent, document.round, agent, reaches))
-
-    def set_boundary(self, step: int) -> Document | Refused:
-        """Agree on the step after which joiners are taken in; whoever is first decides."""
-        return self._change(lambda document: SetBoundary(self._member.agent, document.round, step))
-
-    def close_job(self, why: str, *, outside: bool = False) -> Document | Refused:
-        """No further rounds, for anyone. `outside`: also before this agent has asked for a round, if there was none."""
-        begun = Document(self._sizes, id=self._member.agent) if outside else None
-        return self._change(lambda _: CloseJob(self._member.agent, why, outside), begun)
 
     def leave(self) -> None:
         """Go, and say so: the others need not wait for the lease. Best effort."""
@@ -240,7 +192,7 @@ class Driver:
             if thread is not threading.current_thread():
                 thread.join(self._settings.ttl)
 
-    def _change(self, make: Callable[[Document], Event], begun: Document | None = None) -> Document | Refused:
+    def _change(self, make: Callable[[Document], Command], begun: Document | None = None) -> Document | Refused:
         """`begun`: what is changed where there is no document yet."""
         for attempt in range(1, TRIES + 1):
             view = self._store.read()

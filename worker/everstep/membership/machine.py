@@ -26,145 +26,33 @@ from everstep.contract.document import (
     MAX_REPORTS,
     Document,
     Loss,
-    Member,
     Report,
     Setback,
-    Sizes,
 )
 from everstep.contract.fields import MAX_NUMBER
 from everstep.membership import draining
+from everstep.membership.commands import (
+    Break,
+    Charge,
+    CloseJob,
+    Command,
+    Done,
+    Drain,
+    Evict,
+    Form,
+    InRound,
+    Join,
+    KeepProcesses,
+    Leave,
+    Reach,
+    SetBoundary,
+    Stop,
+    Withdraw,
+)
 from everstep.membership.formation import selection
-from everstep.membership.formation.selection import Waited
 from everstep.membership.index_assignment import Table
 
 MAX_FLAPS = 5  # times that two agents may lose each other; then they are not put together again
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """`member` asks to be in the next round. Written by itself, or by whoever read its wish."""
-
-    member: Member
-    sizes: Sizes
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    agent: str
-    why: str = "left"
-
-
-@dataclass(frozen=True, slots=True)
-class StepOut:
-    """`by` lost processes: it is out of the round, and asks to join again when it has new ones."""
-
-    by: str
-    round: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """The program's own fault ended round `round` at the agent, or a process that was to come into the next one.
-    `earlier`: failures in that round that were known when the process was started. Round 0: it was in none yet."""
-
-    agent: str
-    round: int
-    why: str
-    earlier: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Break:
-    """The members live, but they do not work together any more: they meet again in the next round."""
-
-    by: str
-    round: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """All processes of `by` have succeeded. The last member to say so finishes the job."""
-
-    by: str
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeepProcesses:
-    """The job's processes keep their memory from round to round: who comes new gets them ready before it joins."""
-
-    by: str
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """`agent` is asked to stop. That changes nothing yet: it says what the others may not count on."""
-
-    agent: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepAside:
-    """All members that are asked to stop leave the round together, and the others go on."""
-
-    by: str
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Evict:
-    """`by` has proof that `agent` is gone: its lease lapsed, or its address refuses connections."""
-
-    by: str
-    round: int
-    agent: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """`by` does (not) reach `target`: no proof of anything about one of them, so the pair is judged."""
-
-    by: str
-    round: int
-    target: str
-    reaches: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Form the round `round` + 1 of those who wait. `shrink`: even if survivors would then be fewer than they were."""
-
-    by: str
-    round: int
-    waited: Waited
-    shrink: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class SetBoundary:
-    """The members of a running round let joiners in after `step`."""
-
-    by: str
-    round: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class CloseJob:
-    """`outside`: also by an agent that neither is in a round nor waits for one, while there was none yet."""
-
-    by: str
-    why: str
-    outside: bool = False
-
-
-# Decided in a round, by somebody in it or waiting for the next: another round's are refused.
-InRound = StepOut | StepAside | Break | Done | KeepProcesses | Evict | Reach | Close | SetBoundary
-Event = InRound | Join | Leave | Stop | Charge | CloseJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +63,7 @@ class Refused:
     final: bool = False
 
 
-def apply(document: Document, event: Event) -> Document | Refused:
+def apply(document: Document, event: Command) -> Document | Refused:
     """The document after the event, or why there is none."""
     if document.closed is not None:
         return Refused(f"the job is closed: {document.closed}", final=True)
@@ -199,10 +87,10 @@ def apply(document: Document, event: Event) -> Document | Refused:
 
 def _in_round(document: Document, event: InRound) -> Document | Refused:
     match event:
-        case StepOut():
+        case Withdraw():
             return _lose(document, event.by, event.why) or Refused(f"{event.by} is not here")
-        case StepAside():
-            return _step_aside(document)
+        case Drain():
+            return _drain(document)
         case Break():
             return _break(document, event.by, event.why)
         case Done():
@@ -215,8 +103,8 @@ def _in_round(document: Document, event: InRound) -> Document | Refused:
             return _lose(document, event.agent, event.why) or Refused(f"{event.agent} is not here")
         case Reach():
             return _reach(document, event)
-        case Close():
-            return _close(document, event)
+        case Form():
+            return _form(document, event)
         case SetBoundary():
             return _set_boundary(document, event)
         case _:
@@ -266,7 +154,7 @@ def _stop(document: Document, agent: str) -> Document | Refused:
     return replace(document, stopping=draining.marked(document, agent))
 
 
-def _step_aside(document: Document) -> Document | Refused:
+def _drain(document: Document) -> Document | Refused:
     leavers = draining.leavers(document)
     if isinstance(leavers, str):
         return Refused(leavers)
@@ -283,6 +171,10 @@ def _charge(document: Document, event: Charge) -> Document | Refused:
     """Once a round, because others follow from the first failure; and once more for a process that was started after
     it and fails before the next round, or a script that fails before its loop would be started for ever. Agents that
     were in no round are counted apart. An agent that repeats a charge has not heard the answer."""
+    if event.unless_others and any(s.round == event.round and s.agent != event.agent for s in document.history):
+        return Refused("another agent set the round back")
+    if event.unless_others and draining.another_asked(document, event.agent):
+        return Refused("another agent is asked to stop")
     charged = [s for s in document.history if s.charged and s.round == event.round]
     own = [s for s in charged if s.agent == event.agent]
     if len(charged if event.round else own) > event.earlier:
@@ -364,7 +256,7 @@ def _reach(document: Document, event: Reach) -> Document | Refused:
     return document
 
 
-def _close(document: Document, event: Close) -> Document | Refused:
+def _form(document: Document, event: Form) -> Document | Refused:
     if not is_waiting(document, event.by):
         return Refused(f"{event.by} does not wait for a round: it cannot form one")
     members = selection.next_members(document, event.waited, shrink=event.shrink)

@@ -11,19 +11,10 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from everstep.contract.document import Document, Member, Wish
+from everstep.membership.commands import Form, Join, Leave, Waited
 from everstep.membership.draining import divide, enough_stay
-from everstep.membership.formation.selection import Waited, growth
-from everstep.membership.machine import (
-    Close,
-    Join,
-    Leave,
-    Refused,
-    apply,
-    is_here,
-    is_member,
-    is_waiting,
-    join_all,
-)
+from everstep.membership.formation.selection import growth
+from everstep.membership.machine import Refused, apply, is_here, is_member, is_waiting, join_all
 
 MAX_STAGGER = 2.0  # seconds
 
@@ -158,7 +149,7 @@ def propose_join(
     now, folded = _fold(joined, agent, present)
     reasons += folded
     # Whoever changed something has not waited for anything since.
-    formed = apply(now, Close(agent, now.round, Waited.NOTHING if now != before else waited, shrink))
+    formed = apply(now, Form(agent, now.round, Waited.NOTHING if now != before else waited, shrink))
     if not isinstance(formed, Refused):
         return Proposal(formed, (*reasons, f"round {formed.round} of {len(formed.members)}"))
     return Proposal(now, tuple(reasons)) if now != before else Wait(formed.reason)

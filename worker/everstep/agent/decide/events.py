@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from everstep.contract.document import Setback
+from everstep.membership.commands import Break, Charge, CloseJob, Done, Drain, KeepProcesses, Stop, Withdraw
 from everstep.membership.proposals import Round, Standing
 
 # --- events
@@ -168,7 +169,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class JoinNext:
     """Ask for a round newer than `after`."""
 
     after: int
@@ -192,66 +193,16 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
-    """Tell processes to end where the others go into the next round."""
+class Drained:
+    """The agent is out of the round: tell its processes to end where the others go into the next one."""
 
     slots: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SayStopping:
-    """Tell the other agents that this one is asked to stop."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepAside:
-    """Leave the round with all agents that are asked to stop, if enough others stay; `Changed` answers."""
-
-    round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
     slots: tuple[int, ...]
     signal: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepOut:
-    round: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Break:
-    round: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """Charge a failure to the job; `Charged` answers. `unless_others`: not if another set the same round back.
-    `earlier`: failures that this agent had said were in that round when the process was forked."""
-
-    round: int
-    why: str
-    unless_others: bool = False
-    earlier: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeepProcesses:
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class CloseJob:
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +233,6 @@ class Timer:
     why: str = ""
 
 
-Instruction = (
-    Join | Fork | Announce | Dismiss | Signal | SayStopping | StepOut | StepAside | Break | Charge | Done
-    | KeepProcesses | CloseJob | Finish | Timer
-)  # fmt: skip
+# A `MemberCommand` goes to the round store as it is: `Changed` answers `Drain`, `Charged` answers `Charge`.
+MemberCommand = Stop | Drain | Withdraw | Break | Charge | Done | KeepProcesses | CloseJob
+Instruction = JoinNext | Fork | Announce | Drained | Signal | Timer | Finish | MemberCommand

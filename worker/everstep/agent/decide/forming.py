@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from everstep.agent.decide.events import Announce, Charge, Formed, Purpose, Timer
+from everstep.agent.decide.events import Announce, Formed, Purpose, Timer
 from everstep.agent.decide.state import Life, Slot, State, Step, all_ready, which, with_slots
 from everstep.contract.document import LEFT
+from everstep.membership.commands import Charge
 from everstep.membership.proposals import Round
 
 
@@ -38,7 +39,7 @@ def _settle(state: State, new: Round) -> Step:
     state = replace(state, suspect=None)
     if failure is None or (old is not None and not {m.agent for m in old.members} <= {m.agent for m in new.members}):
         return state, ()
-    charge = Charge(failure.round, failure.why, unless_others=True, earlier=failure.earlier)
+    charge = Charge(state.config.agent, failure.round, failure.why, unless_others=True, earlier=failure.earlier)
     return replace(state, charges=state.charges + 1), (charge,)
 
 

@@ -20,13 +20,9 @@ from everstep.agent.decide.events import (
     Announce,
     Asked,
     Began,
-    Break,
     Changed,
-    Charge,
     Charged,
-    CloseJob,
     Comes,
-    Done,
     Elapsed,
     Event,
     Exited,
@@ -38,13 +34,11 @@ from everstep.agent.decide.events import (
     Hung,
     Hurt,
     Instruction,
-    Join,
-    KeepProcesses,
+    JoinNext,
     Mismatched,
     NotFormed,
     Purpose,
     Ready,
-    StepOut,
     Stuck,
     Timer,
     Trains,
@@ -63,6 +57,7 @@ from everstep.agent.decide.state import (
     with_slots,
 )
 from everstep.contract import exit_codes
+from everstep.membership.commands import Break, Charge, CloseJob, Done, KeepProcesses, Withdraw
 from everstep.membership.proposals import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 
 HURT_SECONDS = 1.0  # in which a round is over, if a member of it died
@@ -164,8 +159,8 @@ def _failed(state: State, failure: Failure, fault: Fault) -> Step:
     told: list[Instruction] = []
     if state.round is not None and not state.over and not state.joining:
         # Where processes keep their memory the others go on without us; else all begin again together.
-        leave = StepOut if state.keeps else Break
-        told.append(leave(state.round.number, failure.why))
+        leave = Withdraw if state.keeps else Break
+        told.append(leave(state.config.agent, state.round.number, failure.why))
     state = replace(state, over=True)
     if fault is Fault.OUTSIDE:
         state = replace(state, struck=failure.round)
@@ -181,7 +176,7 @@ def _failed(state: State, failure: Failure, fault: Fault) -> Step:
         case Fault.PROGRAM:
             state = replace(state, failure=failure)
             if failure.earlier == state.failures:  # else one that was forked with it has failed before it
-                told.append(Charge(failure.round, failure.why, earlier=failure.earlier))
+                told.append(Charge(state.config.agent, failure.round, failure.why, earlier=failure.earlier))
                 state = replace(state, failures=state.failures + 1, charges=state.charges + 1)
         case Fault.PEER:
             # The peer that is lost may be of this agent, whose members are all there when they meet again.
@@ -201,7 +196,7 @@ def _charged(state: State, restarts: int | None) -> Step:
     code = failure.code if failure.code > 0 else 128 - failure.code
     why = failure.why + _used_up(state.config.max_restarts)
     state, told = end(state, Ending(code, why), signal.SIGKILL)
-    return state, ((CloseJob(why), *told) if state.config.alone else told)
+    return state, ((CloseJob(state.config.agent, why), *told) if state.config.alone else told)
 
 
 def _used_up(restarts: int) -> str:
@@ -260,11 +255,11 @@ def _waiting(state: State, event: Stuck | Mismatched) -> Step:
             return state, ()
         state = _stalled(state, event.step)
         if state.stalls[1] < MOST_STALLS:
-            return replace(state, over=True), (Break(number, why),)
+            return replace(state, over=True), (Break(state.config.agent, number, why),)
         why = f"{why}; {MOST_STALLS} times in a row"
     state = replace(state, failure=Failure(number, 1, why), charges=state.charges + 1)
-    charge = Charge(number, why, earlier=state.failures)
-    close = (CloseJob(why),) if state.config.alone else ()
+    charge = Charge(state.config.agent, number, why, earlier=state.failures)
+    close = (CloseJob(state.config.agent, why),) if state.config.alone else ()
     state, told = end(state, Ending(1, why), signal.SIGKILL)
     return state, (charge, *close, *told)
 
@@ -284,7 +279,7 @@ def _elapsed(state: State, timer: Timer) -> Step:
         case Purpose.HURT:
             if not stands or timer.round != number or state.ending is not None:
                 return state, ()
-            return replace(state, over=True), (Break(number, timer.why),)
+            return replace(state, over=True), (Break(state.config.agent, number, timer.why),)
         case Purpose.COME:
             if timer.round != number or not stands or state.ending is not None:
                 return state, ()
@@ -343,21 +338,22 @@ def _in_round(state: State, current: Round, live: tuple[int, ...]) -> Step:
     if all(slot.life is Life.SUCCEEDED for slot in state.slots):
         if state.done:
             return state, ()
-        return replace(state, done=True), (Done(number), Timer(LINGER_SECONDS, Purpose.LINGER, number))
+        linger = Timer(LINGER_SECONDS, Purpose.LINGER, number)
+        return replace(state, done=True), (Done(state.config.agent, number), linger)
     if state.keeps and state.finishing and all(slot.trains < number for slot in state.slots) and not state.done:
         # A round forms in all processes or in none: the others had finished when they took us in.
         if live:
             return kill(state, live, signal.SIGKILL)
-        return replace(state, done=True), (Done(number),)
+        return replace(state, done=True), (Done(state.config.agent, number),)
     if not state.keeps:
         if not live:
             return _fork(state, tuple(range(len(state.slots))), current)
         return kill(state, live, signal.SIGKILL) if which(state, Life.EMPTY) else (state, ())
     if not all(_in_place(slot, number) for slot in state.slots):
         state, then = _advance(replace(state, over=True))
-        return state, (StepOut(number, "a process ended"), *then)
+        return state, (Withdraw(state.config.agent, number, "a process ended"), *then)
     if not state.told and all_ready(state):
-        return replace(state, told=True), (KeepProcesses(number),)
+        return replace(state, told=True), (KeepProcesses(state.config.agent, number),)
     return state, ()
 
 
@@ -374,14 +370,14 @@ def _between(state: State, live: tuple[int, ...]) -> Step:
     after = state.round.number if state.round is not None else 0
     if not state.keeps:
         state, told = kill(state, live, signal.SIGKILL)
-        return replace(state, joining=True), (*told, Join(after))
+        return replace(state, joining=True), (*told, JoinNext(after))
     if live and which(state, Life.SUCCEEDED):
         return kill(state, live, signal.SIGKILL)
     missing = tuple(i for i, slot in enumerate(state.slots) if slot.life is not Life.LIVE)
     if missing:
         return _fork(state, missing, None)
     if all_ready(state):
-        return replace(state, joining=True), (Join(after),)
+        return replace(state, joining=True), (JoinNext(after),)
     return state, ()
 
 

@@ -15,9 +15,10 @@ from everstep.membership.proposals import Round
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`alone`: nobody else restarts this job, so a failure for good is told to the other agents. `grace_seconds`: from
-    SIGTERM to when all processes have to be gone."""
+    """`agent`: its name in the round. `alone`: nobody else restarts this job, so a failure for good is told to the
+    other agents. `grace_seconds`: from SIGTERM to when all processes have to be gone."""
 
+    agent: str
     processes: int
     max_restarts: int = 0
     alone: bool = True

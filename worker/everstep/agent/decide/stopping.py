@@ -20,20 +20,11 @@ import signal
 from dataclasses import replace
 from typing import assert_never
 
-from everstep.agent.decide.events import (
-    Asked,
-    Dismiss,
-    Done,
-    Instruction,
-    Purpose,
-    SayStopping,
-    StepAside,
-    StepOut,
-    Timer,
-)
+from everstep.agent.decide.events import Asked, Drained, Instruction, Purpose, Timer
 from everstep.agent.decide.state import Ending, Interrupt, Life, Notice, State, Step, all_ready, end, kill, which
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT
+from everstep.membership.commands import Done, Drain, Stop, Withdraw
 from everstep.membership.proposals import Stopping
 
 QUIET_SECONDS = 1.0  # in which nobody else was asked to stop; at most a tenth of the grace period
@@ -105,7 +96,7 @@ def _leave_or_stop(state: State, enough: bool) -> Step:
         return _go(state) if state.notice.count else (state, ())
     grace = state.config.grace_seconds
     return replace(state, notice=Notice()), (
-        SayStopping(),
+        Stop(state.config.agent),
         Timer(grace * NOTICE_SHARE, Purpose.NOTICE),
         Timer(grace, Purpose.GRACE),
     )
@@ -143,7 +134,7 @@ def left(state: State) -> Step:
     live = which(state, Life.LIVE)
     # What is not ready yet has nothing to end in order, and would hear of it late.
     speaking = tuple(i for i in live if state.slots[i].speaks and state.slots[i].ready)
-    told: tuple[Instruction, ...] = (Dismiss(speaking),) if speaking else ()
+    told: tuple[Instruction, ...] = (Drained(speaking),) if speaking else ()
     if state.notice is None:  # or the time is counted from the signal
         told = (*told, Timer(state.config.grace_seconds, Purpose.GRACE))
     state = replace(state, over=True, ending=GONE)
@@ -158,19 +149,19 @@ def advance(state: State) -> Step:
         state, told = end(state, Ending(exit_codes.OK, "its processes have succeeded"), signal.SIGTERM)
         if before.round is None or before.over or before.joining or before.done:
             return state, told
-        return state, (Done(before.round.number), *told)
+        return state, (Done(state.config.agent, before.round.number), *told)
     if which(state, Life.EMPTY):
         return end(state, _stop(_asked_by(state)), signal.SIGKILL)
     if state.keeps or not state.over or state.joining or state.round is None:
         return state, ()
     # Processes that do not speak end with their round, and none is started for another.
     state, told = _stop_all(state)
-    return state, (StepOut(state.round.number, LEFT), *told) if state.round is not None else told
+    return state, (Withdraw(state.config.agent, state.round.number, LEFT), *told) if state.round is not None else told
 
 
 def _go(state: State) -> Step:
     if state.keeps and state.round is not None:
-        return _uncounted(state), (StepAside(state.round.number),)
+        return _uncounted(state), (Drain(state.config.agent, state.round.number),)
     return end(state, GONE, signal.SIGTERM)
 
 

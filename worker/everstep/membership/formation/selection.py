@@ -11,19 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from enum import IntEnum
 
 from everstep.contract.document import MAX_MEMBERS, Document, Member
+from everstep.membership.commands import Waited
 from everstep.membership.formation.ranks import assign
 from everstep.membership.formation.reachability import largest_set
-
-
-class Waited(IntEnum):
-    """For what a proposer has waited, on its own clock, while the document did not change."""
-
-    NOTHING = 0
-    LAST_CALL = 1  # for whoever might still come
-    REJOIN = 2  # for living members of the present round that do not ask for the next
 
 
 def next_members(document: Document, waited: Waited, *, shrink: bool) -> tuple[Member, ...] | str:

@@ -32,6 +32,7 @@ from everstep.contract import env
 from everstep.contract.document import Document, Member, Sizes
 from everstep.membership.backends.configuration import Configuration, ConfigurationInvalid
 from everstep.membership.backends.opening import remedy
+from everstep.membership.commands import CloseJob, Done
 from everstep.membership.driver import CROWDED, Driver
 from everstep.membership.errors import (
     DocumentInvalid,
@@ -223,7 +224,7 @@ class RoundHandler(RendezvousHandler):
         failed = sys.exception() is not None  # torchrun calls this in a `finally`, while its error is on the way
         try:
             if env.JOB_UID in os.environ and self._number and not failed:
-                self._say(lambda: self._driver.done(self._number))
+                self._say(lambda: self._driver.change(Done(self._driver.agent, self._number)))
             elif env.JOB_UID not in os.environ or not failed:
                 # Who failed before its first round must not end the others' job.
                 self._close("an agent finished", outside=not failed)
@@ -244,7 +245,7 @@ class RoundHandler(RendezvousHandler):
             raise RendezvousConnectionError(str(e)) from e
 
     def _close(self, why: str, *, outside: bool) -> None:
-        self._say(lambda: self._driver.close_job(why, outside=outside))
+        self._say(lambda: self._driver.change(CloseJob(self._driver.agent, why, outside)))
         self._closed = True
 
     def _say(self, change: Callable[[], Document | Refused]) -> None:
