@@ -25,6 +25,7 @@ from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.train.report import Reporter
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.endpoint.auth import LeaderHere, RequestAuth, RequestLimits
+from everstep_operator.endpoint.reports import ReportEndpoint
 from everstep_operator.endpoint.server import EndpointServer, ServerOptions
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache
@@ -74,13 +75,12 @@ async def measure(file: Path, calls: int, reports: int) -> list[Figure]:
     )
     file.write_text(next(iter(pods)))  # noqa: ASYNC240  # nothing else runs yet
     token = str(file)
-    server = EndpointServer(
-        # What one pod may send in a second is another question: see hostile.py.
-        auth=RequestAuth(identities, LeaderHere, limits=RequestLimits(calls_rate=1e6, bytes_rate=1e9)),
-        accept=lambda _identity, report: came.append(report),
-        metrics=Metrics(process=False),
-        settings=ServerOptions(host="127.0.0.1", port=0),
-    )
+    metrics = Metrics(process=False)
+    # What one pod may send in a second is another question: see hostile.py.
+    auth = RequestAuth(identities, LeaderHere, limits=RequestLimits(calls_rate=1e6, bytes_rate=1e9))
+    endpoint = ReportEndpoint(auth, lambda _caller, report: came.append(report), metrics)
+    options = ServerOptions(host="127.0.0.1", port=0)
+    server = EndpointServer([endpoint.add_to], metrics=metrics, settings=options)
     async with server:
         url = f"http://127.0.0.1:{server.port}{REPORT_PATH}"
         there = await asyncio.to_thread(call_microseconds, url, token, calls, 5.0)

@@ -11,32 +11,30 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from everstep.contract import labels, variables
 from everstep.contract.messages import Report
 from everstep_operator.arguments import Invocation, read
-from everstep_operator.controller.apply import Applier, Key
-from everstep_operator.controller.event_handlers import (
-    BY_UID,
-    EventHandlers,
-    authenticator,
-    index_node,
-    index_owner,
-    index_uid,
-    round_views,
-)
-from everstep_operator.controller.reconcile import BY_NODE, BY_OWNER, Caches, Reconciler
+from everstep_operator.controller.apply import Applier
+from everstep_operator.controller.caches import Caches
+from everstep_operator.controller.event_handlers import EventHandlers
+from everstep_operator.controller.reconcile import Reconciler
 from everstep_operator.controller.record import Recorder
+from everstep_operator.controller.reports import ReportReceiver
 from everstep_operator.endpoint import auth, server
+from everstep_operator.endpoint.callers import Caller, Callers
+from everstep_operator.endpoint.reports import ReportEndpoint
 from everstep_operator.endpoint.token_claims import PodIdentity
-from everstep_operator.endpoint.token_reviews import IdentityCache
+from everstep_operator.endpoint.token_reviews import IdentityCache, authenticator
 from everstep_operator.endpoint.token_signatures import SigningKeys
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import CredentialsError
-from everstep_operator.kube.resources import NODES, PDBS, PODS, SERVICES, custom_resource
+from everstep_operator.kube.resources import custom_resource
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.plan.snapshot import Settings
+from everstep_operator.rounds.agents import find_agent, view_of
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.routes import RoundRoutes
 from everstep_operator.rounds.store import RoundStore
@@ -44,13 +42,13 @@ from everstep_operator.runtime.clock import Clock, SystemClock
 from everstep_operator.runtime.controller import Controller, Limits, Outcome, Succeeded
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.garbage_collection import freeze_startup_objects
-from everstep_operator.runtime.informer import Informer
 from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
 from everstep_operator.runtime.leader_probe import LeaderProbe
 from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
 from everstep_operator.telemetry.logs import setup
 from everstep_operator.telemetry.metrics import Metrics
+from everstep_operator.worker_pods import Key
 
 log = logging.getLogger("everstep.operator")
 
@@ -77,15 +75,7 @@ class Operator:
         caches: it settles the memory of the process, which has to be the operator's alone."""
         self._clock, self.metrics, self._settings, self._synced = clock, metrics, settings, synced
         rng = random.SystemRandom().random
-        ours, relisted = f"{labels.MANAGED_BY}={labels.MANAGER}", metrics.relisted
-        of_pods = {BY_OWNER: index_owner, BY_NODE: index_node}
-        self.caches = Caches(
-            jobs=Informer(client, JOBS, clock=clock, rng=rng, indexers={BY_UID: index_uid}, relisted=relisted),
-            pods=Informer(client, PODS, clock=clock, rng=rng, label_selector=ours, indexers=of_pods, relisted=relisted),
-            services=Informer(client, SERVICES, clock=clock, rng=rng, label_selector=ours, relisted=relisted),
-            nodes=Informer(client, NODES, clock=clock, rng=rng, relisted=relisted),
-            budgets=Informer(client, PDBS, clock=clock, rng=rng, label_selector=ours, relisted=relisted),
-        )
+        self.caches = Caches.of(client, JOBS, clock=clock, rng=rng, relisted=metrics.relisted)
         self.leader_probe = LeaderProbe(lambda: self.elector.other_holder_address())  # noqa: PLW0108 - which asks it in turn
         self.elector = LeaderElector(
             client,
@@ -125,10 +115,10 @@ class Operator:
             settings=Settings(settings.report_url, settings.checkpoint_url_prefixes),
             metrics=metrics,
             jobs=JOBS,
-            rounds=round_views(self.caches, self.rounds),
+            round_view=lambda job: view_of(self.rounds, job),
             forget=self.rounds.forget,
         )
-        handlers = EventHandlers(self.caches, self.queue, expectations, self.reconciler, clock, self.rounds, client)
+        EventHandlers(self.caches, self.queue, expectations, self.rounds)
         self.controller = Controller(
             "trainingjobs",
             self.reconciler.reconcile,
@@ -140,36 +130,37 @@ class Operator:
             on_outcome=self._outcome,
         )
 
-        def accept(identity: PodIdentity, report: Report) -> None:
-            handlers.accept(identity, report)
-            on_report(identity, report)
+        receiver = ReportReceiver(self.reconciler, self.queue, clock, self.rounds)
 
+        def accept(caller: Caller, report: Report) -> None:
+            receiver.accept(caller, report)
+            on_report(caller.identity, report)
+
+        callers = Callers(self.caches.pods, self.caches.jobs, client)
         self._identities = IdentityCache(
             authenticator(client),
             audience=labels.TOKEN_AUDIENCE,
             keys=SigningKeys(client.signing_keys, monotonic=clock.monotonic),
             monotonic=clock.monotonic,
-            exists=handlers.exists,
+            exists=callers.exists,
         )
-        checks = auth.RequestAuth(self._identities, self._leadership, tenant=handlers.tenant)
+        checks = auth.RequestAuth(self._identities, self._leadership, find=callers.find)
+        reports = ReportEndpoint(checks, accept, metrics)
+        rounds = RoundRoutes(self.rounds, checks, agent=partial(find_agent, callers), metrics=metrics)
         self.server = server.EndpointServer(
-            auth=checks,
-            accept=accept,
-            routes=RoundRoutes(self.rounds, checks, agent=handlers.agent, metrics=metrics).add_to,
+            [reports.add_to, rounds.add_to],
             metrics=metrics,
-            ready={"caches": self._caches_synced},
+            ready={"caches": self.caches.waiting},
             settings=server.ServerOptions(host=settings.host, port=settings.port),
         )
 
     async def run(self) -> None:
         """Serve, watch, and lead when allowed."""
         async with self.server, asyncio.TaskGroup() as group:
-            caches = self.caches
-            informers = (caches.jobs, caches.pods, caches.services, caches.nodes, caches.budgets)
-            for informer in informers:
+            for informer in self.caches.all():
                 group.create_task(informer.run())
             group.create_task(self._measure())
-            for informer in informers:
+            for informer in self.caches.all():
                 await informer.wait_synced()
             self._synced()
             # Only with full caches: a leader that sees no pods would believe that all of them are lost.
@@ -191,22 +182,8 @@ class Operator:
         address = self.elector.holder_address()
         if address is not None:
             return auth.LeaderAt(f"http://{address}")
-        starting = self._caches_synced()
+        starting = self.caches.waiting()
         return auth.LeaderUnknown(f"this replica starts: it {starting}") if starting else auth.LeaderUnknown()
-
-    def _caches_synced(self) -> str | None:
-        waiting = [
-            name
-            for name, informer in (
-                ("trainingjobs", self.caches.jobs),
-                ("pods", self.caches.pods),
-                ("services", self.caches.services),
-                ("nodes", self.caches.nodes),
-                ("poddisruptionbudgets", self.caches.budgets),
-            )
-            if not informer.has_synced
-        ]
-        return f"waits for the first list of {', '.join(waiting)}" if waiting else None
 
     def _outcome(self, key: Key, outcome: Outcome, seconds: float) -> None:
         self.metrics.reconciled(seconds, failed=not isinstance(outcome, Succeeded))

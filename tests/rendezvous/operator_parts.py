@@ -52,11 +52,9 @@ def pod_body(
 
 async def start(operator: Operator, group: asyncio.TaskGroup) -> None:
     """Everything but its server, which listens already, and its planner. Returns with full caches."""
-    caches = operator.caches
-    informers = (caches.jobs, caches.pods, caches.services, caches.nodes, caches.budgets)
-    for informer in informers:
+    for informer in operator.caches.all():
         group.create_task(informer.run())
-    for informer in informers:
+    for informer in operator.caches.all():
         await informer.wait_synced()
     group.create_task(operator.elector.run())
     group.create_task(operator.leader_probe.run())

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from report_server import report_server
 from tokens import POD, Authority, Reviewer
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
@@ -22,7 +23,6 @@ from everstep_operator.endpoint.connection_limits import (
     REFUSED_RATE,
     ConnectionLimits,
 )
-from everstep_operator.endpoint.server import EndpointServer, ServerOptions
 from everstep_operator.telemetry.metrics import Metrics
 
 CLUSTER = Authority()
@@ -36,11 +36,8 @@ async def serving() -> AsyncIterator[tuple[int, str]]:
     """A port, and a token that is good."""
     reviewer = Reviewer(CLUSTER)
     cache = reviewer.cache(monotonic=asyncio.get_running_loop().time)
-    server = EndpointServer(
-        auth=RequestAuth(cache, LeaderHere),
-        accept=lambda _pod, _report: None,
-        metrics=Metrics(process=False),
-        settings=ServerOptions(host="127.0.0.1", port=0),
+    server = report_server(
+        RequestAuth(cache, LeaderHere),
     )
     async with server:
         yield server.port, reviewer.issue(POD)
@@ -96,11 +93,8 @@ async def test_address_that_is_refused_all_the_time_is_heard_seldom_and_a_worker
 
 
 async def test_followers_refuse_nobody_whom_they_send_on() -> None:
-    server = EndpointServer(
-        auth=RequestAuth(Reviewer(CLUSTER).cache(), lambda: LeaderAt("http://leader:8080")),
-        accept=lambda _pod, _report: None,
-        metrics=Metrics(process=False),
-        settings=ServerOptions(host="127.0.0.1", port=0),
+    server = report_server(
+        RequestAuth(Reviewer(CLUSTER).cache(), lambda: LeaderAt("http://leader:8080")),
     )
     async with server, asyncio.timeout(60):
         for _ in range(int(REFUSED_BURST) * 2):
@@ -154,11 +148,9 @@ async def test_metrics_that_anybody_may_ask_for_are_rendered_a_few_times_a_secon
             rendered += 1
             return super().render()
 
-    server = EndpointServer(
-        auth=RequestAuth(Reviewer(CLUSTER).cache(), LeaderHere),
-        accept=lambda _pod, _report: None,
+    server = report_server(
+        RequestAuth(Reviewer(CLUSTER).cache(), LeaderHere),
         metrics=Counting(process=False),
-        settings=ServerOptions(host="127.0.0.1", port=0),
     )
     async with server, asyncio.timeout(60):
         loop = asyncio.get_running_loop()

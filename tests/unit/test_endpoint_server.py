@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import pytest
+from report_server import report_server
 from tokens import POD, Authority, Reviewer, pod
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, Phase, Report
@@ -19,7 +20,7 @@ from everstep_operator.endpoint.auth import (
     RequestAuth,
     RequestLimits,
 )
-from everstep_operator.endpoint.server import EndpointServer, ReportRefused, ServerOptions
+from everstep_operator.endpoint.reports import ReportRefused
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.telemetry.metrics import Metrics
 
@@ -73,12 +74,12 @@ async def serving(
     identities = reviewer.cache(monotonic=asyncio.get_running_loop().time)
     limits = RequestLimits(body_seconds=body_seconds, check_seconds=check_seconds, **bounds)
     gate = RequestAuth(identities, lambda: world.leadership, limits=limits)
-    server = EndpointServer(
-        auth=gate,
+    server = report_server(
+        gate,
         accept=world.accept,
         metrics=world.metrics,
         ready={"informers": lambda: world.not_ready},
-        settings=ServerOptions(host="127.0.0.1", port=0, max_in_flight=max_in_flight),
+        max_in_flight=max_in_flight,
     )
     timeout = aiohttp.ClientTimeout(total=10)
     async with server, aiohttp.ClientSession(f"http://127.0.0.1:{server.port}", timeout=timeout) as session:
@@ -322,8 +323,8 @@ async def test_sender_that_goes_away_in_the_middle_leaves_no_trace(caplog: pytes
 async def test_port_in_use_is_an_error_at_start() -> None:
     world = World()
     async with serving(world):
-        settings = ServerOptions(host="127.0.0.1", port=int(world.url.rsplit(":", 1)[1]))
+        port = int(world.url.rsplit(":", 1)[1])
         gate = RequestAuth(Reviewer(CLUSTER).cache(), LeaderHere)
-        other = EndpointServer(auth=gate, accept=world.accept, metrics=world.metrics, settings=settings)
+        other = report_server(gate, world.accept, world.metrics, port=port)
         with pytest.raises(OSError):
             await other.start()

@@ -9,7 +9,6 @@ from typing import cast
 import pytest
 from tokens import AUDIENCE, POD, Authority, Reviewer, pod
 
-from everstep_operator.controller.event_handlers import authenticator
 from everstep_operator.endpoint.token_claims import MAX_TOKEN, PodIdentity
 from everstep_operator.endpoint.token_reviews import (
     MAX_OF_POD,
@@ -18,6 +17,7 @@ from everstep_operator.endpoint.token_reviews import (
     Lane,
     Refusal,
     TooManyChecks,
+    authenticator,
 )
 from everstep_operator.endpoint.token_signatures import MAX_OF_ID, RETRY
 from everstep_operator.kube.client import KubeClient, TokenIdentity

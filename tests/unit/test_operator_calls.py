@@ -4,14 +4,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from report_server import report_server
 from tokens import POD, Authority, Reviewer
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.membership.backends.operator_calls import Limits, OperatorCalls
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep_operator.endpoint.auth import LeaderHere, RequestAuth
-from everstep_operator.endpoint.server import EndpointServer, ServerOptions
-from everstep_operator.telemetry.metrics import Metrics
 
 BODY = Report(Phase.TRAIN, rank=0, world_size=2, at=100.0, step=5).encode()
 CLUSTER = Authority()
@@ -21,11 +20,8 @@ async def test_agent_that_was_accepted_asks_again_for_some_time_before_401_ends_
     reviewer, file, now = Reviewer(CLUSTER), tmp_path / "token", 0.0
     token = reviewer.issue(POD)
     file.write_text(token)
-    server = EndpointServer(
-        auth=RequestAuth(reviewer.cache(), LeaderHere),
-        accept=lambda _pod, _report: None,
-        metrics=Metrics(process=False),
-        settings=ServerOptions(host="127.0.0.1", port=0),
+    server = report_server(
+        RequestAuth(reviewer.cache(), LeaderHere),
     )
     async with server, asyncio.timeout(60):
 

@@ -19,15 +19,14 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from report_server import report_server
 from tokens import Authority, Reviewer, pod
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep_operator.endpoint.auth import LeaderHere, RequestAuth
 from everstep_operator.endpoint.connection_limits import REFUSED_BURST
-from everstep_operator.endpoint.server import EndpointServer, ServerOptions
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.runtime.fair_queueing import MAX_OF_ALL, MAX_OF_GROUP, FairQueue, Flow
-from everstep_operator.telemetry.metrics import Metrics
 
 CLUSTER = Authority()
 BODY = Report(Phase.TRAIN, rank=0, world_size=2, at=100.0, step=5).encode()
@@ -58,11 +57,9 @@ async def serving(*who: PodIdentity) -> AsyncIterator[Server]:
     """All of `who` are known already: each has reported once."""
     reviewer, server = Reviewer(CLUSTER), Server()
     server.tokens = {one: reviewer.issue(one) for one in who}
-    endpoint = EndpointServer(
-        auth=RequestAuth(reviewer.cache(monotonic=asyncio.get_running_loop().time), LeaderHere),
+    endpoint = report_server(
+        RequestAuth(reviewer.cache(monotonic=asyncio.get_running_loop().time), LeaderHere),
         accept=lambda one, _report: server.order.append(one),
-        metrics=Metrics(process=False),
-        settings=ServerOptions(host="127.0.0.1", port=0),
     )
     async with endpoint:
         server.port = endpoint.port

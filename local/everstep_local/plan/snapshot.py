@@ -17,7 +17,6 @@ import msgspec
 from everstep.contract import private, redact
 from everstep.contract.document import DocumentInvalid, decode
 from everstep_operator.controller import observe
-from everstep_operator.controller.event_handlers import BACKEND, rendezvous_backend
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import Forbidden, NotFound
@@ -37,6 +36,7 @@ from everstep_operator.kube.wire import (
 from everstep_operator.main import JOBS
 from everstep_operator.plan import names
 from everstep_operator.plan.snapshot import NodeView, RoundView, Snapshot
+from everstep_operator.rounds.agents import BACKEND, rendezvous_backend
 from everstep_operator.rounds.documents import KEY, config_map_name
 from everstep_operator.rounds.rules import round_view
 

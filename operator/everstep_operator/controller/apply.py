@@ -41,10 +41,10 @@ from everstep_operator.plan.snapshot import JobView
 from everstep_operator.plan.stages import Stage, StageName
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.parallel import Failed, run_bounded
+from everstep_operator.worker_pods import Key
 
 T = TypeVar("T", bound=KubeObject)
 MAX_PARALLEL = 16
-Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)

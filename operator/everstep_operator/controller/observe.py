@@ -6,24 +6,14 @@ is not part of the snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from everstep.contract import labels
 from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
 from everstep_operator.kube.wire import Condition, Node, Pod, PodDisruptionBudget, Unstructured, controller_uid
-from everstep_operator.plan.snapshot import BudgetView, Exit, JobView, NodeView, PodPhase, RoundView, WorkerPod
-
-# What the round store holds of the job with this UID, if it is this operator's and this replica knows it.
-RoundViews = Callable[[str], RoundView | None]
-
-
-def no_rounds(_: str) -> RoundView | None:
-    """For an operator without a round store."""
-    return None
-
+from everstep_operator.plan.snapshot import BudgetView, Exit, JobView, NodeView, PodPhase, WorkerPod
+from everstep_operator.worker_pods import worker_exit, worker_labels
 
 # Reasons for which a container stays waiting until somebody changes something.
 _STUCK = frozenset(
@@ -66,20 +56,17 @@ def job_view(obj: Unstructured, checkpoint_url_prefixes: tuple[str, ...] = ()) -
 
 def worker_pod(pod: Pod) -> WorkerPod | None:
     """A pod of ours; None when its labels do not say which worker it is."""
-    found = pod.metadata.labels
-    try:
-        index, incarnation = int(found[labels.WORKER_INDEX]), int(found[labels.INCARNATION])
-        round_ = int(found.get(labels.ROUND, "0"))  # a pod whose agent joins rounds has none of its own
-    except (KeyError, ValueError):
+    found = worker_labels(pod)
+    if found is None:
         return None
     conditions = {c.type: c for c in pod.status.conditions}
     ready = conditions.get("Ready")
     return WorkerPod(
         name=pod.metadata.name,
         uid=pod.metadata.uid,
-        index=index,
-        incarnation=incarnation,
-        round=round_,
+        index=found.index,
+        incarnation=found.incarnation,
+        round=found.round,
         phase=PodPhase(pod.status.phase) if pod.status.phase in _PHASES else PodPhase.PENDING,
         ready=_is_true(ready),
         node=pod.spec.node_name or None,
@@ -140,8 +127,7 @@ def _waiting(pod: Pod) -> str | None:
 
 
 def _exit(pod: Pod) -> Exit | None:
-    status = next((s for s in pod.status.container_statuses if s.name == labels.WORKER_CONTAINER), None)
-    ended = status.state.terminated if status is not None else None
+    ended = worker_exit(pod)
     if ended is None:
         return None
     return Exit(ended.exit_code, ended.reason or None, ended.message or None, ended.finished_at)

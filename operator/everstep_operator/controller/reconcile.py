@@ -17,28 +17,27 @@ from everstep_operator.api.conditions import ConditionStatus, ConditionType, Rea
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Condition, Status
 from everstep_operator.controller import observe
-from everstep_operator.controller.apply import Applied, Applier, Key
+from everstep_operator.controller.apply import Applied, Applier
+from everstep_operator.controller.caches import BY_OWNER, Caches
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.controller.record import Recorder
 from everstep_operator.kube.resources import Resource
-from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
+from everstep_operator.kube.wire import Service, Unstructured, controller_uid
 from everstep_operator.plan import names
 from everstep_operator.plan.build import recovery_record
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Event, Plan
 from everstep_operator.plan.planner import plan
-from everstep_operator.plan.snapshot import JobView, NodeView, Settings, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import JobView, NodeView, RoundView, Settings, Snapshot, WorkerPod
 from everstep_operator.runtime.cache import is_not_newer
 from everstep_operator.runtime.clock import Clock, within
 from everstep_operator.runtime.controller import Result
 from everstep_operator.runtime.expectations import Expectations
-from everstep_operator.runtime.informer import Informer
 from everstep_operator.telemetry.metrics import Metrics
+from everstep_operator.worker_pods import Key
 
 log = logging.getLogger("everstep.reconcile")
 
-BY_OWNER = "owner"
-BY_NODE = "node"
 # Progress alone is written to the API server no more often than this for one job.
 PROGRESS_INTERVAL = timedelta(seconds=5)
 EVENT_SECONDS = 5.0
@@ -46,17 +45,8 @@ _REFUSED_NEWS = 0.1  # seconds from a refusal to the plan that reports it
 _OWN_WRITE_WAIT = 1.0  # seconds; the watch event normally comes first
 
 
-@dataclass(frozen=True, slots=True)
-class Caches:
-    jobs: Informer[Unstructured]
-    pods: Informer[Pod]
-    services: Informer[Service]
-    nodes: Informer[Node]
-    budgets: Informer[PodDisruptionBudget]
-
-
 @dataclass(slots=True)
-class _Memory:
+class _JobMemory:
     """What this replica remembers of a job between passes. Losing it costs a moment, never a decision."""
 
     uid: str
@@ -78,10 +68,11 @@ class Reconciler:
         settings: Settings,
         metrics: Metrics,
         jobs: Resource[Unstructured],
-        rounds: observe.RoundViews = observe.no_rounds,
+        round_view: Callable[[Unstructured], RoundView | None],
         forget: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`forget` is told the UID of a job that is gone, when no pass over it can speak of it any more."""
+        """`round_view` gives the round of a job; None where its rounds are not kept here, or are not known yet.
+        `forget` is told the UID of a job that is gone, when no pass over it can speak of it any more."""
         self._caches = caches
         self._applier = applier
         self._recorder = recorder
@@ -90,9 +81,9 @@ class Reconciler:
         self._settings = settings
         self._metrics = metrics
         self._jobs = jobs
-        self._rounds = rounds
+        self._round_view = round_view
         self._forget = forget
-        self._memory: dict[Key, _Memory] = {}
+        self._memory: dict[Key, _JobMemory] = {}
 
     def forget_all(self) -> None:
         """A new term of leadership begins: another replica may have decided since."""
@@ -120,11 +111,11 @@ class Reconciler:
             job = observe.job_view(obj, self._settings.checkpoint_url_prefixes)
         except SpecError as e:
             return await self._refuse(obj, memory, e)
-        snapshot = self._snapshot(job, memory)
+        snapshot = self._snapshot(obj, job, memory)
         decided = plan(snapshot)
         return await self._carry_out(obj, memory, snapshot, decided)
 
-    async def _carry_out(self, obj: Unstructured, memory: _Memory, snapshot: Snapshot, decided: Plan) -> Result:
+    async def _carry_out(self, obj: Unstructured, memory: _JobMemory, snapshot: Snapshot, decided: Plan) -> Result:
         job = snapshot.job
         if decided.actions or decided.publish:
             log.info(
@@ -169,7 +160,7 @@ class Reconciler:
         except TimeoutError:
             log.warning("events not written in time", extra={"job": job.key, "events": [str(e) for e in events]})
 
-    async def _write(self, obj: Unstructured, memory: _Memory, job: JobView, decided: Plan) -> bool:
+    async def _write(self, obj: Unstructured, memory: _JobMemory, job: JobView, decided: Plan) -> bool:
         """Whether something had to be written."""
         version = await self._recorder.write_status(obj, decided.status)
         if version is None:
@@ -184,7 +175,7 @@ class Reconciler:
         self._count(old, new)
         return True
 
-    def _wrote_just_now(self, memory: _Memory) -> bool:
+    def _wrote_just_now(self, memory: _JobMemory) -> bool:
         """Whether figures that only inform have to wait."""
         return memory.written_at is not None and self._clock.now() - memory.written_at < PROGRESS_INTERVAL
 
@@ -202,7 +193,7 @@ class Reconciler:
             seconds = None if newest.rung == Rung.REGROW else recovery_record.total_ms(newest) / 1000
             self._metrics.recovered(newest.cause, newest.rung, seconds)
 
-    def _remember(self, obj: Unstructured) -> _Memory:
+    def _remember(self, obj: Unstructured) -> _JobMemory:
         key, uid = obj.key, obj.metadata.uid
         memory = self._memory.get(key)
         if memory is None or memory.uid != uid:
@@ -212,11 +203,11 @@ class Reconciler:
                 status = parse_status(obj.status)
             except SpecError:
                 status = Status()
-            memory = _Memory(uid, JobProgress(status, self._clock.now()))
+            memory = _JobMemory(uid, JobProgress(status, self._clock.now()))
             self._memory[key] = memory
         return memory
 
-    def _snapshot(self, job: JobView, memory: _Memory) -> Snapshot:
+    def _snapshot(self, obj: Unstructured, job: JobView, memory: _JobMemory) -> Snapshot:
         pods = self._pods_of(job)
         service = self._caches.services.get(job.namespace, names.service_name(job.name))
         budget = self._caches.budgets.get(job.namespace, names.service_name(job.name))
@@ -228,7 +219,7 @@ class Reconciler:
             budget=observe.budget_view(budget, job.uid) if budget is not None else None,
             nodes=self._nodes_of(pods),
             progress=memory.progress.snapshot(),
-            world=self._rounds(job.uid),
+            world=self._round_view(obj),
             name_collisions=memory.applied.collisions,
             create_refused=memory.applied.create_refused,
             settings=self._settings,
@@ -243,7 +234,7 @@ class Reconciler:
         found = ((name, self._caches.nodes.get("", name)) for name in sorted(wanted))
         return {name: observe.node_view(node) for name, node in found if node is not None}
 
-    async def _refuse(self, obj: Unstructured, memory: _Memory, error: SpecError) -> Result:
+    async def _refuse(self, obj: Unstructured, memory: _JobMemory, error: SpecError) -> Result:
         """A spec that got past the API server (an older CRD): say so once, touch nothing."""
         try:
             status = parse_status(obj.status)

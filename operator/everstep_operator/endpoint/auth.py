@@ -17,8 +17,9 @@ from typing import TypeAlias, assert_never
 
 from aiohttp import web
 
+from everstep_operator.endpoint.callers import Caller
 from everstep_operator.endpoint.connection_limits import connection_of
-from everstep_operator.endpoint.tenant_limits import Rates, Shares, Tenant
+from everstep_operator.endpoint.tenant_limits import Rates, Shares
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache, Refusal, TooManyChecks
 from everstep_operator.runtime.fair_queueing import FairQueue, Flow
@@ -100,14 +101,6 @@ class RequestLimits:
     patience: float = 1.0  # seconds for which a request waits that comes too early, before it is refused
 
 
-@dataclass(frozen=True, slots=True)
-class Sender:
-    """Who speaks, and whose part of the operator that takes."""
-
-    pod: PodIdentity
-    tenant: Tenant
-
-
 class RequestAuth:
     """`leadership` is asked at each request and must not block."""
 
@@ -116,11 +109,11 @@ class RequestAuth:
         identities: IdentityCache,
         leadership: Callable[[], LeaderLocation],
         *,
-        tenant: Callable[[PodIdentity], Tenant] = lambda pod: Tenant(pod.namespace, "", pod.pod_uid),
+        find: Callable[[PodIdentity], Caller] = Caller,
         limits: RequestLimits | None = None,
     ) -> None:
-        """`tenant` says of which job a pod is; it must not block."""
-        self._identities, self._leadership, self._tenant = identities, leadership, tenant
+        """`find` says what is known of a pod; it must not block."""
+        self._identities, self._leadership, self._find = identities, leadership, find
         self._limits = limits = limits or RequestLimits()
         self._bodies = Shares(limits.body_bytes)
         # A job has as many pods as its namespace's quota lets it have, and each speaks: only pods are slowed down.
@@ -143,14 +136,14 @@ class RequestAuth:
                 assert_never(other)
 
     @asynccontextmanager
-    async def admitted(self, request: web.Request, room: Shares) -> AsyncIterator[Sender | Answer]:
+    async def admitted(self, request: web.Request, room: Shares) -> AsyncIterator[Caller | Answer]:
         """Who is behind the request, with a place in `room` until the end; or the answer that it gets instead."""
         identity = await self._admit(request)
         if isinstance(identity, Answer):
             yield identity
             return
         request[LEGITIMATE] = True
-        tenant = self._tenant(identity)
+        tenant = self._find(identity).tenant
         flow = Flow(tenant.namespace, tenant.pod)
         if (connection := connection_of(request.transport)) is not None:
             connection.authenticate(flow)
@@ -168,7 +161,7 @@ class RequestAuth:
             if request.transport is None:
                 yield Answer(408, "the sender has gone meanwhile", ReportResult.TIMED_OUT)
                 return
-            yield Sender(identity, tenant)
+            yield self._find(identity)  # what the caches know may have changed while the request waited
 
     async def _admit(self, request: web.Request) -> PodIdentity | Answer:
         if (answer := self.answer_of_follower(request)) is not None:
@@ -192,7 +185,7 @@ class RequestAuth:
         self._unchecked = None
         return identity
 
-    async def body(self, request: web.Request, limit: int, sender: Sender) -> bytes | Answer:
+    async def body(self, request: web.Request, limit: int, caller: Caller) -> bytes | Answer:
         """The request's body of at most `limit` bytes, or the answer to one that is larger, does not arrive, or is more
         than the sender's share."""
         declared = request.content_length
@@ -200,10 +193,10 @@ class RequestAuth:
             return _too_large(limit)
         # What is not declared may become as large as it is allowed to.
         amount = limit if declared is None else declared
-        with self._bodies.taken(sender.tenant, amount) as given:
+        with self._bodies.taken(caller.tenant, amount) as given:
             if not given:
                 return later("too many bodies at once, of this pod, its job, its namespace or all", ReportResult.BUSY)
-            if self._bytes.spend(sender.tenant, amount, _now()) is None:
+            if self._bytes.spend(caller.tenant, amount, _now()) is None:
                 return later(
                     f"more than {self._limits.bytes_rate / 1024:g} KiB a second of this pod, or of its job",
                     ReportResult.BUSY,

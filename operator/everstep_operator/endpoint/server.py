@@ -1,29 +1,24 @@
-"""The operator's HTTP server: progress reports in; probes and metrics out; and what others add to it.
+"""The operator's HTTP server: probes and metrics, and the routes that it is given.
 
-A follower is Ready too, so that the Service reaches whoever is there (`gate` sends workers on to the leader). It does
-not know what a report means: it hands it on with who sent it. Invariants: identity comes from the token alone, never
-from the body; every request is bounded in size, time and number; a refusal says why; nothing that a worker sends can
-stop the server.
+A follower is Ready too, so that the Service reaches every replica; `auth` redirects workers to the leader. Invariants:
+every request is bounded in size, time and number; nothing that a worker sends can stop the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, MessageError, Report
-from everstep_operator.endpoint.auth import LEGITIMATE, Answer, RequestAuth, Sender
+from everstep_operator.endpoint.auth import LEGITIMATE
 from everstep_operator.endpoint.connection_limits import ConnectionLimits, connection_of
 from everstep_operator.endpoint.listener import Listener
-from everstep_operator.endpoint.tenant_limits import Shares
-from everstep_operator.endpoint.token_claims import PodIdentity
-from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics, ReportResult
+from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics
 
 log = logging.getLogger("everstep.endpoint")
 
@@ -33,17 +28,12 @@ SCRAPE_SECONDS = 0.25  # for which one rendering of the metrics is given to all 
 Check: TypeAlias = Callable[[], str | None]
 
 
-class ReportRefused(Exception):  # it is an answer to the worker, not a fault of the operator
-    """Raised by `accept`: the sender is known and may not report; the text is sent to it."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Bounds of the server. Times in seconds."""
 
     host: str = "0.0.0.0"  # noqa: S104  # pods and the kubelet reach it through the pod's own address
     port: int = 8080  # 0: any free one, see `EndpointServer.port`
-    max_in_flight: int = 4096  # reports handled at once; who asks for more than a share of it is answered 503
     keepalive_seconds: float = 75.0
     stop_seconds: float = 5.0
     backlog: int = 1024  # connections that wait to be accepted
@@ -54,20 +44,15 @@ class EndpointServer:
 
     def __init__(
         self,
+        routes: Sequence[Callable[[web.UrlDispatcher], None]],
         *,
-        auth: RequestAuth,
-        accept: Callable[[PodIdentity, Report], None],
         metrics: Metrics,
-        routes: Callable[[web.UrlDispatcher], None] | None = None,
         ready: Mapping[str, Check] | None = None,
-        alive: Mapping[str, Check] | None = None,
         settings: ServerOptions | None = None,
     ) -> None:
-        """`routes` adds what else this server answers."""
-        self._auth, self._accept, self._metrics, self._routes = auth, accept, metrics, routes
-        self._ready, self._alive = dict(ready or {}), dict(alive or {})
+        """Each of `routes` adds the paths that it answers."""
+        self._routes, self._metrics, self._ready = routes, metrics, dict(ready or {})
         self._settings = settings or ServerOptions()
-        self._room = Shares(self._settings.max_in_flight)
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._scraped, self._scraped_at = b"", float("-inf")
@@ -76,10 +61,9 @@ class EndpointServer:
     async def start(self) -> None:
         """Listen; afterwards `port` is the port in use."""
         app = web.Application(middlewares=[_heard])
-        app.router.add_post(REPORT_PATH, self._report)
-        if self._routes is not None:
-            self._routes(app.router)
-        app.router.add_get("/healthz", self._probe(self._alive))
+        for add_to in self._routes:
+            add_to(app.router)
+        app.router.add_get("/healthz", self._probe({}))
         app.router.add_get("/readyz", self._probe(self._ready))
         app.router.add_get("/metrics", self._scrape)
         s = self._settings
@@ -116,31 +100,6 @@ class EndpointServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
-
-    async def _report(self, request: web.Request) -> web.StreamResponse:
-        async with self._auth.admitted(request, self._room) as sender:
-            answer = sender if isinstance(sender, Answer) else await self._answer(request, sender)
-        self._metrics.report(answer.result)
-        return answer.response(request)
-
-    async def _answer(self, request: web.Request, sender: Sender) -> Answer:
-        body = await self._auth.body(request, MAX_REPORT_BYTES, sender)
-        if isinstance(body, Answer):
-            return body
-        try:
-            report = Report.decode(body)
-        except MessageError as e:
-            return Answer(400, str(e), ReportResult.MALFORMED)
-        who = {"namespace": sender.pod.namespace, "pod": sender.pod.pod_name}
-        try:
-            self._accept(sender.pod, report)
-        except ReportRefused as e:
-            log.debug("report refused", extra={**who, "reason": str(e)})
-            return Answer(403, str(e), ReportResult.FORBIDDEN)
-        except Exception:
-            log.exception("report failed in the operator", extra={**who, "round": report.round})
-            return Answer(500, "the operator failed on this report; see its log", ReportResult.UNAVAILABLE)
-        return Answer(204, "", ReportResult.ACCEPTED)
 
     def _probe(self, checks: Mapping[str, Check]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(_: web.Request) -> web.StreamResponse:

@@ -12,14 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from everstep.contract import labels
 from everstep_operator.endpoint.tenant_limits import Shares, Tenant
 from everstep_operator.endpoint.token_claims import ClaimsRefused, PodIdentity, read_claims
 from everstep_operator.endpoint.token_signatures import Proof, SigningKeys
+from everstep_operator.kube.client import KubeClient, TokenIdentity
+
+log = logging.getLogger("everstep.token_reviews")
 
 Authenticate = Callable[[str], Awaitable[PodIdentity | None]]
 
@@ -191,3 +196,22 @@ class IdentityCache:
         own.remove(key)
         if not own:
             del self._tokens_of[good.identity.pod_uid]
+
+
+def authenticator(client: KubeClient) -> Authenticate:
+    """Who a bearer token is, by TokenReview: a deleted pod's token dies with it."""
+
+    async def authenticate(token: str) -> PodIdentity | None:
+        review = await client.review_token(token, (labels.TOKEN_AUDIENCE,))
+        if not isinstance(review, TokenIdentity) or not review.pod_uid:
+            return None
+        # A server that does not know audiences answers for its own, and names none.
+        if labels.TOKEN_AUDIENCE not in review.audiences:
+            log.warning(
+                "the API server confirmed a token for other audiences: it is refused",
+                extra={"namespace": review.namespace, "pod": review.pod_name, "audiences": review.audiences[:8]},
+            )
+            return None
+        return PodIdentity(review.namespace, review.pod_name, review.pod_uid)
+
+    return authenticate

@@ -27,9 +27,9 @@ from everstep.contract.rounds import (
     TTL_HEADER,
     VERSION_HEADER,
 )
-from everstep_operator.endpoint.auth import Answer, RequestAuth, Sender, later
+from everstep_operator.endpoint.auth import Answer, RequestAuth, later
+from everstep_operator.endpoint.callers import Caller, CallerRefused, CallerUnknown
 from everstep_operator.endpoint.tenant_limits import Shares
-from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.rounds.documents import RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.job import VersionedDocument
 from everstep_operator.rounds.presence import PresenceFull, PresenceRefused
@@ -41,7 +41,7 @@ log = logging.getLogger("everstep.rounds")
 
 _JSON = "application/json"
 
-Call: TypeAlias = Callable[[web.Request, Agent, Sender], Awaitable[web.Response]]
+Call: TypeAlias = Callable[[web.Request, Agent, Caller], Awaitable[web.Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class RoundLimits:
 
 
 class RoundRoutes:
-    """`agent` says which job's agent a pod is; raises RoundsRefused, RoundsUnavailable."""
+    """`agent` says which job's agent a caller is; it raises what `agents.find_agent` raises."""
 
     def __init__(
         self,
         rounds: RoundStore,
         auth: RequestAuth,
         *,
-        agent: Callable[[PodIdentity], Awaitable[Agent]],
+        agent: Callable[[Caller], Awaitable[Agent]],
         metrics: Metrics,
         limits: RoundLimits | None = None,
     ) -> None:
@@ -80,8 +80,8 @@ class RoundRoutes:
 
     def _route(self, name: str, call: Call) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            async with self._auth.admitted(request, self._calls) as sender:
-                response = await self._answer(request, sender, call)
+            async with self._auth.admitted(request, self._calls) as caller:
+                response = await self._answer(request, caller, call)
             self._metrics.round_request(name, response.status)
             return response
 
@@ -91,25 +91,25 @@ class RoundRoutes:
         """Reads and watches: of watches there may be many more."""
         if "wait" not in request.query:
             return await self._route("read", self._read)(request)
-        async with self._auth.admitted(request, self._watches) as sender:
+        async with self._auth.admitted(request, self._watches) as caller:
             self._metrics.round_watches(int(self._watches.used))
-            response = await self._answer(request, sender, self._watch)
+            response = await self._answer(request, caller, self._watch)
         self._metrics.round_watches(int(self._watches.used))
         self._metrics.round_request("watch", response.status)
         return response
 
-    async def _answer(self, request: web.Request, sender: Sender | Answer, call: Call) -> web.Response:
-        if isinstance(sender, Answer):
-            return sender.response(request)
-        who = {"pod": sender.pod.pod_name, "namespace": sender.pod.namespace}
+    async def _answer(self, request: web.Request, caller: Caller | Answer, call: Call) -> web.Response:
+        if isinstance(caller, Answer):
+            return caller.response(request)
+        who = {"pod": caller.identity.pod_name, "namespace": caller.identity.namespace}
         try:
-            return await call(request, await self._agent(sender.pod), sender)
+            return await call(request, await self._agent(caller), caller)
         except DocumentInvalid as e:
             answer = Answer(400, str(e), ReportResult.MALFORMED)
-        except (RoundsRefused, PresenceRefused) as e:
+        except (RoundsRefused, PresenceRefused, CallerRefused) as e:
             log.debug("refused", extra={**who, "reason": str(e)})
             answer = Answer(403, str(e), ReportResult.FORBIDDEN)
-        except (RoundsUnavailable, PresenceFull) as e:
+        except (RoundsUnavailable, PresenceFull, CallerUnknown) as e:
             answer = later(str(e), ReportResult.UNAVAILABLE)
         except NotLeading as e:
             answer = self._auth.answer_of_follower(request) or later(str(e), ReportResult.NO_LEADER)
@@ -118,23 +118,23 @@ class RoundRoutes:
             answer = Answer(500, "the operator failed on this call; see its log", ReportResult.UNAVAILABLE)
         return answer.response(request)
 
-    async def _read(self, request: web.Request, agent: Agent, _: Sender) -> web.Response:
+    async def _read(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
         version, expirations = _known(request)
         sight = await self._rounds.read(agent, version)
         return (
             web.Response(status=304) if (sight.version, sight.expirations) == (version, expirations) else _seen(sight)
         )
 
-    async def _watch(self, request: web.Request, agent: Agent, _: Sender) -> web.Response:
+    async def _watch(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
         version, expirations = _known(request)
         sight = await self._rounds.watch(agent, version, expirations, _seconds(request.query["wait"], "wait", MAX_WAIT))
         return web.Response(status=304) if sight is None else _seen(sight)
 
-    async def _swap(self, request: web.Request, agent: Agent, sender: Sender) -> web.Response:
+    async def _swap(self, request: web.Request, agent: Agent, caller: Caller) -> web.Response:
         expected = _number(request.headers.get(VERSION_HEADER, ""), VERSION_HEADER)
         if self._rounds.is_late(agent, expected):
             return _late()  # its body costs nobody anything
-        body = await self._auth.body(request, MAX_BYTES, sender)
+        body = await self._auth.body(request, MAX_BYTES, caller)
         if isinstance(body, Answer):
             return body.response(request)
         version = await self._rounds.swap(agent, expected, body)
@@ -142,12 +142,12 @@ class RoundRoutes:
             return _late()
         return web.Response(status=204, headers={VERSION_HEADER: str(version)})
 
-    async def _present(self, _: web.Request, agent: Agent, __: Sender) -> web.Response:
+    async def _present(self, _: web.Request, agent: Agent, __: Caller) -> web.Response:
         return web.Response(body=await self._rounds.present(agent), content_type=_JSON)
 
-    async def _announce(self, request: web.Request, agent: Agent, sender: Sender) -> web.Response:
+    async def _announce(self, request: web.Request, agent: Agent, caller: Caller) -> web.Response:
         ttl = _seconds(request.headers.get(TTL_HEADER, ""), TTL_HEADER, float("inf"))
-        body = await self._auth.body(request, MAX_WISH_BYTES, sender)
+        body = await self._auth.body(request, MAX_WISH_BYTES, caller)
         if isinstance(body, Answer):
             return body.response(request)
         self._rounds.announce(agent, _agent(request), body, ttl)
@@ -158,12 +158,12 @@ class RoundRoutes:
         response.headers[GRACE_HEADER] = f"{grace:g}"
         return response
 
-    async def _renew(self, request: web.Request, agent: Agent, _: Sender) -> web.Response:
+    async def _renew(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
         if self._rounds.renew(agent, _agent(request)):
             return web.Response(status=204)
         return web.json_response({"reason": "it has lapsed: announce it again"}, status=410)
 
-    async def _withdraw(self, request: web.Request, agent: Agent, _: Sender) -> web.Response:
+    async def _withdraw(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
         self._rounds.withdraw(agent, _agent(request))
         return web.Response(status=204)
 
@@ -180,7 +180,7 @@ def _seen(sight: VersionedDocument) -> web.Response:
 
 
 def _known(request: web.Request) -> tuple[int, int]:
-    """Version and expirations that the sender has seen."""
+    """Version and expirations that the caller has seen."""
     query = request.query
     return _number(query.get("version", "0"), "version"), _number(query.get("lapses", "-1"), "lapses", low=-1)
 

@@ -92,6 +92,11 @@ class Informer(Generic[T]):
         self._last_error: KubeError | None = None
 
     @property
+    def plural(self) -> str:
+        """Which resource this is, as it stands in a URL."""
+        return self._resource.plural
+
+    @property
     def has_synced(self) -> bool:
         """Whether the first list was taken in."""
         return self._synced.is_set()

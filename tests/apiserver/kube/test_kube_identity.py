@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from everstep.contract.labels import TOKEN_AUDIENCE
-from everstep_operator.controller.event_handlers import authenticator
 from everstep_operator.endpoint.token_claims import PodIdentity
-from everstep_operator.endpoint.token_reviews import IdentityCache, Refusal
+from everstep_operator.endpoint.token_reviews import IdentityCache, Refusal, authenticator
 from everstep_operator.endpoint.token_signatures import SigningKeys
 from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.resources import PODS

@@ -1,0 +1,65 @@
+"""The informers of one replica, and the indexes that they are read by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.contract import labels
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.resources import NODES, PDBS, PODS, SERVICES, Resource
+from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
+from everstep_operator.runtime.clock import Clock
+from everstep_operator.runtime.informer import Informer
+from everstep_operator.runtime.randomness import Random
+
+BY_OWNER, BY_NODE = "owner", "node"  # of pods
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    jobs: Informer[Unstructured]
+    pods: Informer[Pod]
+    services: Informer[Service]
+    nodes: Informer[Node]
+    budgets: Informer[PodDisruptionBudget]
+
+    @classmethod
+    def of(
+        cls,
+        client: KubeClient,
+        jobs: Resource[Unstructured],
+        *,
+        clock: Clock,
+        rng: Random,
+        relisted: Callable[[str], None],
+    ) -> Caches:
+        """`relisted`: see `Informer`."""
+        ours = f"{labels.MANAGED_BY}={labels.MANAGER}"
+        common: dict[str, Any] = {"clock": clock, "rng": rng, "relisted": relisted}
+        of_pods = {BY_OWNER: _owner, BY_NODE: _node}
+        return cls(
+            jobs=Informer(client, jobs, **common),
+            pods=Informer(client, PODS, label_selector=ours, indexers=of_pods, **common),
+            services=Informer(client, SERVICES, label_selector=ours, **common),
+            nodes=Informer(client, NODES, **common),
+            budgets=Informer(client, PDBS, label_selector=ours, **common),
+        )
+
+    def all(self) -> tuple[Informer[Any], ...]:
+        return (self.jobs, self.pods, self.services, self.nodes, self.budgets)
+
+    def waiting(self) -> str | None:
+        """Which lists have not come yet, for whoever asks whether this replica is ready."""
+        names = [informer.plural for informer in self.all() if not informer.has_synced]
+        return f"waits for the first list of {', '.join(names)}" if names else None
+
+
+def _owner(pod: Pod) -> tuple[str, ...]:
+    uid = controller_uid(pod.metadata)
+    return (uid,) if uid else ()
+
+
+def _node(pod: Pod) -> tuple[str, ...]:
+    return (pod.spec.node_name,) if pod.spec.node_name else ()

@@ -1,0 +1,47 @@
+"""Which jobs have their rounds kept here, and which caller is an agent of one."""
+
+from __future__ import annotations
+
+from everstep_operator.endpoint.callers import Caller, Callers
+from everstep_operator.kube.wire import Unstructured
+from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable
+from everstep_operator.rounds.presence import Worker
+from everstep_operator.rounds.store import Agent, RoundStore
+from everstep_operator.worker_pods import has_ended
+
+BACKEND = "everstep"  # of spec.rendezvous, and its default
+
+
+def rendezvous_backend(job: Unstructured) -> str:
+    """Read without the rest of the spec: agents must not wait for a spec that this version does not understand."""
+    return str((job.spec.get("rendezvous") or {}).get("backend", BACKEND))
+
+
+def job_ref(job: Unstructured) -> JobRef:
+    return JobRef(job.metadata.namespace, job.metadata.name, job.metadata.uid)
+
+
+def view_of(rounds: RoundStore, job: Unstructured) -> RoundView | None:
+    """The job's round; None where its rounds are not kept here, or are not known yet."""
+    return rounds.view(job_ref(job)) if rendezvous_backend(job) == BACKEND else None
+
+
+async def find_agent(callers: Callers, caller: Caller) -> Agent:
+    """Raises RoundsRefused, RoundsUnavailable, and what `Callers.look_up` raises."""
+    caller = await callers.look_up(caller)
+    name = caller.identity.pod_name
+    assert caller.pod is not None
+    if has_ended(caller.pod):
+        raise RoundsRefused(f"pod {name} has ended")
+    if caller.job_key is None or (worker := caller.worker) is None:
+        raise RoundsRefused(f"pod {name} belongs to no TrainingJob")
+    if caller.job is None:
+        # Not for good: the two caches are of different moments. A job that is gone takes its pods with it.
+        raise RoundsUnavailable(f"pod {name}: its TrainingJob {caller.job_key[1]} is not known at the moment")
+    backend = rendezvous_backend(caller.job)
+    if backend != BACKEND:
+        raise RoundsRefused(
+            f"job {caller.job.metadata.name} has rendezvous.backend {backend}: its rounds are not kept here"
+        )
+    return Agent(job_ref(caller.job), Worker(caller.identity.pod_uid, worker.index, worker.incarnation))

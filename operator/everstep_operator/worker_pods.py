@@ -1,0 +1,52 @@
+"""What a worker's pod says of itself: which job controls it, which worker it is, and whether it has ended. Pure.
+
+It is the only reader of these labels. Invariant: labels that were edited by hand into something else name no worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from everstep.contract import labels
+from everstep_operator.kube.wire import ContainerTerminated, Pod, PodDisruptionBudget, Service
+
+Key: TypeAlias = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLabels:
+    index: int
+    incarnation: int
+    round: int  # 0: the pod's agent joins rounds, and the pod belongs to none
+
+
+def owner_key(obj: Pod | Service | PodDisruptionBudget) -> Key | None:
+    """Namespace and name of the job that controls this object, if a job does."""
+    for owner in obj.metadata.owner_references:
+        if owner.controller and owner.kind == labels.KIND and owner.api_version == labels.API_VERSION:
+            return (obj.metadata.namespace, owner.name)
+    return None
+
+
+def worker_labels(pod: Pod) -> WorkerLabels | None:
+    """None when the labels do not say which worker it is."""
+    found = pod.metadata.labels
+    try:
+        index, incarnation = int(found[labels.WORKER_INDEX]), int(found[labels.INCARNATION])
+        return WorkerLabels(index, incarnation, int(found.get(labels.ROUND, "0")))
+    except (KeyError, ValueError):
+        return None
+
+
+def worker_exit(pod: Pod) -> ContainerTerminated | None:
+    """How the worker's container ended; None while it has not."""
+    status = next((s for s in pod.status.container_statuses if s.name == labels.WORKER_CONTAINER), None)
+    return status.state.terminated if status is not None else None
+
+
+def has_ended(pod: Pod) -> bool:
+    """Whether nothing of the worker runs any more."""
+    if pod.status.phase in ("Succeeded", "Failed"):
+        return True
+    return worker_labels(pod) is not None and worker_exit(pod) is not None
