@@ -41,6 +41,16 @@ def batch_indices(step: int) -> torch.Tensor:
     return order[position * BATCH : (position + 1) * BATCH]
 
 
+def what_to_try(job: str) -> str:
+    """For whoever reads the log of a job on a cluster: how to break it while it trains."""
+    return f"""meanwhile, from another terminal:
+  kubectl delete pod -l everstep.dev/job={job},everstep.dev/worker-index=0
+  kubectl scale tjob/{job} --replicas=3
+  kubectl patch tjob/{job} --type=merge -p '{{"spec":{{"suspend":true}}}}'
+  kubectl patch tjob/{job} --type=merge -p '{{"spec":{{"suspend":false}}}}'
+  kubectl describe tjob {job}"""
+
+
 def main(args: argparse.Namespace) -> None:
     # One thread and no racing kernels: the same world size gives the same bits.
     torch.set_num_threads(1)
@@ -64,6 +74,8 @@ def main(args: argparse.Namespace) -> None:
     checkpointer = everstep.Checkpointer(args.checkpoint, every_steps=args.every_steps)
     start = checkpointer.restore(state) or 0
     print(f"start step={start} rank={rank} world={world} pid={os.getpid()}", flush=True)
+    if rank == 0 and start < args.steps and "KUBERNETES_SERVICE_HOST" in os.environ:
+        print(what_to_try(os.environ["EVERSTEP_JOB_NAME"]), flush=True)
 
     for step in range(start, args.steps):
         indices = batch_indices(step)

@@ -52,6 +52,17 @@ def test_tests_files_and_links_that_a_document_names_exist(path: Path) -> None:
     assert not missing
 
 
+def test_words_that_troubleshooting_tells_to_look_for_are_printed_somewhere() -> None:
+    printed = [path.read_text() for path in (ROOT / "tests/unit/transcripts").rglob("*.txt")]
+    printed += [path.read_text() for folder in ("operator", "worker") for path in (ROOT / folder).rglob("*.py")]
+    corpus = "\n".join([*printed, (ROOT / "manifests/crd.yaml").read_text()])
+    lines = (ROOT / "docs/how-to-troubleshoot.md").read_text().splitlines()
+    seen = [row[1] for row in (line.split(" | ") for line in lines if line.startswith("|")) if len(row) == 4]
+    words = [word for cell in seen for word in re.findall(r"`([^`]+)`", cell) if not word.startswith("kubectl")]
+    assert len(words) > 25
+    assert [word for word in words if word not in corpus] == []
+
+
 def test_names_that_the_glossary_gives_for_the_code_are_in_the_code() -> None:
     """A name that was renamed is to leave the glossary with it."""
     code = "\n".join(

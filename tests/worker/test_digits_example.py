@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -244,3 +245,18 @@ def test_manifest_names_the_script_that_exists_and_a_contract_it_reads() -> None
     assert worker["name"] == "worker"
     assert (EXAMPLE / worker["command"][-1]).is_file()
     assert env.CHECKPOINT_URL in (EXAMPLE / "train.py").read_text()
+    variables = {e["name"]: e["value"] for e in worker["env"]}
+    assert all(name in (EXAMPLE / "train.py").read_text() for name in variables)
+    pauses = int(variables["DIGITS_STEPS"]) * float(variables["DIGITS_STEP_SECONDS"])
+    assert 240 <= pauses <= 600, "long enough for a person to break it several times"
+
+
+def test_on_a_cluster_the_log_says_how_to_break_the_job(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLE / "train.py", "--steps", "1", "--checkpoint", tmp_path],
+        env=CLEAN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", env.JOB_NAME: "digits-7"},
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    assert "kubectl delete pod -l everstep.dev/job=digits-7,everstep.dev/worker-index=0\n" in done.stdout
+    assert "kubectl scale tjob/digits-7 --replicas=3\n" in done.stdout
+    assert """-p '{"spec":{"suspend":true}}'\n""" in done.stdout

@@ -1,0 +1,54 @@
+"""The cluster commands of the documents, typed as they stand there, from the installation to the end of the job."""
+
+from __future__ import annotations
+
+import subprocess
+
+import document
+import pytest
+from document import CLUSTER, ROOT
+from driver import BUCKET, SYSTEM
+from install import install
+from testcluster.handle import Cluster
+
+LIMIT = 1500  # seconds; a job trains for five minutes, and is broken several times
+PREFIX = "digits/"  # of the example's checkpoint URL
+
+
+@pytest.mark.kind
+@pytest.mark.alone
+@pytest.mark.timeout(LIMIT + 300)
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("docs/tutorial.md", "condition met"),
+        # It waits for the end of a job that trains for five minutes.
+        pytest.param("README.md", "final step=3000", marks=pytest.mark.long),
+    ],
+)
+def test_cluster_commands_of_a_document_end_well_as_they_stand_there(page: str, said: str, installed: Cluster) -> None:
+    cluster = installed
+    commands = document.of(ROOT / page, CLUSTER)
+    assert any("helm install" in command for command in commands)
+    cluster.helm("--namespace", SYSTEM, "uninstall", "everstep", "--wait", "--timeout", "120s", timeout=180)
+    _forget(cluster)
+    try:
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(["set -euxo pipefail", *commands])],
+            cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        assert said in done.stdout
+    finally:
+        _forget(cluster)
+        install(cluster)
+
+
+def _forget(cluster: Cluster) -> None:
+    """The job, and its commits: another job with their URL would go on from them, and be over at once."""
+    cluster.kubectl("delete", "tjob", "digits", "--ignore-not-found", "--timeout=60s")
+    cluster.s3.bucket(BUCKET)
+    client = cluster.s3.client()
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=PREFIX):
+        for item in page.get("Contents", ()):
+            client.delete_object(Bucket=BUCKET, Key=item["Key"])
