@@ -10,16 +10,16 @@ ARG WORKER_BASE=${BASE}
 
 FROM ${OPERATOR_BASE} AS wheel
 ARG PIP_OPTIONS=""
-COPY pyproject.toml README.md /src/
+COPY LICENSE /src/
 COPY operator /src/operator
 COPY worker /src/worker
-RUN pip wheel --no-deps ${PIP_OPTIONS} -w /wheels /src
+RUN pip wheel --no-deps ${PIP_OPTIONS} -w /wheels /src/worker /src/operator
 
 FROM ${OPERATOR_BASE} AS operator
 ARG PIP_OPTIONS=""
 ENV PYTHONUNBUFFERED=1
 COPY --from=wheel /wheels /wheels
-RUN pip install --no-cache-dir ${PIP_OPTIONS} "$(ls /wheels/everstep-*.whl)[operator]" && python -c 'import everstep_operator'
+RUN pip install --no-cache-dir ${PIP_OPTIONS} /wheels/*.whl && python -c 'import everstep_operator.main'
 USER 65532:65532
 ENTRYPOINT ["everstep-operator"]
 
@@ -27,7 +27,7 @@ FROM ${WORKER_BASE} AS worker
 ARG PIP_OPTIONS=""
 # A user without a home: libraries that keep caches under HOME need one that is writable.
 ENV PYTHONUNBUFFERED=1 HOME=/tmp
-COPY --from=wheel /wheels /wheels
+COPY --from=wheel /wheels/everstep-*.whl /wheels/
 RUN pip install --no-cache-dir ${PIP_OPTIONS} "$(ls /wheels/everstep-*.whl)[worker,s3]" && torchrun --help >/dev/null && python -c 'import everstep'
 WORKDIR /workspace
 USER 65532:65532

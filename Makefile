@@ -15,7 +15,8 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
 DEMO ?= .everstep/demo
 DEMO_STEPS ?= 700
-EXTRAS := operator,worker,s3,gcs,azure,dev
+# The three distributions, from this checkout. uv and pip both take the one here for what another one of them needs.
+OURS := -e './worker[worker,s3,gcs,azure]' -e ./operator -e ./local
 
 # The files that are committed are sources: what a tool makes is named in .gitignore.
 GENERATED := '*.stamp' '*.log' '*.pyc'
@@ -33,10 +34,11 @@ demo: setup  ## train here with three workers, kill one, scale to four; no clust
 setup: $(VENV)/.stamp  ## the virtual environment with everything the tests need
 
 # uv installs in a fifth of the time; where it cannot reach the packages, pip may.
-$(VENV)/.stamp: pyproject.toml
+$(VENV)/.stamp: pyproject.toml worker/pyproject.toml operator/pyproject.toml local/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check uv
-	$(INSTALL) $(TORCH) && $(INSTALL) -e '.[$(EXTRAS)]' || ( $(PIP) $(TORCH) && $(PIP) -e '.[$(EXTRAS)]' )
+	$(INSTALL) $(TORCH) && $(INSTALL) $(OURS) --group dev || \
+	  ( $(PIP) -U 'pip>=25.1' && $(PIP) $(TORCH) && $(PIP) $(OURS) --group dev )
 	@touch $@
 
 lint: setup  ## ruff, mypy strict, import rules, no generated file in the repository

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from everstep.contract import redact
+from everstep.version import __version__
 from everstep_operator.kube.credentials import Cluster, InCluster, find_source, look_up, own_namespace
 from everstep_operator.settings import NAMESPACE, VARIABLES, OperatorSettings, SettingsError
 
@@ -33,7 +33,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         epilog="Each setting can be given as the variable in brackets, too; a flag wins.",
         allow_abbrev=False,  # a flag added later must not change what a shortened one means
     )
-    p.add_argument("--version", action="version", version=f"everstep-operator {version('everstep')}")
+    p.add_argument("--version", action="version", version=f"everstep-operator {__version__}")
     p.add_argument(
         "--kubeconfig", metavar="FILE", help="kubeconfig of the cluster (default with --context: $KUBECONFIG)"
     )

@@ -177,7 +177,8 @@ def test_looking_needs_no_torch(url: str) -> None:
     result = subprocess.run(
         [sys.executable, "-c", export, url], capture_output=True, text=True, check=False, timeout=90
     )
-    assert (result.returncode, result.stderr) == (3, "everstep: torch is missing: install everstep[worker]\n")
+    told = "everstep: the package torch is missing: pip install 'everstep[worker]'\n"
+    assert (result.returncode, result.stderr) == (3, told)
 
 
 def test_commands_work_on_an_object_store(s3_server: Any, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,8 @@ def test_every_example_of_the_guide_is_run() -> None:
 
 
 def test_extras_that_the_guide_installs_are_there() -> None:
-    (line,) = re.findall(r"pip install '\.\[(.*?)\]'.*", GUIDE.read_text())
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (line,) = re.findall(r"pip install '\./worker\[(.*?)\]'.*", GUIDE.read_text())
+    extras = tomllib.loads((ROOT / "worker/pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(line.split(",")) <= set(extras)
 
 

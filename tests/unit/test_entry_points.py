@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,11 @@ SOURCES = {name: ROOT / name for name in ("operator", "worker", "local")}
 
 
 def programs() -> dict[str, list[str]]:
-    """The console scripts of pyproject.toml, and every module of the package that runs as `python -m`."""
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    found = {name: [str(Path(sys.executable).with_name(name))] for name in scripts}
+    """The console scripts of the distributions, and every module of theirs that runs as `python -m`."""
+    found: dict[str, list[str]] = {}
     for source in SOURCES.values():
+        scripts = tomllib.loads((source / "pyproject.toml").read_text())["project"].get("scripts", {})
+        found |= {name: [str(Path(sys.executable).with_name(name))] for name in scripts}
         for path in sorted(source.rglob("*.py")):
             if '\nif __name__ == "__main__":' in path.read_text():
                 module = ".".join(path.relative_to(source).with_suffix("").parts)
@@ -102,8 +104,7 @@ def test_argument_that_nobody_knows_is_refused_and_nothing_is_done(name: str, tm
 
 @pytest.mark.parametrize("name", ["everstep", "everstep-run", "everstep-operator"])
 def test_version_is_that_of_the_package(name: str, tmp_path: Path) -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert call([*PROGRAMS[name], "--version"], tmp_path).stdout == f"{name} {version}\n"
+    assert call([*PROGRAMS[name], "--version"], tmp_path).stdout == f"{name} {version(name.removesuffix('-run'))}\n"
 
 
 # --- the operator

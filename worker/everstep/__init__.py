@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from everstep.version import __version__ as __version__
+
 TYPE_CHECKING = False  # type checkers know the name; importing typing for it would be most of the cost of this import
 if TYPE_CHECKING:
     from typing import Any
@@ -62,11 +64,19 @@ _HOME = {
     "start": "train.session",
 }
 
+_OF_TRAINING = ("torch", "numpy", "safetensors")  # what the extra `worker` brings
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    try:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    except ModuleNotFoundError as e:
+        if e.name not in _OF_TRAINING:
+            raise
+        hint = f"{__name__}.{name} needs {e.name}, which is not installed: pip install 'everstep[worker]'"
+        raise ModuleNotFoundError(hint, name=e.name) from None  # what imports what is no news
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -86,6 +87,8 @@ def load(path: Path, arguments: Sequence[str], asked: Asked) -> Prepared:
 
 
 def _of_script(path: Path, arguments: Sequence[str], *, elastic: bool) -> dict[str, Any]:
+    if find_spec("torch") is None:
+        raise JobFileError(f"{path}: a script is started by torch's torchrun: pip install 'everstep[worker]'")
     name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:MAX_NAME].rstrip("-")
     name = name if name[:1].isalpha() else f"job-{name}"[:MAX_NAME].rstrip("-")
     # A fixed run is what any script can be run with: nothing but torch. An elastic one needs survivors that go on.

@@ -5,7 +5,7 @@ from testcluster.proc import run
 
 OPERATOR = "everstep/operator:dev"
 DIGITS = "everstep/digits:dev"
-SOURCES = ("operator", "worker", "examples", "pyproject.toml", "README.md", "Dockerfile", ".dockerignore")
+SOURCES = ("operator", "worker", "examples", "LICENSE", "Dockerfile", ".dockerignore")
 OFFLINE = "--no-deps --no-build-isolation --no-index"  # all that the project needs is in the base
 
 

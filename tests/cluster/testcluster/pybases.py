@@ -1,7 +1,7 @@
 """Base images with the project's dependencies inside: the project's own images are then a thin layer.
 
 A torch image is over a gigabyte; carried to three nodes it takes two minutes. So the dependencies are a layer of their
-own, which changes only with `pyproject.toml`, and which `nodeimage.py` gives to the nodes beforehand.
+own, which changes only with the requirements, and which `nodeimage.py` gives to the nodes beforehand.
 """
 
 import os
@@ -35,9 +35,11 @@ def python() -> str:
     )
 
 
-def _requirements(*extras: str) -> list[str]:
-    project = tomllib.loads((cache.CHECKOUT / "pyproject.toml").read_text())["project"]
-    return sorted({line for extra in extras for line in project["optional-dependencies"][extra]})
+def _requirements(distribution: str, *extras: str) -> list[str]:
+    """What the distribution in that folder needs besides the project's other distributions."""
+    project = tomllib.loads((cache.CHECKOUT / distribution / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for e in extras for line in project["optional-dependencies"][e])]
+    return sorted({line for line in lines if not line.startswith("everstep")})
 
 
 def _local_wheels() -> list[str]:
@@ -77,9 +79,11 @@ def _installed(name: str, requirements: list[str], wheels: list[str]) -> str:
 
 def operator() -> str:
     """The tag of the base with the operator's dependencies."""
-    return _installed("operator-base", [*_requirements("operator"), *BUILD_BACKEND], [])
+    return _installed("operator-base", [*_requirements("worker"), *_requirements("operator"), *BUILD_BACKEND], [])
 
 
 def worker() -> str:
     """The tag of the base with torch, the worker's dependencies and what the examples import."""
-    return _installed("worker-base", [*_requirements("worker", "s3"), *BUILD_BACKEND, *EXAMPLES], _local_wheels())
+    return _installed(
+        "worker-base", [*_requirements("worker", "worker", "s3"), *BUILD_BACKEND, *EXAMPLES], _local_wheels()
+    )

@@ -11,11 +11,11 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from everstep.agent.decide.stall import FACTOR
 from everstep.agent.preload import preloaded
 from everstep.contract import env
+from everstep.version import __version__
 
 OUR_BACKENDS = ("everstep", "etcd-v3")
 # Optimizers import torch._dynamo when they are first used, and that takes longer than torch itself.
@@ -90,7 +90,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         allow_abbrev=True,
     )
 
-    p.add_argument("--version", action="version", version=f"everstep-run {version('everstep')}")
+    p.add_argument("--version", action="version", version=f"everstep-run {__version__}")
 
     def value(*names: str, default: str = "", text: str) -> None:
         both = _spellings(names)

@@ -6,6 +6,7 @@ A rendezvous that is torch's own (`c10d`, `static`) is torchrun's to do: then th
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import os
 import signal
@@ -40,6 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     try:
         arguments = read(argv, os.environ)
+        if importlib.util.find_spec("torch") is None:  # of which torchrun is a part, and so are a round's stores
+            raise UsageError("the package torch is missing: pip install 'everstep[worker]'")
         for unknown in variables.unknown(os.environ):
             log.warning("%s", unknown)
         if (hopeless := problem(arguments.program)) is not None:

@@ -45,7 +45,7 @@ def translated() -> Iterator[None]:
         from everstep.checkpoint.errors import CheckpointError, NoCommit  # noqa: PLC0415
         from everstep.storage import StorageError  # noqa: PLC0415
     except ImportError as e:
-        fail(f"{e.name} is missing: install everstep[worker]", STORE)
+        fail(f"the package {e.name} is missing: pip install 'everstep[worker]'", STORE)
     try:
         yield
     except NoCommit as e:
@@ -55,7 +55,7 @@ def translated() -> Iterator[None]:
     except StorageError as e:
         fail(str(e), STORE)
     except ImportError as e:
-        fail(f"{e.name} is missing: install everstep[worker]", STORE)
+        fail(f"the package {e.name} is missing: pip install 'everstep[worker]'", STORE)
 
 
 def open_for(url: str, options: list[str] | None, *, to_write: bool = False) -> ObjectStore:

@@ -11,12 +11,13 @@ import io
 import logging
 import os
 import sys
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
 from everstep.cli import ckpt
+from everstep.version import __version__
 
 USAGE, INTERRUPTED = 2, 130  # exit codes: a command that was given wrongly, Ctrl-C
 GROUP = "everstep.commands"  # the entry points of modules that have `app` and `EXPECTED`
@@ -34,7 +35,7 @@ expected: tuple[type[Exception], ...] = ()
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"everstep {version('everstep')}")
+        print(f"everstep {__version__}")
         raise typer.Exit
 
 

@@ -62,12 +62,10 @@ def _remote(
     single_committer: bool,
     part_size: int | None,
 ) -> FsspecStore:
-    try:
-        from fsspec.registry import known_implementations, registry  # noqa: PLC0415  only remote URLs pay for fsspec's import
+    from fsspec.registry import known_implementations, registry  # noqa: PLC0415  only remote URLs pay for fsspec's import
 
-        from everstep.storage import azure, fsspec_store, gcs, s3, web  # noqa: PLC0415
-    except ImportError as e:
-        raise StoreUnusable(f"{url}: fsspec is missing; install everstep[worker]") from e
+    from everstep.storage import azure, fsspec_store, gcs, s3, web  # noqa: PLC0415
+
     if not url.partition("://")[2].strip("/"):
         raise StoreUnusable(f"{url} names no bucket: {scheme}://BUCKET/FOLDER is expected")
     if scheme in s3.SCHEMES:

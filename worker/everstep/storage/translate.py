@@ -107,7 +107,7 @@ def cannot_open(url: str, scheme: str, e: Exception) -> str:
     """What to say when the file system of a scheme cannot be made."""
     extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
     if isinstance(e, ImportError) and scheme in extra:
-        return f"{url}: the package for {scheme}:// is missing; install everstep[{extra[scheme]}] ({e})"
+        return f"{url}: the package for {scheme}:// is missing: pip install 'everstep[{extra[scheme]}]' ({e})"
     return f"{url}: {e}"
 
 

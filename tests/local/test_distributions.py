@@ -1,0 +1,170 @@
+"""The three distributions: what is in their wheels, and that each works where the others are not installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import everstep
+
+ROOT = Path(__file__).resolve().parents[2]
+WHEELS = ROOT.parent / "shared" / "wheels"  # the CPU build of torch, where it is at hand
+FOLDERS = {"everstep": "worker", "everstep-operator": "operator", "everstep-local": "local"}
+UV = Path(sys.executable).with_name("uv")
+LOCAL_IS_MISSING = "pip install everstep-local\n"
+
+
+def call(*command: str | Path, timeout: float = 60, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("EVERSTEP_")} | settings
+    return subprocess.run(
+        [str(c) for c in command], check=False, capture_output=True, text=True, timeout=timeout, env=environment
+    )
+
+
+def done(*command: str | Path, timeout: float = 60) -> str:
+    ended = call(*command, timeout=timeout)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Built as an image builds them: from the folder, with the build backend that is installed here."""
+    folder = tmp_path_factory.mktemp("wheels")
+    build = (UV, "build", "-q", "--offline", "--wheel", "--no-build-isolation", "--python", sys.executable)
+    for source in FOLDERS.values():
+        done(*build, "-o", folder, ROOT / source)
+    return {name: next(folder.glob(f"{name.replace('-', '_')}-*.whl")) for name in FOLDERS}
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = [n for n in opened.namelist() if n.endswith(".dist-info/METADATA")]
+        return Parser().parsestr(opened.read(name).decode())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_wheel_has_its_own_package_alone_with_types_and_license(name: str, wheels: dict[str, Path]) -> None:
+    package = name.replace("-", "_")
+    with zipfile.ZipFile(wheels[name]) as opened:
+        names = opened.namelist()
+        info = f"{package}-{everstep.__version__}.dist-info"
+        assert {n.split("/")[0] for n in names} == {package, info}
+        assert opened.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert f"{package}/py.typed" in names
+    assert not [n for n in names if "__pycache__" in n]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_version_is_in_one_place_and_needs_the_others_of_the_same(name: str, wheels: dict[str, Path]) -> None:
+    told = metadata(wheels[name])
+    assert (told["Name"], told["Version"]) == (name, everstep.__version__)
+    assert told["License-Expression"] == "Apache-2.0"
+    ours = [r for r in told.get_all("Requires-Dist", []) if r.startswith("everstep")]
+    needed = {"everstep": [], "everstep-operator": ["everstep"], "everstep-local": ["everstep-operator"]}[name]
+    assert ours == [f"{n}=={everstep.__version__}" for n in needed]
+
+
+@pytest.fixture
+def unpacked(wheels: dict[str, Path], tmp_path: Path) -> Path:
+    """What an image of the operator has of this project."""
+    for name in ("everstep", "everstep-operator"):
+        zipfile.ZipFile(wheels[name]).extractall(tmp_path)
+    return tmp_path
+
+
+def without_checkout(unpacked: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python without `site`, so that no editable installation counts; other packages are found as ever."""
+    path = os.pathsep.join((str(unpacked), sysconfig.get_path("purelib")))
+    return call(sys.executable, "-S", *arguments, PYTHONPATH=path)
+
+
+def test_operator_starts_from_its_own_wheel_and_the_librarys(unpacked: Path) -> None:
+    told = without_checkout(unpacked, "-m", "everstep_operator.main", "--version")
+    assert (told.returncode, told.stdout) == (0, f"everstep-operator {everstep.__version__}\n"), told.stderr
+    ran = without_checkout(unpacked, "-m", "everstep.cli.main", "run", "job.yaml")
+    assert (ran.returncode, ran.stderr[-len(LOCAL_IS_MISSING) :]) == (2, LOCAL_IS_MISSING)
+    assert "Traceback" not in ran.stderr
+
+
+def test_library_without_torch_names_the_extra(unpacked: Path) -> None:
+    code = "import sys, everstep\nsys.modules['torch'] = None\ntry: everstep.start\nexcept ImportError as e: print(e)"
+    told = without_checkout(unpacked, "-c", code)
+    assert told.stdout == "everstep.start needs torch, which is not installed: pip install 'everstep[worker]'\n"
+
+
+# --- each in an environment of its own, from the package index
+
+
+def installed(folder: Path, wheels: dict[str, Path], *requirements: str) -> Path:
+    """The programs of a new environment with these requirements."""
+    done(UV, "venv", "-q", "--python", sys.executable, folder)
+    links = [part for place in (wheels["everstep"].parent, WHEELS) for part in ("--find-links", place)]
+    install = (UV, "pip", "install", "-q", "--prerelease=if-necessary-or-explicit", "--python", folder / "bin/python")
+    done(*install, *links, *requirements, timeout=600)
+    return folder / "bin"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_library_alone_looks_at_checkpoints_and_says_what_it_lacks(wheels: dict[str, Path], tmp_path: Path) -> None:
+    programs = installed(tmp_path / "venv", wheels, str(wheels["everstep"]))
+    (tmp_path / "x.py").write_text("print('never')")
+    assert done(programs / "everstep", "--version") == f"everstep {everstep.__version__}\n"
+    assert "verify" in done(programs / "everstep", "ckpt", "--help")
+    for arguments, code, told in (
+        (("everstep", "ckpt", "ls", "s3://bucket/run"), 3, "pip install 'everstep[s3]'"),
+        (("everstep", "ckpt", "ls", "gs://bucket/run"), 3, "pip install 'everstep[gcs]'"),
+        (("everstep", "ckpt", "ls", "az://bucket/run"), 3, "pip install 'everstep[azure]'"),
+        (("everstep", "ckpt", "export", str(tmp_path), "out"), 3, "pip install 'everstep[worker]'"),
+        (("everstep", "run", "job.yaml"), 2, LOCAL_IS_MISSING),
+        (("everstep", "plan", "job"), 2, LOCAL_IS_MISSING),
+        (("everstep-run", str(tmp_path / "x.py")), 2, "pip install 'everstep[worker]'"),
+    ):
+        ended = call(programs / arguments[0], *arguments[1:])
+        assert (ended.returncode, told in ended.stderr) == (code, True), (arguments, ended.stderr)
+        assert len(ended.stderr.splitlines()) == 1, (arguments, ended.stderr)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_operator_alone_starts_and_has_no_local_mode(wheels: dict[str, Path], tmp_path: Path) -> None:
+    programs = installed(tmp_path / "venv", wheels, str(wheels["everstep"]), str(wheels["everstep-operator"]))
+    assert done(programs / "everstep-operator", "--version") == f"everstep-operator {everstep.__version__}\n"
+    found = done(UV, "pip", "list", "--format", "freeze", "--python", programs / "python")
+    assert not {"torch", "numpy", "cel-python", "everstep-local"} & {line.split("==")[0] for line in found.split()}
+    ended = call(programs / "everstep", "run", "job.yaml")
+    assert (ended.returncode, ended.stderr.endswith(LOCAL_IS_MISSING)) == (2, True), ended.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_local_alone_runs_a_job_that_needs_no_torch(wheels: dict[str, Path], tmp_path: Path) -> None:
+    programs = installed(tmp_path / "venv", wheels, *map(str, wheels.values()))
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "apiVersion: everstep.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: job}\nspec:\n  replicas: 1\n"
+        "  template: {spec: {containers: [{name: worker, image: x, command: [python, -c, 'print(\"trained\")']}]}}\n"
+    )
+    ended = call(programs / "everstep", "run", job, "--plain", "--out", tmp_path / "out", timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (tmp_path / "x.py").write_text("print('never')")
+    ended = call(programs / "everstep", "run", tmp_path / "x.py")
+    assert (ended.returncode, "pip install 'everstep[worker]'" in ended.stderr) == (2, True), ended.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_library_with_torch_starts_a_script(wheels: dict[str, Path], tmp_path: Path) -> None:
+    torch = [f"torch=={wheel.name.split('-')[1]}" for wheel in WHEELS.glob("torch-*.whl")]
+    programs = installed(tmp_path / "venv", wheels, f"{wheels['everstep']}[worker]", *torch)
+    (tmp_path / "x.py").write_text("import everstep\nprint(everstep.start.__module__)")
+    assert done(programs / "everstep-run", tmp_path / "x.py", timeout=240) == "everstep.train.session\n"
