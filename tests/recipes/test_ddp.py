@@ -1,0 +1,42 @@
+"""examples/ddp: gradients as one process has them, all-reduces once a step, and the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from recipes import differences, disturbed, kill, undisturbed
+
+NAME = "ddp"
+ARGUMENTS = ("--steps", "60", "--every-steps", "20")
+
+
+def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
+    calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS)
+    hit = disturbed(NAME, tmp_path / "hit", ARGUMENTS, at=[kill(NAME, 15, 45)])
+    assert hit.status()["restarts"] == 1, hit.output
+    assert differences(calm, hit) == []
+
+
+def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
+    one, three = (undisturbed(NAME, tmp_path / str(n), ("--steps", "1", "--dropout", "0"), processes=n) for n in (1, 3))
+    alone, together = (e.state["optimizer"]["state"] for e in (one, three))
+    assert alone.keys() == together.keys()
+    for i, state in alone.items():
+        # After its first step Adam's average is a tenth of the gradient.
+        torch.testing.assert_close(together[i]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_gradients_travel_once_a_step(tmp_path: Path) -> None:
+    through = [Path(__file__).with_name("bytes_averaged.py")]
+    few = undisturbed(NAME, tmp_path / "few", ("--steps", "4"), 2, through)
+    many = undisturbed(NAME, tmp_path / "many", ("--steps", "4"), 2, through, EVERSTEP_TEST_ALWAYS="1")
+    parts = 96 // 2 // 8  # of a rank's batch
+    assert {b * parts for b in averaged(few.output)} == set(averaged(many.output)), few.output
+
+
+def averaged(output: str) -> list[int]:
+    found = [int(n) for n in re.findall(r"averaged (\d+) bytes", output)]
+    assert len(found) == 2, output
+    return found
