@@ -25,7 +25,7 @@ import everstep
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
-SECONDS = 100  # that one run may take, on a machine with other work
+SECONDS = 140  # that one run may take, on a machine with other work
 OWN = ("seeds", "switches", "ddp_buckets")  # what the session keeps beside what the script tracks
 DEATHS = {"WorkerLost", "WorkerReplaced"}  # the events of a killed worker
 

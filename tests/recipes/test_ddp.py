@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from recipes import differences, disturbed, kill, undisturbed
 
+pytestmark = pytest.mark.timeout(300)
 NAME = "ddp"
 ARGUMENTS = ("--steps", "60", "--every-steps", "20")
 

@@ -1,0 +1,76 @@
+"""ZeRO stages 2 and 3: parameters, gradients and the optimizer's state divided among the ranks of a replica.
+
+    everstep-run --nproc-per-node 4 train.py --shard 2     two replicas of two; kill one process
+    everstep-run --nproc-per-node 4 train.py --shard 4     one replica: a lost process costs a load of the last commit
+    kubectl apply -f job.yaml                              workers on a cluster; delete one, scale the job
+
+Stage 3 gathers a layer's parameters for its forward and its backward pass, stage 2 once a step. A commit of any number
+of shards loads in a run of any other.
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import everstep
+
+TRAIN = 1440  # of 1,797 images; the others are the test set
+
+
+class Block(torch.nn.Module):
+    """[rows, width] to [rows, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(self.norm(x))
+
+
+def build(mesh: DeviceMesh, stage: int, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The model, of which each rank of `mesh`'s last dimension holds a part, and its optimizer."""
+    blocks = [Block(64) for _ in range(3)]
+    model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 10)).to(device)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
+    with everstep.start(args.checkpoint, every_steps=args.every_steps) as run:
+        model, optimizer = build(run.mesh(shard=args.shard), args.stage, run.device)
+        run.track(model=model, optimizer=optimizer)
+        data = run.loader(TensorDataset(x[:TRAIN], y[:TRAIN]), global_batch=96, seed=0)
+        for step in run.steps(data, until=args.steps):
+            with step as batch:
+                pixels, digits = batch.to(run.device).data
+                loss = batch.scale(cross_entropy(model(pixels), digits))
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(loss=loss)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
+    parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
+    parser.add_argument("--shard", type=int, default=2, help="ranks of a replica")
+    parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
+    parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
+    main(parser.parse_args())

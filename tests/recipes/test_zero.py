@@ -1,0 +1,56 @@
+"""examples/zero: a rank holds its share of the state, commits load in any number of shards, kills leave no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recipes import BIN, differences, disturbed, kill, undisturbed
+
+import everstep
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "zero"
+ARGUMENTS = ("--steps", "50", "--every-steps", "20")
+SCRIPT = Path(__file__).with_name("zero_memory.py")
+
+
+def torchrun(ranks: int, *arguments: str | Path) -> None:
+    done = subprocess.run(
+        [BIN / "torchrun", "--standalone", "--nproc-per-node", str(ranks), SCRIPT, *map(str, arguments)],
+        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
+    calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS, processes=4)
+    hit = disturbed(NAME, tmp_path / "hit", ARGUMENTS, processes=4, at=[kill(NAME, 15, 35, workers=4)])
+    assert hit.status()["restarts"] == 1, hit.output
+    assert differences(calm, hit) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_holds_its_share(tmp_path: Path, stage: int) -> None:
+    whole: dict[str, int] = {}
+    for ranks in (1, 2, 4):
+        torchrun(ranks, tmp_path / "held", str(stage))
+        for rank in range(ranks):
+            held = json.loads((tmp_path / f"held-{ranks}-{rank}.json").read_text())
+            whole = whole or held
+            # Divided by rows: what is left over makes a rank's part a little larger or smaller.
+            for what, size in held.items():
+                assert size == pytest.approx(whole[what] / ranks, rel=0.02), (what, ranks, rank)
+
+
+def test_a_commit_goes_from_four_shards_to_two_to_three(tmp_path: Path) -> None:
+    four = undisturbed(NAME, tmp_path, ("--steps", "3", "--shard", "4"), processes=4)
+    torchrun(2, tmp_path, "3", tmp_path / "commits")
+    torchrun(3, tmp_path, "3", tmp_path / "commits-2")
+    loaded = everstep.load(tmp_path / "commits-2-3").state
+    kept = {name: four.state[name] for name in ("model", "optimizer")}
+    assert differences(replace(four, step=1, state=kept), replace(four, step=1, state=loaded)) == []
