@@ -87,12 +87,15 @@ def kill(name: str, first: int, last: int, workers: int = 3) -> str:
     return f"{chance.randint(first, last)}:kill={chance.randrange(workers)}"
 
 
-def differences(left: Ended, right: Ended) -> list[str]:
-    """Where two runs did not end alike, bit by bit; nothing where they did. What a script tracks counts."""
+def differences(left: Ended, right: Ended, only: Sequence[str] = ()) -> list[str]:
+    """Where two runs did not end alike, bit by bit; nothing where they did. What a script tracks counts, or of it what
+    `only` names."""
     found: list[str] = []
     if left.step != right.step:
         found.append(f"step {left.step} and {right.step}")
-    mine, others = ({k: v for k, v in ended.state.items() if k not in OWN} for ended in (left, right))
+    names = only or [name for name in left.state.keys() | right.state.keys() if name not in OWN]
+    mine, others = ({k: v for k, v in ended.state.items() if k in names} for ended in (left, right))
+    assert mine, f"nothing to compare: {list(left.state)}"
     _compare("", mine, others, found)
     return found
 

@@ -1,0 +1,45 @@
+"""examples/moe: tokens are conserved, experts go to other numbers of ranks, and kills leave no trace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from recipes import differences, disturbed, kill, undisturbed
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "moe"
+ARGUMENTS = ("--steps", "60", "--every-steps", "20")
+
+
+def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
+    calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS, processes=4)
+    hit = disturbed(NAME, tmp_path / "hit", ARGUMENTS, processes=4, at=[kill(NAME, 15, 40, workers=4)])
+    assert hit.status()["restarts"] == 1, hit.output
+    assert differences(calm, hit) == []
+
+
+def test_tokens_are_conserved(tmp_path: Path) -> None:
+    """What a rank gives arrives, and comes back; without room at an expert less is given than there is."""
+    script = Path(__file__).with_name("moe_tokens.py")
+    ended = undisturbed(NAME, tmp_path, ("12",), 2, [script])
+    ranks = [[int(n) for n in line.split()] for line in re.findall(r"tokens ([\d ]+)", ended.output)]
+    assert len(ranks) == 2, ended.output
+    held, given, arrived, worked, returned = (sum(column) for column in zip(*ranks, strict=True))
+    assert held == 12 * 96 * 8  # each token of each batch belongs to one rank
+    assert held / 2 < given < held, "a router that has just begun gives some experts too many"
+    assert given == arrived == worked == returned
+    assert [r[1] for r in ranks] == [r[4] for r in ranks], "each rank gets back what it gave"
+
+
+def test_experts_go_from_two_ranks_to_four(tmp_path: Path) -> None:
+    """With room for every token, and no loss by replica, the division changes nothing but the order of sums."""
+    room = ("--capacity", "8", "--balance", "0")
+    undisturbed(NAME, tmp_path / "changed", ("--steps", "10", "--ranks", "2", *room), 4)
+    changed = undisturbed(NAME, tmp_path / "changed", ("--steps", "20", "--ranks", "4", *room), 4)
+    always = undisturbed(NAME, tmp_path / "always", ("--steps", "20", "--ranks", "4", *room), 4)
+    assert changed.step == always.step == 20
+    for name, value in always.state["model"].items():
+        torch.testing.assert_close(changed.state["model"][name], value, rtol=1e-3, atol=1e-5)
