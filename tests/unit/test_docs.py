@@ -54,7 +54,9 @@ def test_tests_files_and_links_that_a_document_names_exist(path: Path) -> None:
 
 def test_words_that_troubleshooting_tells_to_look_for_are_printed_somewhere() -> None:
     printed = [path.read_text() for path in (ROOT / "tests/unit/transcripts").rglob("*.txt")]
-    printed += [path.read_text() for folder in ("operator", "worker") for path in (ROOT / folder).rglob("*.py")]
+    printed += [
+        path.read_text() for folder in ("operator", "worker", "local") for path in (ROOT / folder).rglob("*.py")
+    ]
     corpus = "\n".join([*printed, (ROOT / "manifests/crd.yaml").read_text()])
     lines = (ROOT / "docs/how-to-troubleshoot.md").read_text().splitlines()
     seen = [row[1] for row in (line.split(" | ") for line in lines if line.startswith("|")) if len(row) == 4]
