@@ -34,6 +34,8 @@ time.sleep(0.5)
 def fail():
     if how.isdecimal():
         sys.exit(int(how))
+    if how == "refused":
+        run.track(torch.nn.Linear(2, 1))
     raise RuntimeError("a mistake")
 
 if fails and how != "step":
@@ -76,12 +78,24 @@ def test_an_error_after_the_start_uses_up_the_restarts_of_one_agent(
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "everstep.agent.main", "--nproc-per-node=3", "--max-restarts=1", script, how, who,
-         tmp_path],
+         "all", tmp_path],
         capture_output=True, text=True, timeout=LIMIT, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert "its one restart is used up (--max-restarts)" in done.stderr
     assert max(starts(tmp_path).values()) <= 3, "a process, its one restart, and one that was under way"
+
+
+def test_a_script_that_the_session_refuses_is_not_restarted(script: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "everstep.agent.main", "--nproc-per-node=2", "--max-restarts=5", script, "refused",
+         "all", tmp_path],
+        capture_output=True, text=True, timeout=LIMIT, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "LoopError: track() takes each object with a name" in done.stderr.splitlines()[-1]
+    assert "the script is refused, and not restarted" in done.stderr.splitlines()[-1]
+    assert max(starts(tmp_path).values()) == 1
 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("3", 3)])

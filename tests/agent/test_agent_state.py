@@ -434,6 +434,22 @@ def test_processes_that_all_wait_in_another_step_each_time_go_on() -> None:
         play.form(number + 1, "a", "b", "c")
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_script_that_is_refused_ends_the_job_however_many_restarts_are_left(alone: bool) -> None:
+    play = plain(2, max_restarts=99, alone=alone)
+    told = play.exits(0, 1, Fault.REFUSED, "rank 0: exit code 1: LoopError: write this")
+    why = "rank 0: exit code 1: LoopError: write this (the script is refused, and not restarted)"
+    assert told == ((c.CloseJob("a", why),) if alone else ()) + (e.Signal((1,), KILL),)
+    assert play.exits(1, -9) == (e.Finish(1, why),)
+
+
+def test_script_that_is_refused_after_the_job_has_come_to_a_step_is_restarted() -> None:
+    play = keeping(max_restarts=99)
+    told = play.exits(0, 1, Fault.REFUSED, "LoopError: write this")
+    assert "Charge" in kinds(told)
+    assert "Finish" not in kinds(told)
+
+
 def test_collectives_that_do_not_match_end_the_job_however_many_restarts_are_left() -> None:
     play = keeping(max_restarts=99)
     told = play.take(e.Mismatched(1, "rank 2 waits in barrier()"))

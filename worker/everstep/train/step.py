@@ -131,6 +131,7 @@ class Step:
                 "them all: `with step as batches: for batch in batches: …`"
             )
         self.phase = Phase.DONE
+        LoopError.steps_done += 1
         self._completed()
         return False
 

@@ -51,6 +51,7 @@ class Fault(Enum):
     PROGRAM = auto()  # the training program's own
     PEER = auto()  # it says that it lost a peer: perhaps somebody else's
     OUTSIDE = auto()  # killed from outside
+    REFUSED = auto()  # the training program's own, and it would end so again: the session refuses its first steps
     LEAVER = auto()  # another agent is asked to stop, and its processes took this one along; the others go on
 
 

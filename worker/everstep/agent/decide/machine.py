@@ -151,6 +151,9 @@ def _exited(state: State, event: Exited) -> Step:
         return state, ()
     if event.code in FINAL and event.fault is not Fault.LEAVER:
         return end(state, Ending(event.code, event.why), signal.SIGTERM)
+    if event.fault is Fault.REFUSED and state.reached <= 0:
+        # Nothing was trained that a restart could save, and the same script is refused in the same way.
+        return _end_job(state, event.code, f"{event.why} (the script is refused, and not restarted)")
     number = state.round.number if state.round is not None else 0
     return _failed(state, Failure(number, event.code, event.why, slot.earlier), event.fault)
 
@@ -168,12 +171,12 @@ def _failed(state: State, failure: Failure, fault: Fault) -> Step:
             state = replace(state, suspect=None)
     # Two agents that each say that they lost the other are charged neither, and a process that has no peers yet may say
     # it of something else: so where it is known how far the job has come, all that is not charged is counted.
-    if fault is Fault.OUTSIDE or (state.keeps and fault is not Fault.PROGRAM):
+    if fault is Fault.OUTSIDE or (state.keeps and fault not in (Fault.PROGRAM, Fault.REFUSED)):
         state = replace(state, outside=state.outside + 1)
         if state.outside > MOST_OUTSIDE * len(state.slots):
             fault = Fault.PROGRAM
     match fault:
-        case Fault.PROGRAM:
+        case Fault.PROGRAM | Fault.REFUSED:
             state = replace(state, failure=failure)
             if failure.earlier == state.failures:  # else one that was forked with it has failed before it
                 told.append(Charge(state.config.agent, failure.round, failure.why, earlier=failure.earlier))
@@ -194,7 +197,11 @@ def _charged(state: State, restarts: int | None) -> Step:
         return state, ()
     failure = state.failure
     code = failure.code if failure.code > 0 else 128 - failure.code
-    why = failure.why + _used_up(state.config.max_restarts)
+    return _end_job(state, code, failure.why + _used_up(state.config.max_restarts))
+
+
+def _end_job(state: State, code: int, why: str) -> Step:
+    """Here, and at the other agents where nobody else decides about them."""
     state, told = end(state, Ending(code, why), signal.SIGKILL)
     return state, ((CloseJob(state.config.agent, why), *told) if state.config.alone else told)
 

@@ -8,6 +8,7 @@ import logging
 import re
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from everstep.contract import exit_codes
 log = logging.getLogger(__name__)
 
 MAX_ERROR_FILE = 1024 * 1024
+FIRST_STEPS = 4  # after which most of what is compared between ranks was compared
 MAX_WHY = 1500  # characters: a refusal whole, with the line to write instead
 
 # What torch, gloo and NCCL say when a peer is gone. A program can print the same for another reason, so such an end is
@@ -38,14 +40,25 @@ def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]
         return (Fault.OUTSIDE if -code in _KILLED else Fault.PROGRAM), name
     if code == exit_codes.NOT_RECOVERED:
         return Fault.OUTSIDE, f"exit code {code}: it lost its peers and could not go on from what it held"
-    said = _error(error_file)
+    content = _read(error_file) or {}
+    said = _error(content)
     why = f"exit code {code}" + (f": {said}" if said else "")
+    if code == 1 and _refused_early(content):
+        return Fault.REFUSED, why[:MAX_WHY]
     return (Fault.PEER if _PEER.search(said) else Fault.PROGRAM), why[:MAX_WHY]
 
 
-def _error(path: Path) -> str:
+def _refused_early(content: Mapping[str, Any]) -> bool:
+    """Whether the session has refused the script in one of its first steps, or before."""
+    try:
+        return 0 <= int(content["message"]["extraInfo"]["refusedAfter"]) <= FIRST_STEPS
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _error(content: Mapping[str, Any]) -> str:
     """The message of an error file that torch's `record` or our program wrote, in one line."""
-    message = (_read(path) or {}).get("message", "")
+    message = content.get("message", "")
     if isinstance(message, dict):
         message = message.get("message", "")
     return " ".join(str(message).split())

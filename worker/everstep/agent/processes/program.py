@@ -160,10 +160,20 @@ def _last_words(hook: Any, kind: type[BaseException], error: BaseException, trac
 def _write_error(error: BaseException) -> None:
     """What torch's `record` writes, unless it did."""
     path = os.environ.get(ERROR_FILE)
-    if not path or Path(path).exists():
+    if not path:
+        return
+    # Of a refusal: steps that were completed before it. By a name, because the library that raises it may not be there.
+    refused = getattr(error, "everstep_refused_after", None)
+    if Path(path).exists():
+        if refused is not None:
+            written = json.loads(Path(path).read_text())
+            written["message"]["extraInfo"]["refusedAfter"] = refused
+            Path(path).write_text(json.dumps(written))
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     callstack = "".join(traceback.format_exception(error))
-    extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+    extra: dict[str, Any] = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
+    if refused is not None:
+        extra["refusedAfter"] = refused
     message = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
     Path(path).write_text(json.dumps(message))

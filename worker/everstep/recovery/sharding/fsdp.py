@@ -16,6 +16,7 @@ import torch
 from torch._prims_common import make_contiguous_strides_for
 
 from everstep.checkpoint.sharding import is_sharded
+from everstep.recovery.errors import LoopError
 from everstep.recovery.sharding.tensor_parallel import Cut
 from everstep.recovery.state import places
 from everstep.recovery.state.shape import MODEL, TENSOR
@@ -25,7 +26,7 @@ from everstep.recovery.state.shape import MODEL, TENSOR
 _REFUSED = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer")
 
 
-class NotRecoverable(RuntimeError):
+class NotRecoverable(LoopError):
     """The tracked state is sharded in a way that recovery in process cannot handle."""
 
 
