@@ -17,11 +17,14 @@ from everstep.recovery.group.script_location import ScriptLocation
 from everstep.recovery.sharding import tensor_parallel
 from everstep.recovery.sharding.fsdp import NotRecoverable, ShardedObjects, check
 from everstep.recovery.sharding.mesh import RecoverableMesh
-from everstep.recovery.state.shape import MODEL, TENSOR, Shape
+from everstep.recovery.state.shape import MODEL, SHARD, TENSOR, Shape
 from everstep.train.meshes import likely_rank, make_mesh
 from everstep.train.world import Place
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+UNTOLD = r"mesh\.\w+(\(\))? \(test_recovery_mesh\.py:\d+\): before steps\(\) nobody"
 
 
 class Net(torch.nn.Module):
@@ -52,14 +55,32 @@ def test_number_of_replicas_is_known_from_the_first_round_on() -> None:
     mesh = mesh_of(2, 1, MODEL, ScriptLocation())
     made, replicate = mesh.device_mesh, mesh.device_mesh["replicate"]
     assert (made.size(1), made["model"].size()) == (2, 2)
+    inside = made["model"]
+    assert (inside.shape, inside.get_coordinate()) == ((2,), (1,))
+    assert (inside.get_local_rank(), made.get_local_rank(1)) == (1, 1)
     for ask in (
         made.size, lambda: made.size(0), replicate.size, lambda: made.get_local_rank("replicate"),
-        made["replicate"].get_local_rank,
+        made["replicate"].get_local_rank, lambda: made.shape, lambda: made.mesh, made.get_coordinate,
+        lambda: replicate.shape, replicate.get_coordinate, lambda: inside.mesh,
     ):  # fmt: skip
-        with pytest.raises(LoopError, match=r"mesh\.\w+\(\) \(test_recovery_mesh\.py:\d+\): before steps\(\) nobody"):
+        with pytest.raises(LoopError, match=UNTOLD):
             ask()
     mesh.move(3, 6)
     assert (made.size(), made.size(0), replicate.size()) == (6, 3, 3)
+    assert (made.shape, made.get_coordinate()) == ((3, 2), (1, 1))
+    assert (replicate.shape, inside.mesh.tolist(), made.mesh.tolist()) == ((3,), [2, 3], [[0, 1], [2, 3], [4, 5]])
+
+
+@pytest.mark.parametrize("kind", [SHARD, TENSOR])
+def test_shard_that_may_become_another_is_not_told_before_the_first_round(kind: str) -> None:
+    mesh = mesh_of(2, 1, kind, ScriptLocation())
+    made, inside = mesh.device_mesh, mesh.device_mesh[kind]
+    assert (inside.size(), inside.shape) == (2, (2,))
+    for ask in (lambda: made.get_local_rank(kind), inside.get_local_rank, inside.get_coordinate, lambda: inside.mesh):
+        with pytest.raises(LoopError, match=UNTOLD):
+            ask()
+    mesh.move(3, 4)
+    assert (inside.get_coordinate(), inside.mesh.tolist()) == ((1,), [2, 3])
 
 
 @pytest.mark.parametrize(("rank", "world", "shards"), [(0, 2, 2), (3, 4, 2), (4, 6, 3), (5, 8, 4), (1, 3, 1)])

@@ -226,10 +226,10 @@ class RecoverableGroup(dist.ProcessGroup):
             self._scope.place("size")
         return self._size
 
-    def ask_ranks(self, function: str) -> None:
-        """`function` is asked which ranks there are. Raises `LoopError` if the script asks, and nobody knows."""
+    def ask_ranks(self, what: str) -> None:
+        """`what` is asked which ranks there are. Raises `LoopError` if the script asks, and nobody knows."""
         if self._scope is not None:
-            self._scope.unknown(function)
+            self._scope.unknown(what)
 
     def getRank(self) -> int:
         return self._rank

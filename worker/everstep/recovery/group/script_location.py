@@ -141,13 +141,13 @@ class ScriptLocation:
         if not asked.function:  # the group's own method; torch, as DDP does, may ask what the world is for now
             raise LoopError(f"group.{name}(){asked.at}: {UNKNOWN}")
 
-    def unknown(self, function: str) -> None:
-        """The script asks `function` which ranks there are. Raises `LoopError` while nobody knows."""
+    def unknown(self, what: str) -> None:
+        """The script asks `what`, as it is written, which ranks there are. Raises `LoopError` while nobody knows."""
         if self.where is not ScriptPhase.BUILDING or not self.others:
             return
         asked = script_call_site(sys._getframe(1))
         if asked is not None and not asked.function and not asked.library:  # torch itself does not ask
-            raise LoopError(f"{function}(){asked.at}: {UNKNOWN}")
+            raise LoopError(f"{what}{asked.at}: {UNKNOWN}")
 
 
 UNKNOWN = (

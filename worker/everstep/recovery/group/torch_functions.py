@@ -119,7 +119,7 @@ def _of_table(torchs: Any) -> Any:
     @functools.wraps(torchs)
     def asking(group: Any = None, *arguments: Any, **named: Any) -> Any:
         if isinstance(asked := group or dist.group.WORLD, RecoverableGroup):
-            asked.ask_ranks(f"dist.{torchs.__name__}")
+            asked.ask_ranks(f"dist.{torchs.__name__}()")
         return torchs(group, *arguments, **named)
 
     return asking

@@ -24,12 +24,10 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.forming import Subgroup
 from everstep.recovery.group.recoverable import RecoverableGroup
 from everstep.recovery.group.script_location import script_call_site
-from everstep.recovery.sharding import tensor_parallel
+from everstep.recovery.sharding import tensor_parallel, unmoved
 from everstep.recovery.state.shape import MODEL, REPLICATE, SHARD, TENSOR
 
 log = logging.getLogger("everstep.train")
-
-_OF_REPLICAS = ("size", "get_local_rank")  # methods of a mesh's whose answer depends on how many replicas there are
 
 
 class RecoverableMesh:
@@ -70,34 +68,17 @@ class RecoverableMesh:
         def cut_and_noted(*arguments: Any) -> Any:
             part = cut(*arguments)
             self._parts.append(weakref.ref(part))
-            if REPLICATE in (part.mesh_dim_names or ()):
-                self._ask_first(part)
+            if not self._moved:
+                unmoved.begin(part, self.shard_group, kind)
             return part
 
         self.device_mesh._create_sub_mesh = cut_and_noted
-        self._ask_first(self.device_mesh)
+        self._moved = False
+        unmoved.begin(self.device_mesh, self.shard_group, kind)
         # What parameters are cut over: FSDP2 knows of the replicas, tensor parallelism does not.
         self.over: Any = self.device_mesh[TENSOR] if kind == TENSOR else self.device_mesh
-        self._moved = False
         if kind == TENSOR:
             tensor_parallel.cut_alone(lambda group: group is self.shard_group and not self._moved)
-
-    def _ask_first(self, mesh: Any) -> None:
-        """The number of replicas, and which one this process is in, is known in the first step: a script that asks
-        `mesh` before is refused, as it is where it asks a group."""
-
-        def asking(name: str) -> Callable[..., Any]:
-            torchs = getattr(mesh, name)
-
-            def asked(mesh_dim: int | str | None = None) -> Any:
-                if mesh_dim not in (1, self.kind):
-                    self.replicate_group.ask_ranks(f"mesh.{name}")
-                return torchs(mesh_dim)
-
-            return asked
-
-        for name in _OF_REPLICAS:
-            setattr(mesh, name, asking(name))
 
     @property
     def groups(self) -> tuple[RecoverableGroup, RecoverableGroup]:
@@ -149,12 +130,11 @@ class RecoverableMesh:
         self._place((replica, replicas), (self.shard, self.shards), column, row)
         _world().pg_group_ranks[self._everyone] = {i: i for i in range(world_size)}
         ranks = torch.arange(world_size, dtype=torch.int).view(replicas, self.shards)
-        _relayout(self.device_mesh, ranks, rank)
         self._parts = [reference for reference in self._parts if reference() is not None]
         parts = [part for reference in self._parts if (part := reference()) is not None]
         for mesh in (self.device_mesh, *parts):
-            for name in _OF_REPLICAS:
-                vars(mesh).pop(name, None)  # torch's own is right from now on
+            unmoved.end(mesh)
+        _relayout(self.device_mesh, ranks, rank)
         for part in parts:
             _relayout(part, ranks[:, self.shard] if part.mesh_dim_names == (REPLICATE,) else ranks[replica], rank)
 
