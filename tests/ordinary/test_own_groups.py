@@ -22,6 +22,7 @@ from everstep.storage import open_store
 
 pytestmark = pytest.mark.timeout(360)
 PARTS, STAGES, FOUR = "own_tensor_parallel", "own_pipeline", "own_four_stages"
+SCALED, UNEVEN = "own_scaled", "own_uneven"
 NAMES = (PARTS, STAGES)
 
 
@@ -41,6 +42,8 @@ def began(folder: Path) -> int:
         (PARTS, "2@5:optimizer"),
         (STAGES, "0@5:backward"),
         (STAGES, "3@5:gradients"),
+        (SCALED, "1@5:backward"),
+        (UNEVEN, "1@5:optimizer"),
         *(
             pytest.param(name, kill, marks=pytest.mark.long)
             for name in NAMES
@@ -118,7 +121,7 @@ def test_process_that_is_given_another_place_ends_and_a_new_one_builds_that(tmp_
     assert second["found"]["tracked model"]["0.weight"].shape == (16,)
 
 
-@pytest.mark.parametrize("name", [*NAMES, FOUR])
+@pytest.mark.parametrize("name", [*NAMES, FOUR, SCALED, UNEVEN])
 def test_undisturbed_run_has_the_bits_of_one_under_torchrun(name: str, tmp_path: Path, folder: Path) -> None:
     parent_is_ready()
     environ = {**os.environ, **_environ(tmp_path, "")}
@@ -152,15 +155,23 @@ REFUSED = {
     ),
     "in-step": (PARTS, "            loss.backward()\n", "            dist.new_group([0, 1])\n", "after steps.. began"),
     "names": (
-        STAGES, "seen=seen)", "**({'seen': seen} if number else {}))", "tracks .*seen.*Each process must make the same",
+        STAGES, "seen=seen)", "**({'seen': seen} if number else {}))",
+        r"run\.track\(.*seen.*Each process must make the same.*buffer of a tracked module",
     ),
-    "values": (STAGES, 'seen["loss"] += total.item()', 'seen["loss"] += number', "another seen, which is tracked"),
+    "values": (
+        STAGES, 'seen["loss"] += total.item()', 'seen["loss"] += number', "another seen, which is tracked.*buffer",
+    ),
+    "scaled": (
+        SCALED, "ShardedGradScaler(run.device.type, init_scale=64.0, growth_interval=4, process_group=replica)",
+        'torch.amp.GradScaler("cpu", init_scale=64.0)',
+        r"in step 3 ranks 1, 3 left the optimizer's step out.*ShardedGradScaler\(",
+    ),
     "untracked": (
         PARTS, "run.track(model=model, ", "run.track(model=model[0], ",
         r"model\.1\.up\) is trained by the tracked optimizer.*nothing that is tracked holds it",
     ),
 }  # fmt: skip
-ALWAYS = ("unaveraged", "half", "ddp", "names")  # the others in `make soak`: each starts four processes
+ALWAYS = ("unaveraged", "half", "ddp", "names", "scaled")  # the others in `make soak`: each starts four processes
 
 
 @pytest.mark.parametrize(

@@ -80,3 +80,25 @@ def test_ranks_that_have_made_other_numbers_of_optimizer_steps_are_told_so_at_on
     assert first == second
     assert 5 < first[0] <= 5 + MAX_STRIDE + 1
     assert "a rank has left a step out" in first[1]
+
+
+def test_places_of_a_replica_may_make_other_numbers_of_optimizer_steps_and_replicas_may_not() -> None:
+    store, name = c10d.HashStore(), uuid.uuid4().hex
+
+    def rank(number: int, made: int) -> str:
+        own = c10d.PrefixStore(f"{name}-{made}", store)
+        group = c10d.ProcessGroupGloo(own, number, 4, timedelta(seconds=30))
+        intent = Intent(group, place=number % 2, places=2)
+        try:
+            for boundary in range(1, 9):
+                intent.at_boundary(Wish(updates=boundary * (2 - number % 2) - (made if number == 3 else 0)))
+        except LoopError as e:
+            return str(e)
+        intent.settle()
+        return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(rank, range(4), [0] * 4)) == [""] * 4
+        said = set(pool.map(rank, range(4), [1] * 4))
+    assert len(said) == 1
+    assert "optimizer steps" in said.pop()

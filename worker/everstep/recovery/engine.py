@@ -113,12 +113,11 @@ class Recovery:
         fsdp.check(state, self._sharded.mesh.over if self._sharded is not None else None)
         if self._sharded is not None:
             self._sharded.track(state)
-            self.program.tracks(state)
         self._state = state
         self._reducers = reducers
         checks.check(reducers.alive(), self.program.places, self.program.is_across)
         may, agreed = (self._vote, self._sharded.may_undo) if self._sharded is not None else (self.check, lambda: True)
-        self.rollback = Rollback(state, may, agreed)
+        self.rollback = Rollback(state, may, agreed, hears_skips=self._sharded is not None)
         for group in self._programs:
             group.on_begin = self.rollback.collective
         self._announcements.on_round(self._heard)
@@ -141,7 +140,8 @@ class Recovery:
         if self.failed:
             return False
         self.rollback.ended()
-        return self._sharded is None or not self.rollback.undoes or self._all_make(self.rollback.step)
+        step, sharded = self.rollback.step, self._sharded
+        return sharded is None or sharded.may_make(step) or self._all_make(step)
 
     @property
     def failed(self) -> bool:
@@ -319,8 +319,9 @@ class Recovery:
     def _all_make(self, step: int) -> bool:
         """Vote for it, and hear whether it is made."""
         assert self._sharded is not None
+        assert self.rollback is not None
         try:
-            self._sharded.vote(step, self._number, self.rollback is not None and self.rollback.can_keep())
+            self._sharded.vote(step, self._number, self.rollback.can_keep(), self.rollback.gradients.update)
             return True
         except PeerLost as e:
             if made := self._decide(step):

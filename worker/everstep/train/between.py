@@ -25,6 +25,7 @@ class Between:
     def __init__(self, onces: Onces, evaluations: Evaluations, goal: Callable[[], int], nesting: Nesting) -> None:
         self.nesting = nesting
         self._onces, self._evaluations, self._goal = onces, evaluations, goal
+        self.asks: list[str] = []  # what the script has asked of the run by now, in words
         self._before: Before | None = None  # the newest evaluations, while they may have to be called again
         self.torn: str | None = None  # what the newest have moved, and nobody can put back
 

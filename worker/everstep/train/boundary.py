@@ -57,6 +57,7 @@ class Boundary:
         self._check: Callable[[], None] = _nothing
         # The state as a commit names it.
         self.named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda state: state
+        self.places = 1  # of a replica, each with optimizers of its own
         self._counted, self._step_seconds = time.monotonic(), 0.0  # of the newest step, with what came before it
         self.has_time = False  # when the run was asked to stop: for one more step, on all ranks
         self.step = 0
@@ -98,9 +99,17 @@ class Boundary:
         self._rank = ranks.rank
         self._reporter.moved(ranks.rank, ranks.world_size, round_)
         self._group = ranks.group if ranks.world_size > 1 else None
-        self._intent = Intent(self._group)
+        self._intent = self._intent_over(self._group)
         if self._keeper is not None:
             self._keeper.move(ranks, round_, rendezvous)
+
+    def divide(self, places: int, named: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        """The script divides its model over the `places` ranks of a replica, and commits name the state so."""
+        self.places, self.named = places, named
+        self._intent = self._intent_over(self._group)
+
+    def _intent_over(self, group: Any) -> Intent:
+        return Intent(group, place=self._rank % self.places, places=self.places)
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Restore `state`, which is also what is saved from now on; completed steps. Collective."""

@@ -16,6 +16,7 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.forming import FormingFailed
 from everstep.recovery.group.in_flight import is_of_lost_peer
 from everstep.recovery.state.randomness import settle
+from everstep.recovery.state.scalers import Scales
 from everstep.recovery.transfer.agreement import NoState
 from everstep.recovery.transfer.broadcast import TransferFailed
 from everstep.recovery.validity import Validity
@@ -73,6 +74,7 @@ class Recovering:
         self._hooks = Hooks(self._state, self._census.is_untracked)
         alive = self._reducers.alive()
         self._replicas = Replicas(self._state, alive, self._census.is_untracked, shape=self._cuts.shape)
+        self._scales = Scales(self._state, self._cuts.shape.places)
         Reduction(self._state, self._reducers, self._census, lasts=False)
         self._reducers.learn()  # of a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
@@ -132,6 +134,7 @@ class Recovering:
             rollback = self._recovery.rollback
             if self._feed is not None and rollback is not None and rollback.gradients.entered:
                 self._feed.check_weights(self._boundary.step)
+            self._scales.ended()
             return True
         log.warning("step %d: its block ended well, but a collective in it has failed: the step is lost",
                     self._boundary.step)  # fmt: skip
@@ -215,6 +218,7 @@ class Recovering:
             self.go_on(Phase.DONE)
 
     def _all_left_out(self) -> None:
+        self._scales.check(self._boundary.step, self._boundary.gather)
         if (rollback := self._recovery.rollback) is not None and rollback.gradients.take_left_out():
             self._all_meet(ending.all_left_out)
 
@@ -356,6 +360,7 @@ class Recovering:
         self._boundary.move(members, round_.number, round_.rendezvous)
         self._between.meet(self._boundary.step, members)
         self._replicas.moved()
+        self._scales.moved()
         self._census.moved()
         self._pace.moved(self._recovery.main.waited)
         self._read_as(members.rank)

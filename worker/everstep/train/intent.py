@@ -25,6 +25,7 @@ from everstep.recovery.group.collectives import reduce_into
 
 COST = 0.005  # of a step's time that agreeing may take: half of what the session may
 MAX_STRIDE = 64  # boundaries from one agreement to the next
+NONE_TOLD = -(2**62)  # less than any number that a rank tells
 MAX_SECONDS = 0.25  # from one agreement to the next, unless a single step takes longer
 SMOOTHING = 0.2  # weight of the newest measurement
 
@@ -36,7 +37,7 @@ class Wish:
     stop: bool = False
     save: bool = False
     move: bool = False  # leave the round: the next one has more members
-    updates: int = 0  # optimizer steps that this rank has made in this world; the same number on each
+    updates: int = 0  # optimizer steps that this rank has made in this world; the same number on each of its place
     calls: int = 0  # collectives of the program that it has begun in this world; likewise
 
 
@@ -45,11 +46,15 @@ class Intent:
     `LoopError`, on all of them, once their `updates` or `calls` differ: then one has skipped an optimizer step or a
     collective that others made.
 
-    `group` is a gloo process group, or None for a world of one, where a wish is granted at once.
+    `group` is a gloo process group, or None for a world of one, where a wish is granted at once. `place`, of `places`:
+    of this rank in its replica, where each place may have optimizers of its own.
     """
 
-    def __init__(self, group: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, group: Any, clock: Callable[[], float] = time.perf_counter, *, place: int = 0, places: int = 1
+    ) -> None:
         self._group = group
+        self._place, self._places = place, places
         self._clock = clock
         self._boundary = 0
         self._next = 0  # the boundary at which the next collective begins or is read
@@ -96,8 +101,9 @@ class Intent:
             self._flight = None
 
     def _begin(self, wish: Wish) -> None:
-        told = [wish.stop, wish.save, wish.move, self._wanted_stride(), wish.updates, -wish.updates]
-        told += [wish.calls, -wish.calls]
+        told = [wish.stop, wish.save, wish.move, self._wanted_stride(), wish.calls, -wish.calls]
+        for place in range(self._places):
+            told += [wish.updates, -wish.updates] if place == self._place else [NONE_TOLD, NONE_TOLD]
         values = torch.tensor(told, dtype=torch.int64)
         self._flight = (reduce_into(values, dist.ReduceOp.MAX, self._group), values)
 
@@ -107,8 +113,10 @@ class Intent:
         work, values = self._flight
         work.wait()
         self._flight = None
-        stop, save, move, self._stride, most, least, begun, fewest = values.tolist()
-        if most != -least:
+        stop, save, move, self._stride, begun, fewest, *updates = values.tolist()
+        odd = ((most, least) for most, least in zip(updates[::2], updates[1::2], strict=True) if most != -least)
+        if (found := next(odd, None)) is not None:
+            most, least = found
             raise LoopError(
                 f"after the same number of steps some ranks have made {most} optimizer steps in this world, and others "
                 f"{-least}: a rank has left a step out (an error that was caught, a batch that was skipped), and its "

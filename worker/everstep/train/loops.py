@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.state.randomness import STATE, Randomness, Rng
 from everstep.recovery.state.shape import Shape
 from everstep.recovery.state.switches import SWITCHES, Switches
-from everstep.train import bodies, ending, mistakes, once
+from everstep.train import asked, bodies, ending, mistakes, once
 from everstep.train.between import Between
 from everstep.train.boundary import Boundary
 from everstep.train.byhand import ByHand
@@ -196,6 +197,7 @@ class Loops:
             raise LoopError("steps() was called before in this run; one loop over all steps is what can be resumed. "
                             "For a loop over epochs with a loop over steps in it: `for epoch in run.epochs(loader, 10)"
                             ":`, and in it `for step in run.steps():`")  # fmt: skip
+        self._ask(asked.loop(loader, until, epochs, nested=nested), sys._getframe(1))
         feed, world = self._join_world(loader, nested)
         self._goal = until if until is not None else (epochs or 0) * len(feed or ())  # as cut in the run that goes on
         self._boundary.watch()
@@ -278,27 +280,18 @@ class Loops:
 
         self._random.start()
         self._switches.start()
-        between = self._between
         if self._comparable and self._boundary.saves:
             self._check = RestartCheck(self._state, self._boundary, hears=self._recovery is not None)
         world: World = Steady(
-            self._boundary, self._state, reducers, feed, self.place.world_size, between, self._census, self._shape,
-            self._check,
+            self._boundary, self._state, reducers, feed, self.place.world_size, self._between, self._census,
+            self._shape, self._asks(), self._check,
         )  # fmt: skip
         if self._recovery is not None:
-            self._recovery.program.evaluations = len(self._evaluations)
+            self._recovery.program.asks = self._asks()
             world = Recovering(
-                self._recovery,
-                self._boundary,
-                self._state,
-                reducers,
-                feed,
-                self._cuts,
-                between,
-                self._census,
-                self._make_shadow_step(self._recovery, reducers),
-                self._check,
-            )
+                self._recovery, self._boundary, self._state, reducers, feed, self._cuts, self._between, self._census,
+                self._make_shadow_step(self._recovery, reducers), self._check,
+            )  # fmt: skip
         refused = self._refused()
         world.begin()
         if refused is not None:
@@ -390,12 +383,18 @@ class Loops:
         """Parts that the data is cut into, in the largest world that the job may have."""
         return max(self._shape.of_sizes(self.place.sizes), default=1)
 
+    def _ask(self, words: str, frame: FrameType) -> None:
+        self._between.asks.append(asked.call(words, frame))
+
+    def _asks(self) -> list[str]:
+        return [*self._between.asks, *asked.of_state(self._state, self._shape, self._mesh)]
+
     def _make_mesh(self, shape: Shape) -> None:
         if shape.readers > 1:
             if self._cuts.made:
                 raise LoopError(f"{shape} after a loader or a sampler was made: the ranks of a replica read the same "
                                 "data, so make the mesh first")  # fmt: skip
             self._random.share(shape)
-        self._asked = shape
-        self._shape, self._mesh, self._boundary.named = make_mesh(self.place, self._recovery, shape)
+        self._asked, (self._shape, self._mesh, named) = shape, make_mesh(self.place, self._recovery, shape)
+        self._boundary.divide(self._shape.places, named)
         self._cuts.shape = self._random.shape = self._shape

@@ -149,11 +149,17 @@ class Replicas:
             return  # they track other objects each, which the save and a new member say
         names = [key for key, digest in sorted(found.items()) if not same(digest)]
         kept = ", ".join(names)
+        of_place = (
+            "; or, if it is what one place of a replica has of the model, put it into a buffer of a tracked "
+            "torch.nn.Module, which is kept by place"
+            if self._shape.places > 1
+            else ""
+        )
         raise LoopError(
             f"after step {self._steps} of this world each rank has another {kept}, which is tracked: a process that is "
             "new, and each rank of a run that is started again, is given one rank's. Make it alike on all ranks: "
             "dist.all_reduce in the step what is put into it, or compute it from step.number; or, if nothing that is "
-            f"trained depends on it and it may be lost, say so: run.untracked({', '.join(map(repr, names))})"
+            f"trained depends on it and it may be lost, say so: run.untracked({', '.join(map(repr, names))}){of_place}"
         )
 
     def _compare_buffers(self, same: Callable[[int], bool]) -> None:

@@ -36,9 +36,9 @@ from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import UNKNOWN
 from everstep.recovery.state.randomness import STATE, Rng, source_of
-from everstep.recovery.state.shape import SHARD, asked
+from everstep.recovery.state.shape import SHARD, shape_of
 from everstep.recovery.state.switches import SWITCHES
-from everstep.train import ending, evaluation, mistakes, once
+from everstep.train import asked, ending, evaluation, mistakes, once
 from everstep.train.averaging import average
 from everstep.train.boundary import Boundary
 from everstep.train.covered import OWN_NAMES
@@ -82,8 +82,10 @@ def start(
         recovery.start(most_processes())
     place = take_place()
     boundary = Boundary.find(checkpoint, every_steps, every_seconds, options, reporter)
-    _started[:] = [Run(place, boundary, recovery, rng=rng, rehearsal=rehearsal)]
-    return _started[0]
+    _started[:] = [run] = [Run(place, boundary, recovery, rng=rng, rehearsal=rehearsal)]
+    saves = f"{'a' if boundary.saves else 'no'} checkpoint URL, every_steps={every_steps}"
+    run._ask(f"everstep.start({saves}, rng={rng!r}, rehearsal={rehearsal})", sys._getframe(1))
+    return run
 
 
 def current() -> Run:
@@ -151,11 +153,12 @@ class Run(Loops):
         `parallelize_module(model, run.mesh(tensor=8)["tensor"], plan)` for tensor parallelism. `model=8`: the script
         itself divides its model over 8 neighbours in rank, by stages or by parts of layers, with process groups of its
         own. One a run; before the model is built. See docs/reference/session.md."""
-        shape = asked(shard, tensor, model)
+        shape = shape_of(shard, tensor, model)
         if self._mesh is None:
             if self._loop:
                 raise LoopError("mesh() after the first step: make the mesh before the model that is sharded over it")
             self._make_mesh(shape)
+            self._ask(f"run.{shape}", sys._getframe(1))
         if self._asked != shape:
             raise LoopError(f"{shape}: this run has {self._asked}; use one mesh for all modules")
         return self._mesh
@@ -183,6 +186,8 @@ class Run(Loops):
         ranks. If the process dies in it, another calls it again. Before `steps`."""
         if self._loop:
             raise LoopError("once() after steps() began: call it before the loop")
+        if each == "job":
+            self._ask(f"run.once({asked.name_of(fn)})", sys._getframe(1))
         return self._onces.add(fn, each)
 
     def evaluate(self, fn: Callable[..., Any], loader: Any = None, *, every: int | None = None) -> None:
@@ -201,6 +206,7 @@ class Run(Loops):
                             "it before the loop: `run.evaluate(fn, every=500)`")  # fmt: skip
         else:
             self._evaluations.add(call, every)
+            self._ask(f"run.evaluate({asked.name_of(fn)}, every={every})", sys._getframe(1))
             self._called.append(fn)
 
     def train(

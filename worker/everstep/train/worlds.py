@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +17,11 @@ from torch.distributed import distributed_c10d
 from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.recovery.ddp import checks
 from everstep.recovery.ddp.reducers import Reducers
+from everstep.recovery.forming import same_calls
 from everstep.recovery.state.gradients import Gradients
 from everstep.recovery.state.optimizers import before_step, has_closure
 from everstep.recovery.state.randomness import settle
+from everstep.recovery.state.scalers import Scales
 from everstep.recovery.state.shape import Shape
 from everstep.train import ending
 from everstep.train.between import Between
@@ -83,9 +85,11 @@ class Steady:
         between: Between,
         census: Census,
         shape: Shape,
+        asks: Sequence[str],
         check: RestartCheck | None = None,
     ) -> None:
         self._shape = shape
+        self._asks = asks
         self._check = check
         self._boundary = boundary
         self._state = state
@@ -97,6 +101,8 @@ class Steady:
         self._began, self._slowest = 0.0, 0.0  # seconds
 
     def begin(self) -> None:
+        if self._size > 1:
+            same_calls.meet("\n".join(self._asks), self._boundary.gather)
         self._hooks: Hooks | None = None
         if kept := self._boundary.saves:
             self._census.start()
@@ -106,6 +112,7 @@ class Steady:
         checks.check_places(self._reducers.alive(), places, lambda group: _is_across(group, places))
         alive, is_free = self._reducers.alive(), self._census.is_untracked
         self._replicas = Replicas(self._state, alive, is_free, kept=kept, shape=self._shape)
+        self._scales = Scales(self._state, places if self._size > 1 else 1)
         if self._size > 1:
             Reduction(self._state, self._reducers, self._census, lasts=True)
         self._reducers.learn()  # of a backward pass that the script made before
@@ -134,6 +141,7 @@ class Steady:
         return True
 
     def _all_left_out(self) -> None:
+        self._scales.check(self._boundary.step, self._boundary.gather)
         if self._gradients.take_left_out():
             self._all_meet(ending.all_left_out)
 
@@ -159,6 +167,7 @@ class Steady:
         self._gradients.ended(self._boundary.step)
         if self._feed is not None and self._gradients.entered:
             self._feed.check_weights(self._boundary.step)
+        self._scales.ended()
         return True
 
     def step_lost(self, error: BaseException) -> bool:

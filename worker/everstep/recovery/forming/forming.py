@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo,
 from everstep.membership.torch_log import warnings_off
 from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.errors import LoopError
-from everstep.recovery.forming import gloo_sockets
+from everstep.recovery.forming import gloo_sockets, same_calls
 
 # torch's default, and how long a rank may lag behind the others. It ends nothing that we wait for, but a thread that
 # gloo lost a transfer of lives so long.
@@ -164,16 +164,11 @@ def _check_made(store: Any, round_: AnnouncedRound, made: str) -> None:
     with the script, all raise."""
     store.set(f"made/{round_.rank}", made)
     found = store.multi_get([f"made/{rank}" for rank in range(round_.world_size)])
-    told = [one.decode() or "no group and no evaluation" for one in found]
+    told = [one.decode() for one in found]
     for other in told:
         if other.startswith(REFUSED):
             raise LoopError(other.removeprefix(REFUSED))
-    for rank, other in enumerate(told):
-        if other != told[0]:
-            raise LoopError(
-                f"rank 0's script made {told[0]}, and rank {rank}'s {other}, before its first step. "
-                "Each process must make the same ones in the same order, a process that comes later too"
-            )
+    same_calls.check(told)
 
 
 def _with_devices(gloo: Any, rank: int, size: int, store: Any) -> tuple[Any, Callable[[], None] | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from everstep.recovery.group.in_flight import WaitingTime
 from everstep.recovery.group.meanings import AcrossReplicas, AllRanks, GroupMeaning, WithinReplica
 from everstep.recovery.group.recoverable import BACKEND, RecoverableGroup
 from everstep.recovery.group.script_location import NO_SUBGROUPS, ScriptLocation, ScriptPhase, script_call_site
-from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.state.shape import MODEL
 
 MOST = 16  # each has connections of its own in each round
@@ -58,8 +57,7 @@ class ProgramGroups:
             Counter()
         )  # groups that the script has asked for, of any replica
         self._most = 1
-        self.evaluations = 0  # that the script has asked for
-        self._names = ""  # of what is tracked, where each place of a replica tracks its own
+        self.asks: Sequence[str] = ()  # what else the script has asked for, in words
         self.refusal = ""  # why no member can go on
 
     def begin(self, most: int) -> None:
@@ -78,13 +76,6 @@ class ProgramGroups:
         this process keeps the place that `rank` has."""
         if kind == MODEL:
             self._divided, self.places, self._here = True, places, rank % self._most
-
-    def tracks(self, state: Mapping[str, Any]) -> None:
-        """What the script tracks: each place its own, by the same names."""
-        if self.places > 1:
-            seeds = state.get(STATE)
-            drawn = seeds.generators if isinstance(seeds, Randomness) else ()
-            self._names = ", ".join(sorted({*state, *drawn}))
 
     @property
     def own(self) -> tuple[RecoverableGroup, ...]:
@@ -204,10 +195,7 @@ class ProgramGroups:
                 f"`for first in range(0, run.world_size, {self.places}): dist.new_group(…)`, or "
                 f"dist.new_subgroups({self.places})"
             )
-        if not (self._told or self.evaluations or self._names):
-            return ""
-        meant = f" ({meanings.words(self._told)})" if self._divided and self._told else ""
-        return (
-            f"{self._told.total()} process groups by dist.new_group(){meant} and {self.evaluations} evaluations by "
-            "run.evaluate()" + (f" and tracks {self._names}" if self._names else "")
-        )
+        if not self._told:
+            return "\n".join(self.asks)
+        meant = f" ({meanings.words(self._told)})" if self._divided else ""
+        return "\n".join([f"{self._told.total()} process groups by dist.new_group(){meant}", *self.asks])

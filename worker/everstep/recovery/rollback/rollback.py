@@ -21,6 +21,7 @@ from everstep.recovery.rollback.undo_copy import UndoCopy
 from everstep.recovery.state.gradients import Gradients
 from everstep.recovery.state.optimizers import before_step, has_closure
 from everstep.recovery.state.randomness import generators_to_put_back
+from everstep.recovery.state.scalers import hear_skips
 from everstep.recovery.validity import Validity
 
 EARLY = 4  # steps of a world after which the parts of what is tracked are looked for in watched steps alone
@@ -44,13 +45,15 @@ class Listener(Protocol):
 class Rollback:
     """The tracked objects of a run. `begin` at a step's start; then `ended`, or if it failed `roll_back`.
 
-    `refuse` is called before each optimizer's step, and raises if the round is over by then. `collective` is to be
-    called when a collective of the program's begins. `agreed`: whether what is large may be copied.
+    `refuse` is called before each optimizer's step, and raises if the round is over by then; with `hears_skips` also
+    where a gradient scaler leaves one out. `collective` is to be called when a collective of the program's begins.
+    `agreed`: whether what is large may be copied.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], refuse: Callable[[], None], agreed: Callable[[], bool] = lambda: True
-    ) -> None:
+        self, state: Mapping[str, Any], refuse: Callable[[], None], agreed: Callable[[], bool] = lambda: True,
+        *, hears_skips: bool = False,
+    ) -> None:  # fmt: skip
         self._refuse = refuse
         self._tracked = tracked_objects(state)
         self.gradients = Gradients(state)
@@ -78,6 +81,8 @@ class Rollback:
         for name, target in state.items():
             if isinstance(target, torch.optim.Optimizer):
                 self._hooks.append(before_step(target, self._before(name)))
+        if hears_skips:
+            hear_skips(state, self._skipped)
         self._hooks += [hook for t in self._tracked if isinstance(t, Optimizer) for hook in t.hooks]
 
     def moved(self) -> None:
@@ -220,6 +225,15 @@ class Rollback:
             self._entered = self._entered or name
 
         return hook
+
+    def _skipped(self) -> None:
+        """A gradient scaler has left an optimizer's step out: other members may wait for this one's vote just now."""
+        if self._in_step and not self.gradients.entered:
+            try:
+                self._refuse()
+            except BaseException:
+                self.refused += 1
+                raise
 
     def _prints(self) -> dict[str, Print]:
         return {

@@ -341,7 +341,9 @@ class Scaler(Tree):
         self._scaler = scaler
 
     def _read(self) -> Any:
-        return {k: v for k, v in vars(self._scaler).items() if k != "_per_optimizer_states"}
+        held = vars(self._scaler).items()
+        # What is no value, as the process group of torch's ShardedGradScaler, no step changes.
+        return {k: v for k, v in held if k != "_per_optimizer_states" and snapshots.is_known(v)}
 
     def _write(self, kept: Any) -> None:
         for key, value in kept.items():

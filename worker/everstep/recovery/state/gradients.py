@@ -9,6 +9,7 @@ Invariant: after `put_back` a tracked parameter has a gradient, of zeros, if and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -20,15 +21,23 @@ from everstep.recovery.state.scalers import scalers
 SAMPLE = 16  # parameters by which it shows that a backward pass has run
 
 
+class Update(IntEnum):
+    """What the optimizers of a rank do in a step."""
+
+    NONE = 0  # there are none
+    MADE = 1
+    LEFT_OUT = 2
+
+
 class Gradients:
     """Refuses those of the parameters of all tracked optimizers; without one of all tracked modules. Puts back those of
     both."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self._optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
+        self.optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
         self._modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
         self._scalers = [scaler for _, scaler in scalers(state)]
-        self._hooks = [before_step(o, self._enter) for o in self._optimizers]
+        self._hooks = [before_step(o, self._enter) for o in self.optimizers]
         self.updates = 0  # optimizer steps that were begun in this world
         self._fewest: int | None = None  # of one step of this world
         self._left_out = False  # the newest step made fewer than any before it, or none
@@ -41,7 +50,7 @@ class Gradients:
     def look(self) -> None:
         """Find the parameters anew."""
         of_modules = [p for m in self._modules for p in m.parameters()]
-        found = [p for o in self._optimizers for group in o.param_groups for p in group["params"]] or of_modules
+        found = [p for o in self.optimizers for group in o.param_groups for p in group["params"]] or of_modules
         self._parameters = list({id(p): p for p in found}.values())
         # Those of modules too: one that the loop changes itself, or that gets an optimizer later, must not begin a
         # repeated step with what the failed one has left.
@@ -68,7 +77,7 @@ class Gradients:
         """The step's block ended well. Raises `LoopError`."""
         self._unwatch()
         made = self.updates - self._made
-        self._left_out = bool(self._optimizers) and (not made or (self._fewest is not None and made < self._fewest))
+        self._left_out = bool(self.optimizers) and (not made or (self._fewest is not None and made < self._fewest))
         self._fewest = made if self._fewest is None else min(made, self._fewest)
         # A pass for something else (an adversarial example) may come first, and its gradients be cleared again.
         if any(found and all(bool(there) for there in found) for found in self._found):
@@ -77,7 +86,7 @@ class Gradients:
                 "and a new process does not have. Call optimizer.zero_grad() in each step; to add up the gradients of "
                 "several batches use run.loader(…, micro_batch=…), and `with step as batches: for batch in batches: …`"
             )
-        if not self._optimizers:
+        if not self.optimizers:
             return  # the loop changes parameters itself, maybe through `.data`
         if self.entered or self._scales != self._updates() or any(map(_skipped, self._scalers)):
             return
@@ -94,6 +103,13 @@ class Gradients:
             "run.loader(…, micro_batch=…), `with step as batches: for batch in batches: …backward()`, then "
             "optimizer.step(). To leave a step out call optimizer.zero_grad() before it ends"
         )
+
+    @property
+    def update(self) -> Update:
+        """In the step in hand, as far as it has come."""
+        if self.entered:
+            return Update.MADE
+        return Update.LEFT_OUT if self.optimizers else Update.NONE
 
     def uncount(self) -> None:
         """The newest step was not one of the run's."""

@@ -28,6 +28,11 @@ _OWN = (
 )
 
 
+def is_of_place(target: Any) -> bool:
+    """Whether each place of a replica keeps its own of it, and may have other ones than other places."""
+    return isinstance(target, _OWN)
+
+
 class Placed(MutableMapping[str, Any]):
     """`state`, as rank `place` of each replica of `places` ranks saves and restores it."""
 
@@ -39,9 +44,9 @@ class Placed(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         key = name.removesuffix(self._suffix)
-        if key != name and key in self._state and isinstance(self._state[key], _OWN):
+        if key != name and key in self._state and is_of_place(self._state[key]):
             return Union(self._state[key])
-        if isinstance(target := self._state[name], _OWN):
+        if is_of_place(target := self._state[name]):
             raise KeyError(name)
         return target
 
@@ -52,7 +57,7 @@ class Placed(MutableMapping[str, Any]):
         raise TypeError("nothing is taken out of the state of a run")
 
     def __iter__(self) -> Iterator[str]:
-        return (f"{key}{self._suffix}" if isinstance(self._state[key], _OWN) else key for key in self._state)
+        return (f"{key}{self._suffix}" if is_of_place(self._state[key]) else key for key in self._state)
 
     def __len__(self) -> int:
         return len(self._state)

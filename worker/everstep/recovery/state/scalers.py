@@ -2,14 +2,24 @@
 
 timm and its like track an object whose `state_dict` is its scaler's. What torch's scaler notes within a step (that an
 optimizer's gradients were unscaled, say) is in no `state_dict`, so it has to be found to be put back.
+
+The ranks of a replica that a script divides itself each look for infinities in their own gradients. One that finds some
+leaves its optimizer's step out, and the others would make theirs: that is found after the same step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import xxhash
+
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.optimizers import before_step
+from everstep.recovery.state.randomness import Gather
 
 
 def scalers(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.amp.GradScaler]]:
@@ -36,3 +46,81 @@ def _attributes(target: Any) -> Mapping[str, Any]:
         return dict(vars(target))
     except TypeError:  # a dictionary, a list, or a class with slots
         return target if isinstance(target, dict) and all(isinstance(k, str) for k in target) else {}
+
+
+def hear_skips(state: Mapping[str, Any], heard: Callable[[], None]) -> None:
+    """Call `heard` in each step of a scaler that leaves its optimizer's step out."""
+    for _, scaler in scalers(state):
+        scaler.step = partial(_step, scaler.step, heard)  # type: ignore[method-assign]
+
+
+def _step(torchs: Any, heard: Callable[[], None], optimizer: Any, *arguments: Any, **named: Any) -> Any:
+    made = list[Any]()
+    hook = before_step(optimizer, lambda *_: made.append(True))
+    try:
+        found = torchs(optimizer, *arguments, **named)
+    finally:
+        hook.remove()
+    if not made:
+        heard()
+    return found
+
+
+class Scales:
+    """Compares the scalers of `state` on the ranks of each replica, of `places` ranks, after each step of theirs. A
+    scaler that has left a step out has another scale, or another count of good steps, than one that has made it."""
+
+    def __init__(self, state: Mapping[str, Any], places: int) -> None:
+        self._scalers = sorted(scalers(state), key=lambda one: one[0]) if places > 1 else []
+        self._places = places
+        self._compared = places > 1
+        self._due = False
+
+    def moved(self) -> None:
+        """The world is another one, whose members may have scalers where those of the last had none."""
+        self._compared, self._due = self._places > 1, False
+
+    def ended(self) -> None:
+        """A step has ended well."""
+        self._due = self._compared
+
+    def check(self, step: int, gather: Gather) -> None:
+        """Between two steps, on all ranks. `gather`: what each rank says; collective. Raises `LoopError` on all ranks
+        if the scalers of a replica differ after so many steps."""
+        due, self._due = self._due, False
+        if not due:
+            return
+        told = gather(self._tell())
+        if not any(count for count, *_ in told):
+            self._compared = False  # nobody has one, in this world
+            return
+        for first in range(0, len(told), self._places):
+            replica = {rank: told[rank] for rank in range(first, min(first + self._places, len(told)))}
+            with_scalers = {rank: said for rank, said in replica.items() if said[0]}
+            alike = {said[:2] for said in with_scalers.values()}
+            if len(alike) == 1 and len({said[2] for said in with_scalers.values()}) > 1:
+                raise LoopError(_differ(step, {rank: said[3] for rank, said in with_scalers.items()}))
+
+    def _tell(self) -> tuple[int, int, int, int]:
+        """How many scalers, and in 63 bits each: their names, all that they have counted, and the smallest scale."""
+        states = [(name, scaler.state_dict()) for name, scaler in self._scalers]
+        scales = [(name, float(state["scale"]), int(state["_growth_tracker"])) for name, state in states]
+        # A positive number is less than another one if its bits are.
+        smallest = min((struct.unpack("<q", struct.pack("<d", scale))[0] for _, scale, _ in scales), default=0)
+        return len(scales), _digest([name for name, *_ in scales]), _digest(scales), smallest
+
+
+def _digest(told: object) -> int:
+    return xxhash.xxh3_64_intdigest(repr(told).encode()) >> 1
+
+
+def _differ(step: int, smallest: Mapping[int, int]) -> str:
+    scales = {rank: struct.unpack("<d", struct.pack("<q", bits))[0] for rank, bits in smallest.items()}
+    said = ", ".join(f"rank {rank}: {scale:g}" for rank, scale in scales.items())
+    return (
+        f"after step {step} the gradient scalers of one replica differ (scale of {said}): some of its ranks have found "
+        "infinite gradients in their part of the model and left the optimizer's step out, and the others have made it. "
+        "Make what they find the same on all ranks of a replica: in place of GradScaler(…) write `mesh = "
+        "run.mesh(model=N)` and `ShardedGradScaler(run.device.type, process_group=mesh.get_group('model'))`, from "
+        "torch.distributed.fsdp.sharded_grad_scaler"
+    )

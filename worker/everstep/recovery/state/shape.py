@@ -45,7 +45,7 @@ class Shape:
         return f"mesh({self.kind}={self.shards})"
 
 
-def asked(shard: int | None, tensor: int | None, model: int | None) -> Shape:
+def shape_of(shard: int | None, tensor: int | None, model: int | None) -> Shape:
     """The shape that a script means. Raises `LoopError`."""
     given = {name: n for name, n in ((SHARD, shard), (TENSOR, tensor), (MODEL, model)) if n is not None}
     if len(given) > 1:

@@ -23,6 +23,7 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.group.members import Members
 from everstep.recovery.sharding import fsdp, tensor_parallel
 from everstep.recovery.sharding.mesh import RecoverableMesh
+from everstep.recovery.state.gradients import Update
 from everstep.recovery.transfer import shard_transfer_plan, shard_transfers
 from everstep.recovery.transfer.agreement import NoState
 from everstep.recovery.transfer.shard_transfer_plan import NEW, MemberShard, ShardTransferPlan
@@ -58,12 +59,17 @@ class ShardedState:
         """The step in hand failed."""
         self._objects.reset()
 
-    def vote(self, step: int, round_: int, can_undo: bool) -> None:
+    def vote(self, step: int, round_: int, can_undo: bool, update: Update) -> None:
         """Say that step number `step` can be made, and wait until all members of the round say so. Raises `PeerLost`:
         then only `decided` knows whether it is made. `can_undo`: this member can copy its shard when a step begins; if
-        all can, they do, and vote when a step has ended."""
+        all can, they do, and vote when a step has ended. Raises `LoopError` on all members if some of them make the
+        `update` of their optimizers and others have left it out."""
         self._voted = (step, round_)
-        self._undoes = self._members.maximum(0 if can_undo else 1) == 0
+        told = self._members.gather((int(not can_undo), int(update)))
+        self._undoes = not any(cannot for cannot, _ in told)
+        updates = [Update(said) for _, said in told]
+        if Update.MADE in updates and Update.LEFT_OUT in updates:
+            raise LoopError(_left_out(step, [rank for rank, said in enumerate(updates) if said is Update.LEFT_OUT]))
         self._made = (step + 1, round_)
 
     def arrived(self) -> None:
@@ -159,6 +165,17 @@ class ShardedState:
         self.holds = self.mesh.shard
         if received is not None:
             shard_transfers.unpack(self._state, received, self.mesh.over, self._members.rank)
+
+
+def _left_out(step: int, ranks: list[int]) -> str:
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return (
+        f"in step {step} {who} left the optimizer's step out, and the other ranks make theirs: the parts of a replica "
+        "would be of other steps. If a gradient scaler has found infinities in one part of the model, write `mesh = "
+        "run.mesh(model=N)` and `ShardedGradScaler(run.device.type, process_group=mesh.get_group('model'))`, from "
+        "torch.distributed.fsdp.sharded_grad_scaler, in place of GradScaler(…). What the script itself decides it "
+        "decides on all ranks alike: reduce a flag in the step, and skip it everywhere or nowhere"
+    )
 
 
 def _words(found: ShardTransferPlan, received: shard_transfers.ReceivedShard | None, shard: int) -> str:

@@ -1,0 +1,61 @@
+"""All ranks ask the same of their run before its first step, in the same order.
+
+A rank that asks for an evaluation, a function of `run.once`, saves or steps that another does not ask for would wait
+for it in a collective that never ends. So what they ask for is compared in words, before any other collective of the
+run. Knows no process group. Invariant: lines of the script are told with the words, and not compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+
+from everstep.recovery.errors import LoopError
+
+AT_PLACE = "at place {} "  # begins what only the ranks of this place in a replica ask for
+_LINE = re.compile(r" \([^()]*:\d+\)$")
+_PLACE = re.compile(AT_PLACE.format(r"\d+"))
+_BYTES = 7  # of text in each number of at most 63 bits
+_OF_PLACES = (
+    ". Modules, optimizers, schedules and scalers may be other ones on each place of a replica, and are the same on "
+    "that place of all replicas. Dictionaries, lists, tensors and other objects are tracked on all ranks alike: put "
+    "what one place keeps for itself into a buffer of a tracked module"
+)
+
+
+def check(told: Sequence[str]) -> None:
+    """`told`: by rank, a line for each. Raises `LoopError` for the first that is not the same on all ranks."""
+    peers: dict[str, int] = {}  # the first rank of each place
+    for rank, said in enumerate(told):
+        place = next((at[0] for one in said.splitlines() if (at := _PLACE.match(one))), "")
+        for peer, of_place in ((0, False), (peers.setdefault(place, rank), True)):
+            if (found := _difference(_lines(told[peer], of_place), _lines(said, of_place))) is not None:
+                one, other = found
+                raise LoopError(
+                    f"rank {peer}'s script made {one}, and rank {rank}'s {other}, before its first step. "
+                    "Each process must make the same ones in the same order, a process that comes later too"
+                    + (_OF_PLACES if place else "")
+                )
+
+
+def meet(mine: str, gather: Callable[[Sequence[int]], list[tuple[int, ...]]]) -> None:
+    """`check` what each rank has to tell. `gather`: what each says, as many numbers; collective."""
+    data = mine.encode()
+    sizes = [size for (size,) in gather((len(data),))]
+    length = -(-max(sizes) // _BYTES) * _BYTES
+    padded = data.ljust(length, b"\0")
+    numbers = [int.from_bytes(padded[at : at + _BYTES], "big") for at in range(0, length, _BYTES)]
+    found = [b"".join(one.to_bytes(_BYTES, "big") for one in said) for said in gather(numbers)]
+    check([said[:size].decode() for said, size in zip(found, sizes, strict=True)])
+
+
+def _lines(told: str, of_place: bool) -> list[str]:
+    return [one for one in told.splitlines() if (_PLACE.match(one) is not None) is of_place]
+
+
+def _difference(some: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
+    for one, other in zip_longest(some, others, fillvalue="nothing in its place"):
+        if _LINE.sub("", one) != _LINE.sub("", other):
+            return one, other
+    return None

@@ -1,0 +1,46 @@
+"""What a script asks of its run before its first step, in the words in which ranks compare it (`same_calls`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from everstep.recovery.forming.same_calls import AT_PLACE
+from everstep.recovery.state.places import is_of_place
+from everstep.recovery.state.randomness import STATE, Randomness
+from everstep.recovery.state.shape import MODEL, Shape
+
+MOST = 300  # characters of one call
+
+
+def call(words: str, frame: FrameType | None) -> str:
+    """In one line, with that of the script: up from `frame`."""
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("everstep.", "contextlib")):
+        frame = frame.f_back
+    at = f" ({frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno})" if frame is not None else ""
+    return " ".join(words.split())[:MOST] + at
+
+
+def name_of(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def loop(loader: Any, until: int | None, epochs: int | None, *, nested: bool) -> str:
+    """Of all steps; `nested`: over epochs, with the steps of each in it."""
+    data = "no loader" if loader is None else "a loader"
+    return f"run.{'epochs' if nested else 'steps'}({data}, until={until}, epochs={epochs})"
+
+
+def of_state(state: Mapping[str, Any], shape: Shape, mesh: Any) -> Iterable[str]:
+    """What is tracked. Each place of a replica may track modules and what else torch has by names of its own."""
+    places = shape.places
+    seeds = state.get(STATE)
+    names = {*state, *(seeds.generators if isinstance(seeds, Randomness) else ())}
+    own = {key for key, target in state.items() if places > 1 and is_of_place(target)}
+    yield f"run.track({', '.join(sorted(names - own))})"
+    if places > 1:
+        yield f"{AT_PLACE.format(mesh.get_local_rank(MODEL))}run.track({', '.join(sorted(own))})"
