@@ -18,7 +18,7 @@ Key: TypeAlias = tuple[str, str]
 class WorkerLabels:
     index: int
     incarnation: int
-    round: int  # 0: the pod's agent joins rounds, and the pod belongs to none
+    round: int | None  # None: the pod belongs to no round, because its agent joins rounds
 
 
 def owner_key(obj: Pod | Service | PodDisruptionBudget) -> Key | None:
@@ -34,7 +34,7 @@ def worker_labels(pod: Pod) -> WorkerLabels | None:
     found = pod.metadata.labels
     try:
         index, incarnation = int(found[labels.WORKER_INDEX]), int(found[labels.INCARNATION])
-        return WorkerLabels(index, incarnation, int(found.get(labels.ROUND, "0")))
+        return WorkerLabels(index, incarnation, int(found[labels.ROUND]) if labels.ROUND in found else None)
     except (KeyError, ValueError):
         return None
 

@@ -39,7 +39,7 @@ def test_recovery_times_are_taken_when_the_last_rank_has_come_so_far() -> None:
     for second, phase, rank in moments:
         progress.accept(report(phase, rank, round=2, step=5, restored_step=4, restore_seconds=0.5 + rank), at(second))
     seen = progress.snapshot()
-    assert (seen.published_at, seen.started_at, seen.restored_at) == (at(1), at(3), at(6))
+    assert (seen.started_at, seen.restored_at) == (at(3), at(6))
     assert (seen.trained_at, seen.first_step_at) == (at(7), at(9))
     assert (seen.restored_step, seen.restore_seconds) == (4, 1.5)  # the slowest rank's
 
@@ -81,7 +81,7 @@ def test_report_of_a_later_round_opens_it_for_a_replica_that_did_not_publish_it(
     progress.accept(report(Phase.TRAIN, 0, step=1), at(1))
     progress.accept(report(Phase.TRAIN, 0, round=4, step=2), at(2))
     seen = progress.snapshot()
-    assert (seen.round, seen.trained_at, seen.first_step_at, seen.published_at) == (4, at(2), None, None)
+    assert (seen.round, seen.trained_at, seen.first_step_at) == (4, at(2), None)
 
 
 def test_publishing_a_round_again_or_an_older_one_does_not_forget_reports() -> None:

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from everstep_local.plan.simulation.cluster import Cut
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.actions import CreatePod, DeletePod
-from everstep_operator.plan.build.finish import is_finished
 from everstep_operator.plan.check import PlanError, check
+from everstep_operator.plan.decide.finish import is_finished
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import Exit, PodPhase, RoundView, Snapshot, WorkerPod
@@ -62,7 +63,7 @@ class History:
 
     def __init__(self, module: ModuleType, *, etcd: bool) -> None:
         self.world: Any = module.ElasticWorld()
-        self.cut = module.Cut
+        self.cut = Cut
         self.world.spec["recovery"] = {"maxRestarts": 50, "noProgressLimit": 1000}
         if etcd:
             self.world.do_etcd()
@@ -182,11 +183,11 @@ class History:
         """What a plan may conclude from what it was shown."""
         old, new = roster.read(snapshot.job.status.roster), roster.read(decided.status.roster)
         current = old.current("digits", snapshot.pods)
-        lost = losses_among(snapshot, current, {i: life.started for i, life in old.lives.items()})
+        lost = losses_among(snapshot, current, {i: life.started for i, life in old.workers.items()})
         known = {loss.index for loss in lost} | {p.index for p in snapshot.pods if p.incarnation > 0}
         finished = {i for i, p in current.items() if p.phase is PodPhase.SUCCEEDED}
-        for i, life in new.lives.items():
-            if i in old.lives and life.incarnation != old.lives[i].incarnation:
+        for i, life in new.workers.items():
+            if i in old.workers and life.number != old.workers[i].number:
                 assert i in known or (i in finished and lost), f"worker {i} was replaced, and was not lost"
         restarts, charged = snapshot.job.status.restarts, decided.status.restarts.user_code
         if charged != restarts.user_code:
@@ -197,7 +198,7 @@ class History:
         """What holds for the cluster after any prefix of any plan, of an operator with any view."""
         status = self.world.status
         made = roster.read(status.roster)
-        self.published |= {(i, life.incarnation) for i, life in made.lives.items()}
+        self.published |= {(i, life.number) for i, life in made.workers.items()}
         assert status.world.round >= before.world.round
         assert made.next_incarnation >= roster.read(before.roster).next_incarnation
         for name in self.world.pods.keys() - pods.keys():
@@ -205,8 +206,8 @@ class History:
             assert (pod.index, pod.incarnation) in self.published, f"{name} was created, and nobody published it"
         over = is_finished(status)
         for name in pods.keys() - self.world.pods.keys():
-            pod, life = pods[name], made.lives.get(pods[name].index)
-            assert over or life is None or life.incarnation != pod.incarnation, f"{name} is wanted, and was deleted"
+            pod, life = pods[name], made.workers.get(pods[name].index)
+            assert over or life is None or life.number != pod.incarnation, f"{name} is wanted, and was deleted"
         current = made.current("digits", self.world.pods.values())
         assert len(current) <= made.wanted or over
         if over and self.finished is None:
@@ -225,7 +226,7 @@ class History:
             if self.finished is not None:
                 return
             self.world.pods = {n: p for n, p in self.world.pods.items() if p.deleted_at is None}
-            for i in sorted(roster.read(self.world.status.roster).lives):
+            for i in sorted(roster.read(self.world.status.roster).workers):
                 self.do("ready", i)
             self.do("form")
             if not decided.actions and not decided.publish and self.at_rest():
@@ -233,9 +234,9 @@ class History:
         raise AssertionError(f"not at rest after {PASSES} passes: {decided}")
 
     def at_rest(self) -> bool:
-        lives = roster.read(self.world.status.roster).lives
+        lives = roster.read(self.world.status.roster).workers
         alive = {p.index: p.incarnation for p in self.world.pods.values() if p.deleted_at is None}
-        whole = {i: life.incarnation for i, life in lives.items()} == alive
+        whole = {i: life.number for i, life in lives.items()} == alive
         done = any(p.finished for p in self.world.pods.values())
         trains = self.world.view is None or dict(self.world.view.members) == alive or done
         return whole and len(lives) == self.world.spec["replicas"] and trains
@@ -281,7 +282,7 @@ def test_any_workers_lost_and_any_crash_of_the_operator_leave_the_others_pods_an
     ways = [lambda i: world.do_fail(i, "137"), world.do_gone, world.do_evict, world.do_delete]
     for i in lost:
         ways[(i + seed) % 4](str(i))
-    world.apply(plan(world.snapshot()), elastic_world.Cut(stage, done, fails))
+    world.apply(plan(world.snapshot()), Cut(stage, done, fails))
     world.pods = {n: p for n, p in world.pods.items() if p.deleted_at is None}
     world.do_settle()
     after = {p.index: p.uid for p in world.pods.values()}
@@ -310,17 +311,15 @@ def test_stale_operator_creates_only_what_was_published_and_deletes_nothing_that
 
 
 def test_pod_of_a_later_roster_is_not_ended_by_an_older_one(elastic_world: ModuleType) -> None:
-    made = roster.Roster(2, 1, {0: roster.Life(0), 1: roster.Life(2)})
+    made = roster.Roster(2, 1, {0: roster.Incarnation(0), 1: roster.Incarnation(2)})
 
-    def is_over(index: int, incarnation: int, name: str | None = None, round_: int = 0) -> bool:
+    def supersedes(index: int, incarnation: int, name: str | None = None) -> bool:
         name = name or f"digits-w{index}-{incarnation}"
-        return made.is_over("digits", WorkerPod(name, "u", index, incarnation, round_, PodPhase.RUNNING), 4)
+        return made.supersedes("digits", WorkerPod(name, "u", index, incarnation, None, PodPhase.RUNNING))
 
-    assert [is_over(1, n) for n in (0, 1, 2, 3)] == [True, True, False, False]
-    assert [is_over(5, n) for n in (0, 1, 2)] == [True, False, False]
-    assert is_over(1, 3, "stranger")
-    # Left over from a time with backend c10d; a later round is not this roster's to judge.
-    assert [is_over(0, n - 1, round_=n) for n in (4, 5)] == [True, False]
+    assert [supersedes(1, n) for n in (0, 1, 2, 3)] == [True, True, False, False]
+    assert [supersedes(5, n) for n in (0, 1, 2)] == [True, False, False]
+    assert supersedes(1, 3, "stranger")
 
 
 def test_roster_that_somebody_edited_back_takes_the_incarnations_of_the_pods(elastic_world: ModuleType) -> None:
@@ -334,7 +333,7 @@ def test_roster_that_somebody_edited_back_takes_the_incarnations_of_the_pods(ela
         world.do_advance("60")
     pods = sorted(world.pods)
     assert "digits-w1-2" in pods
-    edited = roster.Roster(4, 0, {i: roster.Life(0) for i in range(3)})
+    edited = roster.Roster(4, 0, {i: roster.Incarnation(0) for i in range(3)})
     world.status = world.status.model_copy(update={"roster": roster.write(edited)})
     world.do_settle()
     assert sorted(world.pods) == pods
@@ -390,32 +389,33 @@ lives = st.dictionaries(st.integers(0, 4095), st.tuples(st.integers(0, 99_999_99
 def test_roster_written_and_read_again_is_the_same(
     made: dict[int, tuple[int, bool]], wanted: int, following: int
 ) -> None:
-    before = roster.Roster(wanted, following, {i: roster.Life(*made[i]) for i in sorted(made)})
+    before = roster.Roster(wanted, following, {i: roster.Incarnation(*made[i]) for i in sorted(made)})
     assert roster.read(roster.write(before)) == before
 
 
 @given(lives, st.integers(0, 60), st.sets(st.integers(0, 4095)), st.booleans())
 def test_revised_roster_never_uses_a_name_twice(
-    made: dict[int, tuple[int, bool]], wanted: int, lost: set[int], replaced: bool
+    elastic_world: ModuleType, made: dict[int, tuple[int, bool]], wanted: int, lost: set[int], replaced: bool
 ) -> None:
-    known = {i: roster.Life(min(n, 1000), s) for i, (n, s) in sorted(made.items())}
+    snapshot = elastic_world.ElasticWorld().snapshot()
+    known = {i: roster.Incarnation(min(n, 1000), s) for i, (n, s) in sorted(made.items())}
     old = roster.Roster(len(known), 0, known)
     lost &= set(known)
-    new = roster.revised(old, wanted, lost, replaced=replaced)
-    back = roster.revised(new, len(known), (), replaced=True)
-    used = {(i, life.incarnation) for i, life in known.items()}
-    for i, life in new.lives.items():
-        assert (i in known and i not in lost) == ((i, life.incarnation) in used)
-    gone = used - {(i, life.incarnation) for i, life in new.lives.items()}
-    assert not gone & {(i, life.incarnation) for i, life in back.lives.items()}
-    assert len(back.lives) == len(known)
+    new = roster.revised(snapshot, old, wanted, lost, replaced=replaced)
+    back = roster.revised(snapshot, new, len(known), (), replaced=True)
+    used = {(i, life.number) for i, life in known.items()}
+    for i, life in new.workers.items():
+        assert (i in known and i not in lost) == ((i, life.number) in used)
+    gone = used - {(i, life.number) for i, life in new.workers.items()}
+    assert not gone & {(i, life.number) for i, life in back.workers.items()}
+    assert len(back.workers) == len(known)
 
 
 def test_four_thousand_workers_of_different_incarnations_fit_the_status(elastic_world: ModuleType) -> None:
-    made = {i: roster.Life(99_999_000 + i % 2, started=True) for i in range(4096)}
+    made = {i: roster.Incarnation(99_999_000 + i % 2, started=True) for i in range(4096)}
     wire = Status(roster=roster.write(roster.Roster(4096, 99_999_999, made))).to_wire()
     assert len(str(wire)) < 400_000  # an object of the API server has at most 1.5 MiB
-    same = {i: roster.Life(7, started=True) for i in range(4096)}
+    same = {i: roster.Incarnation(7, started=True) for i in range(4096)}
     assert len(roster.write(roster.Roster(4096, 8, same)).workers) == 1
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
-from everstep_operator.plan.state.losses import CHARGES, Charge, losses
+from everstep_operator.plan.state.losses import CHARGES, Charge, losses_among
 
 SAMPLES = Path(__file__).parent / "transcripts/torchrun"
 RAISED, KILLED, EXITED_64, PEER = (
@@ -56,7 +56,7 @@ def judge(plan_world: ModuleType) -> Any:
                 pod = WorkerPod(f"digits-w{index}-0", f"u{index}", index, 0, 1, PodPhase.RUNNING, node="n1",
                                 created_at=NOW - timedelta(hours=1))  # fmt: skip
                 current[index] = replace(pod, **fields)
-        return losses(snapshot, current, len(pods), formed)
+        return losses_among(snapshot, current, dict.fromkeys(range(len(pods)), formed))
 
     return call
 

@@ -14,7 +14,7 @@ import pytest
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import restart_budget, start_failures
 from everstep_operator.plan.snapshot import Exit, PodPhase, Progress, Snapshot, WorkerPod
-from everstep_operator.plan.state.losses import Loss, losses
+from everstep_operator.plan.state.losses import Loss, losses_among
 
 NO_SCRIPT = (Path(__file__).parent / "transcripts/torchrun/no_script.txt").read_text()
 WORDS = "python: can't open file '/w/train.py': [Errno 2] No such file or directory"
@@ -29,7 +29,7 @@ def loss_of(world: Any, code: int, message: str, reason: str = "Error") -> Loss:
     snapshot = world.snapshot()
     exit_ = Exit(code, reason, message, snapshot.now)
     pod = WorkerPod("digits-w0-0", "u", 0, 0, 1, PodPhase.FAILED, node="n1", exit=exit_)
-    [loss] = losses(snapshot, {0: pod}, 1, True)
+    [loss] = losses_among(snapshot, {0: pod}, {0: True})
     return loss
 
 

@@ -30,7 +30,7 @@ def restored(job: dict[str, Any], plan_world: ModuleType, elastic_world: ModuleT
     world.now = datetime.fromisoformat(job["now"])
     world.spec = {**job["spec"], "template": plan_world.TEMPLATE}
     world.status = parse_status(job["status"])
-    pods = TypeAdapter(list[WorkerPod]).validate_python([{"round": 0, **pod} for pod in job["pods"]])
+    pods = TypeAdapter(list[WorkerPod]).validate_python([{"round": None, **pod} for pod in job["pods"]])
     world.pods = {pod.name: pod for pod in pods}
     world.uids = len(pods) * 100
     world.service = job["service"]

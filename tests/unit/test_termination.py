@@ -13,7 +13,7 @@ import pytest
 from everstep.contract import env, termination
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
-from everstep_operator.plan.state.losses import Loss, losses
+from everstep_operator.plan.state.losses import Loss, losses_among
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -43,7 +43,7 @@ def judged(plan_world: ModuleType) -> Callable[[str], Loss]:
     def call(message: str) -> Loss:
         ended = Exit(1, "Error", message, NOW)
         pod = WorkerPod("digits-w0-0", "u0", 0, 0, 1, PodPhase.FAILED, node="n1", created_at=NOW, exit=ended)
-        (loss,) = losses(plan_world.World().snapshot(), {0: pod}, 1, True)
+        (loss,) = losses_among(plan_world.World().snapshot(), {0: pod}, {0: True})
         return loss
 
     return call

@@ -56,7 +56,7 @@ def test_every_event_reason_of_ready_condition_and_rung_is_in_some_history(
 
 def pod(**fields: object) -> WorkerPod:
     given = {"phase": PodPhase.FAILED, "node": "n1", **fields}
-    return WorkerPod("digits-w0-0", "u", 0, 0, 0, **given)  # type: ignore[arg-type]
+    return WorkerPod("digits-w0-0", "u", 0, 0, None, **given)  # type: ignore[arg-type]
 
 
 def test_every_cause_is_what_some_lost_worker_is_lost_by(plan_world: ModuleType) -> None:

@@ -257,7 +257,7 @@ class LocalRun:
             return
         phase = "Deleted" if isinstance(delta, Deleted) else str(worker.phase)
         self.history.add(
-            PodSeen(self.seconds, worker.name, worker.index, worker.round, worker.node or "", phase)
+            PodSeen(self.seconds, worker.name, worker.index, worker.round or 0, worker.node or "", phase)
         )  # fmt: skip
         if phase == "Running" and worker.name not in self._logs:
             self._logs[worker.name] = asyncio.create_task(self._keep_log(pod.metadata.namespace, worker.name))

@@ -41,7 +41,7 @@ class JobProgress:
         self._open_round(status.world.round if status.roster is None else 0, None)
 
     def _open_round(self, round_: int, published_at: datetime | None) -> None:
-        self._round, self._published_at = round_, published_at
+        self._round = round_
         self._seen_to_begin = published_at is not None  # if not, an operator before this one may have seen it
         self._claimed_by: set[str] = set()
         self._claimed_at: datetime | None = None
@@ -194,7 +194,6 @@ class JobProgress:
             checkpoint_damaged=self._damaged,
             straggler=self._straggler,
             productive_seconds=self._productive,
-            published_at=self._published_at,
             lost_at=self._lost_at,
             started_at=self._started_at,
             restored_at=self._restored_at,

@@ -30,9 +30,9 @@ class ReportReceiver:
         if job is None or worker is None:
             raise ReportRefused(f"pod {name} belongs to no TrainingJob")
         # A pod whose agent joins rounds has none of its own; its reports are sorted by the round that each names.
-        if worker.round > 0 and report.round != worker.round:
+        if worker.round is not None and report.round != worker.round:
             raise ReportRefused(f"pod {name} is of round {worker.round}, not {report.round}")
-        newest = worker.round or self._newest_round(job)
+        newest = self._newest_round(job) if worker.round is None else worker.round
         if newest is not None and report.round > newest:
             raise ReportRefused(f"round {report.round} has not begun: the newest of {job.metadata.name} is {newest}")
         claimant = caller.identity.pod_uid if newest is None else None

@@ -6,11 +6,10 @@ clear error instead of deleting its pods.
 
 from __future__ import annotations
 
-from everstep_operator.api.status import Status
-from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan import names
+from dataclasses import replace
+
 from everstep_operator.plan.actions import CreatePod, DeletePod
-from everstep_operator.plan.build import finish
+from everstep_operator.plan.decide.finish import is_finished
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import broken_rule
@@ -31,9 +30,9 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
     deleted = [a for a in plan.actions if isinstance(a, DeletePod)]
     if new.world.round < old.world.round:
         raise PlanError(f"round goes back from {old.world.round} to {new.world.round}")
-    if finish.is_finished(old) and (created or new != old):
+    if is_finished(old) and (created or new != old):
         raise PlanError("a finished job is given pods or another status")
-    if finish.is_finished(new) and created:
+    if is_finished(new) and created:
         raise PlanError("a job is finished and given pods in one plan")
     if len({c.name for c in created}) != len(created) or len({d.uid for d in deleted}) != len(deleted):
         raise PlanError("a pod is created or deleted twice in one plan")
@@ -43,54 +42,49 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
         pod = ours.get(delete.uid)
         if pod is None or pod.name != delete.name:
             raise PlanError(f"{delete.name} ({delete.uid}) is not a pod of this job")
-        if not finish.is_finished(new):
+        if not is_finished(new):
             doomed.append(pod)
-    if snapshot.job.spec.rendezvous.backend is RendezvousBackend.C10D:
-        _check_round(snapshot, plan, created, doomed)
-    else:
-        _check_roster(snapshot, plan, created, doomed)
-
-
-def _check_round(snapshot: Snapshot, plan: Plan, created: list[CreatePod], doomed: list[WorkerPod]) -> None:
-    """Pods follow from `status.world` (ADR 0002)."""
-    before, world = snapshot.job.status.world, plan.status.world
-    if world.round > before.round and not (plan.publish and world.round == names.next_round(snapshot)):
-        raise PlanError(f"round {world.round} is not published as the successor of {before.round}")
-    incarnation = names.incarnation_of_round(world.round)
-    for create in created:
-        if create.incarnation != incarnation or not 0 <= create.index < world.size:
-            raise PlanError(f"{create.name} is not a worker of round {world.round} of {world.size}")
-    for pod in doomed:
-        if not names.is_over(snapshot.job.name, pod, world.round):
-            raise PlanError(f"{pod.name} is of round {pod.round}, which is not over in round {world.round}")
+    _check_roster(snapshot, plan, created, doomed)
 
 
 def _check_roster(snapshot: Snapshot, plan: Plan, created: list[CreatePod], doomed: list[WorkerPod]) -> None:
-    """Pods follow from `status.roster` (ADR 0010)."""
-    before, new = snapshot.job.status, plan.status
-    old, made = roster.read(before.roster), roster.read(new.roster)
-    seen = snapshot.progress.round if snapshot.world is None else snapshot.world.round
-    if new.world.round not in (before.world.round, seen):
-        raise PlanError(f"round {new.world.round} is neither published nor formed: {before.world.round}, {seen}")
+    """Pods follow from the published roster."""
+    job = snapshot.job
+    old = roster.published(job)
+    made = roster.published(replace(job, status=plan.status))
+    nothing = roster.nothing(job)
     if str(made) != str(old) and not plan.publish:
         raise PlanError(f"workers {made} are not published in place of {old}")
-    if before.roster is not None:
-        _check_successor(old, made, new)
+    if old is not None and made is None:
+        raise PlanError("the published workers are taken back")
+    if old is not None and made is not None:
+        _check_successor(old, made)
+    made = made or nothing
+    _check_round(snapshot, plan, made)
     for create in created:
-        life = made.lives.get(create.index)
-        if life is None or create.incarnation != life.incarnation:
+        worker = made.workers.get(create.index)
+        if worker is None or create.incarnation != worker.number:
             raise PlanError(f"{create.name} is not one of the published workers {made}")
     for pod in doomed:
-        if not made.is_over(snapshot.job.name, pod, before.world.round):
+        if not made.supersedes(job.name, pod):
             raise PlanError(f"{pod.name} is one of the published workers {made}, or of later ones")
 
 
-def _check_successor(old: Roster, made: Roster, new: Status) -> None:
+def _check_round(snapshot: Snapshot, plan: Plan, made: Roster) -> None:
+    """Under c10d the published roster is a round; with the other backends the agents form it."""
+    before, number = snapshot.job.status.world.round, plan.status.world.round
+    seen = snapshot.progress.round if snapshot.world is None else snapshot.world.round
+    if made.whole:
+        if number != before and not plan.publish:
+            raise PlanError(f"round {number} is not published as the successor of {before}")
+    elif number not in (before, seen):
+        raise PlanError(f"round {number} is neither published nor formed: {before}, {seen}")
+
+
+def _check_successor(old: Roster, made: Roster) -> None:
     if made.next_incarnation < old.next_incarnation:
         raise PlanError(f"incarnations go back from {old.next_incarnation} to {made.next_incarnation}")
-    for index, life in made.lives.items():
-        least = old.lives[index].incarnation if index in old.lives else old.next_incarnation
-        if life.incarnation < least:
-            raise PlanError(f"worker {index} goes back to incarnation {life.incarnation}, at least {least} is expected")
-    if new.roster is None:
-        raise PlanError("the published workers are taken back")
+    for index, worker in made.workers.items():
+        least = old.workers[index].number if index in old.workers else old.next_incarnation
+        if worker.number < least:
+            raise PlanError(f"worker {index} goes back to incarnation {worker.number}, at least {least} is expected")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from everstep_operator.api.conditions import ConditionType
+from everstep_operator.api.status import Status
 from everstep_operator.plan.outcome import Plan
-from everstep_operator.plan.snapshot import Snapshot
+from everstep_operator.plan.snapshot import JobView, Snapshot
 from everstep_operator.plan.state import roster
 
 
@@ -12,10 +15,8 @@ def explain(snapshot: Snapshot, plan: Plan) -> str:
     """One line a decision, in the order in which it would be carried out."""
     lines = []
     old, new = snapshot.job.status, plan.status
-    if plan.publish and new.world.round != old.world.round and new.roster is None:
-        lines.append(f"publish round {new.world.round} size {new.world.size}")
-    if plan.publish and old.roster != new.roster and new.roster is not None:
-        lines.append(f"publish workers {roster.read(new.roster)}")
+    if plan.publish and (said := _published(snapshot.job, new)) is not None:
+        lines.append(said)
     lines += [str(action) for action in plan.actions]
     ready = new.condition(ConditionType.READY)
     if new != old and ready is not None:
@@ -24,3 +25,11 @@ def explain(snapshot: Snapshot, plan: Plan) -> str:
     if plan.requeue is not None:
         lines.append(f"requeue in {plan.requeue.after.total_seconds():g}s ({plan.requeue.why})")
     return "\n".join(lines or [f"nothing to do: {plan.reason}"])
+
+
+def _published(job: JobView, new: Status) -> str | None:
+    """Which workers are published, if they are others than before."""
+    old, made = roster.published(job), roster.published(replace(job, status=new))
+    if made is None or made == old:
+        return None
+    return f"publish round {made.next_incarnation} size {made.wanted}" if made.whole else f"publish workers {made}"

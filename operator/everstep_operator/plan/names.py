@@ -4,7 +4,6 @@ created twice, and a name is enough to find it."""
 from __future__ import annotations
 
 from everstep.contract import labels
-from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 
 
 def pod_name(job: str, index: int, incarnation: int) -> str:
@@ -17,21 +16,12 @@ def service_name(job: str) -> str:
 
 
 def incarnation_of_round(round_: int) -> int:
-    """Every round of the c10d backend recreates every worker (ADR 0002), so round r is made of incarnation r - 1."""
+    """Every round of the c10d backend recreates every worker (ADR 0027), so round r is made of incarnation r - 1."""
     return round_ - 1
 
 
-def next_round(snapshot: Snapshot) -> int:
-    """One more than any round that was ever seen, in the status or in a pod: a status that somebody emptied must not
-    make the operator count again from rounds that the commit log has closed."""
-    job = snapshot.job
-    rounds = [p.round for p in snapshot.pods if p.round > 0 and p.name == pod_name(job.name, p.index, p.round - 1)]
-    return max([job.status.world.round, *rounds]) + 1
-
-
-def is_over(job: str, pod: WorkerPod, round_: int) -> bool:
-    """Whether the pod is no worker of `round_` or of a later one: of an earlier round, or labelled by a stranger."""
-    return pod.round < round_ or (pod.round == round_ and pod.name != pod_name(job, pod.index, pod.round - 1))
+def round_of_incarnation(incarnation: int) -> int:
+    return incarnation + 1
 
 
 def selector(job: str) -> str:

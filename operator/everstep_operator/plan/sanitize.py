@@ -29,7 +29,7 @@ _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE|KE
 Number = TypeVar("Number", int, float)
 
 
-def harmless(snapshot: Snapshot) -> Snapshot:
+def sanitized(snapshot: Snapshot) -> Snapshot:
     """The snapshot with everything that comes from outside cut down to what may be shown and stored."""
     secrets = _secrets(snapshot.job.spec.template)
     return replace(

@@ -41,7 +41,7 @@ class WorkerPod:
     uid: str
     index: int
     incarnation: int
-    round: int
+    round: int | None  # that the pod was made for, under c10d; None: its agent joins rounds
     phase: PodPhase
     ready: bool = False
     node: str | None = None
@@ -89,8 +89,7 @@ class Progress:
     checkpoint_damaged: str | None = None  # which commit was stepped over at the last restore, and why
     productive_seconds: float = 0.0
     # The current round's recovery, in the operator's clock:
-    published_at: datetime | None = None  # to the microsecond, where the status keeps seconds
-    lost_at: datetime | None = None  # the same of the last loss, where rounds are not the operator's
+    lost_at: datetime | None = None  # of the last loss, to the microsecond, where the status keeps seconds
     trained_at: datetime | None = None  # the first rank has completed a step in this round
     started_at: datetime | None = None  # all ranks have reported START
     restored_at: datetime | None = None  # all ranks have restored

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everstep.contract.document import Sizes
-from everstep_local.plan.simulation.cluster import TEMPLATE, WHOLE, Cut, World
+from everstep_local.plan.simulation.cluster import TEMPLATE, World
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
-from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.snapshot import Progress, RoundView
 from everstep_operator.plan.state import roster, sizing
 
@@ -31,7 +30,7 @@ class ElasticWorld(World):
         return roster.read(self.status.roster)
 
     def current(self, index: int) -> str:
-        return self.published().name("digits", index) if index in self.published().lives else f"no worker {index}"
+        return self.published().name("digits", index) if index in self.published().workers else f"no worker {index}"
 
     def do_fixed(self) -> None:
         """Without `elastic`: all workers or none."""
@@ -53,7 +52,7 @@ class ElasticWorld(World):
         assert self.view is not None
         ready = [
             (p.index, p.incarnation)
-            for i in sorted(self.published().lives)
+            for i in sorted(self.published().workers)
             if (p := self.pods.get(self.current(i))) is not None and p.ready and p.deleted_at is None
         ]
         # As the agents do: by the sizes that they were told last, whatever the spec says by now.
@@ -87,17 +86,8 @@ class ElasticWorld(World):
         if self.view is not None:
             self.progress = replace(self.progress, round=self.view.round)
 
-    def do_unschedulable(self, index: str, why: str = "0/2 nodes are available") -> None:
-        self.change(self.current(int(index)), node=None, unschedulable=why)
-
     def do_roster(self) -> str:
         return str(self.published())
-
-    def apply(self, decided: Plan, cut: Cut = WHOLE) -> None:
-        opened = decided.status.recoveries != self.status.recoveries
-        super().apply(decided, cut)
-        if opened and self.status.recoveries and self.status.recoveries[0].first_step_ms is None:
-            self.progress = replace(self.progress, lost_at=self.now)  # as the reconciler tells JobProgress
 
     def take_sizes(self, sizes: Sizes) -> None:
         assert self.view is not None

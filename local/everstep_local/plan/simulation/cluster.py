@@ -118,10 +118,13 @@ class World:
         return text
 
     def apply(self, decided: Plan, cut: Cut = WHOLE) -> None:
-        """Carry out the plan as `shell.apply` does, or what is left of it when the operator dies."""
+        """Carry out the plan as `controller.apply` does, or what is left of it when the operator dies."""
         if not cut.written:
             return
+        opened = decided.status.recoveries != self.status.recoveries
         self.take_status(decided.status)
+        if opened and decided.status.recoveries and decided.status.recoveries[0].first_step_ms is None:
+            self.progress = replace(self.progress, lost_at=self.now)  # as the reconciler tells JobProgress
         failed: set[StageName] = set()
         number = 0
         for place, stage in enumerate(decided.stages):
@@ -153,14 +156,14 @@ class World:
             case CreatePod(name, index, incarnation, body, _):
                 if name not in self.pods:
                     self.uids += 1
-                    round_ = int(body["metadata"]["labels"].get("everstep.dev/round", "0"))
+                    label = body["metadata"]["labels"].get("everstep.dev/round")
                     node = f"n{1 + index % 2}"
                     self.pods[name] = WorkerPod(
                         name,
                         f"p{self.uids}",
                         index,
                         incarnation,
-                        round_,
+                        None if label is None else int(label),
                         PodPhase.PENDING,
                         node=node,
                         created_at=self.now,
@@ -179,8 +182,11 @@ class World:
     def take_status(self, status: Status) -> None:
         if status.world.round > self.status.world.round:
             # As JobProgress does: a new round starts with no reports of its own.
-            keep = {n: getattr(self.progress, n) for n in ("step", "updated_at", "committed_step", "committed_at")}
-            self.progress = Progress(round=status.world.round, published_at=self.now, **keep)
+            keep = {
+                n: getattr(self.progress, n)
+                for n in ("step", "updated_at", "committed_step", "committed_at", "lost_at")
+            }
+            self.progress = Progress(round=status.world.round, **keep)
         self.status = status
 
     def current(self, index: int) -> str:
@@ -246,6 +252,9 @@ class World:
 
     def do_gone(self, index: str) -> None:
         del self.pods[self.current(int(index))]
+
+    def do_unschedulable(self, index: str, why: str = "0/2 nodes are available") -> None:
+        self.change(self.current(int(index)), node=None, unschedulable=why)
 
     def do_node_lost(self, name: str) -> None:
         self.nodes[name] = NodeView(name, ready=False, changed_at=self.now)

@@ -1,32 +1,34 @@
 """From the pods that should exist to actions: delete superseded pods, create missing ones, report what blocks creation.
 
-It does not know why a pod should exist. Invariants: what is taken away was named by the caller; what is created is made
-at most so often a pass as the settings allow, and never before the back-off is over.
+Invariants: what is taken away is not one of the roster's workers, nor of a later roster's; what is created is made at
+most so often a pass as the settings allow, and never before the back-off is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from everstep_operator.api.status import Status
+from everstep_operator.api.status import Restarts
 from everstep_operator.plan import names
-from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod
-from everstep_operator.plan.build import finish, pods
-from everstep_operator.plan.decide import restart_budget
+from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, SetSizes
+from everstep_operator.plan.build import pods
+from everstep_operator.plan.decide import finish, restart_budget
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
+from everstep_operator.plan.state import sizing
+from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import on_lost_node
 
-# What a worker that is not wanted holds, the commit log or its peers hold too; its accelerators are needed at once.
+# What a superseded worker holds, the commit log or its peers hold too; its accelerators are needed at once.
 SURVIVOR_GRACE_SECONDS = 1
 REFUSED_RETRY = timedelta(seconds=15)
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class Superseded:
     """A pod that must go, and how long it may take to end. `released`: it is healthy, and not wanted any more."""
 
     pod: WorkerPod
@@ -36,7 +38,7 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class Convergence:
     """`actions` by the stage that they belong to; `waits` is what is waited for, empty if nothing is."""
 
     actions: Mapping[StageName, Sequence[Action]]
@@ -44,39 +46,41 @@ class Carried:
     waits: str = ""
 
 
-def carry(
-    snapshot: Snapshot,
-    wanted: Status,
-    over: Iterable[Over],
-    missing: Sequence[int],
-    create: Callable[[int], CreatePod],
-    *,
-    workers: int,
-) -> Carried:
-    """`over` are pods that must go; `missing` are indices without a pod, of `workers`."""
-    job = snapshot.job
+def converge(facts: Facts, restarts: Restarts) -> Convergence:
+    """What leaves exactly the pods of the roster. `restarts` are the counters that the status will have."""
+    snapshot, job = facts.snapshot, facts.job
     actions: dict[StageName, list[Action]] = {StageName.CLEAR: [], StageName.RELEASE: []}
-    for one in over:
+    for one in _superseded(facts):
         if (removal := _remove(snapshot, one)) is not None:
             healthy = one.released and not one.pod.finished and not _is_lost(snapshot, one.pod)
             actions[StageName.RELEASE if healthy else StageName.CLEAR].append(removal)
-    if snapshot.service_uid is None and workers > 0:
+    if snapshot.service_uid is None and facts.roster.workers:
         service = CreateService(names.service_name(job.name), pods.service(job), "workers need host names")
         actions[StageName.NETWORK] = [service]
+    missing = _missing(facts)
     if not missing:
-        return Carried(actions)
-    start = restart_budget.held_until(snapshot.now, job.spec.recovery, wanted.restarts)
+        return Convergence(actions)
+    start = restart_budget.held_until(snapshot.now, job.spec.recovery, restarts)
     if start is not None:
         left = start - snapshot.now
-        return Carried(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
-    actions[StageName.CREATE] = [create(index) for index in missing[: snapshot.settings.max_pods_per_plan]]
+        return Convergence(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
+    actions[StageName.CREATE] = [_create(facts, index) for index in missing[: snapshot.settings.max_pods_per_plan]]
     # Tried again in every pass, and after a while even if nothing is seen to change: what frees a name sends no event.
     if snapshot.name_collisions:
         taken = f"{snapshot.name_collisions[0]} is not ours"
-        return Carried(actions, Requeue(REFUSED_RETRY, "name taken"), taken)
+        return Convergence(actions, Requeue(REFUSED_RETRY, "name taken"), taken)
     if snapshot.create_refused is not None:
-        return Carried(actions, Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
-    return Carried(actions)
+        return Convergence(actions, Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
+    return Convergence(actions)
+
+
+def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
+    """The sizes, if the agents' store is ours and holds others. While nothing is wanted the last ones stand."""
+    view, sizes = facts.view, sizing.present(facts.job.spec)
+    if view is None or view.closed is not None or view.sizes == sizes or facts.job.spec.suspend:
+        return ()
+    why = "nobody was told any" if view.sizes is None else f"in place of {view.sizes}"
+    return (SetSizes(sizes, why),)
 
 
 def or_deadline(snapshot: Snapshot, requeue: Requeue | None) -> Requeue | None:
@@ -85,31 +89,71 @@ def or_deadline(snapshot: Snapshot, requeue: Requeue | None) -> Requeue | None:
     return Requeue(due - snapshot.now, "activeDeadlineSeconds") if requeue is None and due is not None else requeue
 
 
-def _remove(snapshot: Snapshot, over: Over) -> DeletePod | None:
-    """Take a pod away. On a lost node nobody would confirm it, so it is taken by force: what may still run there is
-    fenced by the commit log."""
-    pod = over.pod
-    lost = _is_lost(snapshot, pod)
-    if pod.deleted_at is not None and not lost:
-        return None
-    grace = 0 if lost or pod.finished else over.grace_seconds
-    return DeletePod(pod.name, pod.uid, grace, f"node {pod.node} is lost" if lost else over.why)
-
-
-def _is_lost(snapshot: Snapshot, pod: WorkerPod) -> bool:
-    return on_lost_node(pod, snapshot.nodes, snapshot.now)
-
-
-def blocked(snapshot: Snapshot, current: Mapping[int, WorkerPod]) -> str | None:
+def blocked(facts: Facts) -> str | None:
     """What keeps the first missing worker from running, if anything says so."""
+    snapshot = facts.snapshot
     if snapshot.name_collisions:
         return f"the name {snapshot.name_collisions[0]} is taken by an object that this job does not own; remove it"
     if snapshot.create_refused is not None:
         return f"the API server refuses to create a worker: {snapshot.create_refused}"
-    for index in sorted(current):
-        pod = current[index]
+    for index, pod in sorted(facts.current.items()):
         if pod.waiting is not None:
             return f"worker {index}: {pod.waiting}"
         if pod.unschedulable is not None:
             return f"worker {index} cannot be scheduled: {pod.unschedulable}"
     return None
+
+
+def _superseded(facts: Facts) -> list[Superseded]:
+    job, roster = facts.job, facts.roster
+    current = {p.uid for p in facts.current.values()}
+    template_grace = pods.grace_seconds(job)
+    found = []
+    for pod in facts.snapshot.pods:
+        if pod.uid in current or not roster.supersedes(job.name, pod):
+            continue
+        if roster.whole:
+            # A worker of a round that is over has nothing to save. A suspended one is healthy, and may commit.
+            suspended = roster.wanted == 0
+            grace = template_grace if suspended else SURVIVOR_GRACE_SECONDS
+            round_ = names.round_of_incarnation(pod.incarnation)
+            found.append(Superseded(pod, f"round {round_} is over", grace, released=suspended))
+        elif pod.index in roster.workers:
+            found.append(Superseded(pod, "it was replaced", SURVIVOR_GRACE_SECONDS))
+        else:
+            # It is healthy, so it gets the time that its template asks for.
+            found.append(Superseded(pod, "it is not wanted any more", template_grace, released=True))
+    return found
+
+
+def _missing(facts: Facts) -> list[int]:
+    """A worker that has started is not missing but lost: it comes back in another incarnation, or is not missed."""
+    if finish.ends(facts):
+        return []
+    return [i for i, worker in facts.roster.workers.items() if i not in facts.current and not worker.started]
+
+
+def _create(facts: Facts, index: int) -> CreatePod:
+    job, roster, settings = facts.job, facts.roster, facts.snapshot.settings
+    incarnation = roster.workers[index].number
+    name = roster.name(job.name, index)
+    if not roster.whole:
+        return CreatePod(name, index, incarnation, pods.agent_pod(job, index, incarnation, settings), f"worker {index}")
+    round_ = roster.next_incarnation
+    body = pods.worker_pod(job, index, round_, len(roster.workers), settings)
+    return CreatePod(name, index, incarnation, body, f"worker {index} of round {round_}")
+
+
+def _remove(snapshot: Snapshot, superseded: Superseded) -> DeletePod | None:
+    """Take a pod away. On a lost node nobody would confirm it, so it is taken by force: what may still run there is
+    fenced by the commit log."""
+    pod = superseded.pod
+    lost = _is_lost(snapshot, pod)
+    if pod.deleted_at is not None and not lost:
+        return None
+    grace = 0 if lost or pod.finished else superseded.grace_seconds
+    return DeletePod(pod.name, pod.uid, grace, f"node {pod.node} is lost" if lost else superseded.why)
+
+
+def _is_lost(snapshot: Snapshot, pod: WorkerPod) -> bool:
+    return on_lost_node(pod, snapshot.nodes, snapshot.now)

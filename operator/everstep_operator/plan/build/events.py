@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Status, World
-from everstep_operator.plan.build import recovery_record
+from everstep_operator.plan.build import ready_condition, recovery_record
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.snapshot import Snapshot
+from everstep_operator.plan.state.facts import Facts
 
 
-def events(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
+def of_pass(facts: Facts, observed: Status) -> tuple[Event, ...]:
+    """All that is new."""
+    return (*_of_capacity(facts, observed), *of_status(facts.snapshot, observed))
+
+
+def of_status(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
     """Rounds that formed, recoveries that ended, slow ranks, commits."""
     before = snapshot.job.status
     found = []
@@ -33,17 +37,18 @@ def events(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
     return (*found, *_commits(snapshot, observed))
 
 
-def of_capacity(snapshot: Snapshot, observed: Status, unplaced: Collection[int]) -> tuple[Event, ...]:
-    """Too few workers to train, or no node for `unplaced` ones: said when it begins."""
-    before, ready = snapshot.job.status, observed.condition(ConditionType.READY)
+def _of_capacity(facts: Facts, observed: Status) -> tuple[Event, ...]:
+    """Too few workers to train, or no node for some of them: said when it begins."""
+    before, ready = facts.job.status, observed.condition(ConditionType.READY)
     found = []
-    waits = ready is not None and ready.reason == ReadyReason.WAITING_FOR_QUORUM
+    # A job of a fixed size has lost a worker then, which is said.
+    waits = ready is not None and ready.reason == ReadyReason.WAITING_FOR_QUORUM and facts.job.spec.elastic is not None
     if waits and observed.world.formed_at is not None and _holds(before, ConditionType.QUORUM_REACHED):
         found.append(Event(EventReason.QUORUM_LOST, ready.message if ready is not None else ""))
     stalled = observed.condition(ConditionType.STALLED)
-    if unplaced and _holds(observed, ConditionType.STALLED) and not _holds(before, ConditionType.STALLED):
-        text = stalled.message if stalled is not None else ""
-        found.append(Event(EventReason.INSUFFICIENT_CAPACITY, text))
+    begins = _holds(observed, ConditionType.STALLED) and not _holds(before, ConditionType.STALLED)
+    if begins and ready_condition.starved(facts):
+        found.append(Event(EventReason.INSUFFICIENT_CAPACITY, stalled.message if stalled is not None else ""))
     return tuple(found)
 
 

@@ -1,57 +1,24 @@
-"""The end of a job: completion, deadlines, what is cleaned up, and when the job itself goes."""
+"""Plans for the end of a job: its last status, what is cleaned up, and when the job itself goes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 
-from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason
+from everstep_operator.api.conditions import Cause, ReadyReason
 from everstep_operator.api.events import EventReason
-from everstep_operator.api.status import Failure, Status
+from everstep_operator.api.status import Failure
 from everstep_operator.api.types import PodCleanup
 from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
 from everstep_operator.plan.build import disruption_budget, status
 from everstep_operator.plan.build.status import Verdict
+from everstep_operator.plan.decide.decision import Failed
 from everstep_operator.plan.outcome import Event, Plan, Requeue
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
-from everstep_operator.plan.state.losses import Loss
 
 # A finished job's process has nothing left to save; the kubelet still gets to stop it in order.
 FINISH_GRACE_SECONDS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Why a job ends without success; `loss` is the root cause, where a lost worker is."""
-
-    reason: str
-    message: str
-    loss: Loss | None = None
-    event: EventReason = EventReason.JOB_FAILED
-
-
-def is_finished(seen: Status) -> bool:
-    return any(
-        c.status is ConditionStatus.TRUE and c.type in (ConditionType.COMPLETE, ConditionType.FAILED)
-        for c in seen.conditions
-    )
-
-
-def deadline(snapshot: Snapshot) -> datetime | None:
-    """When `activeDeadlineSeconds` is over, counted from the first pass over the job."""
-    seconds, start = snapshot.job.spec.active_deadline_seconds, snapshot.job.status.start_time
-    return None if seconds is None or start is None else start + timedelta(seconds=seconds)
-
-
-def overdue(snapshot: Snapshot) -> Failed | None:
-    """The end by `activeDeadlineSeconds`, if it is here."""
-    due = deadline(snapshot)
-    if due is None or snapshot.now < due:
-        return None
-    seconds = snapshot.job.spec.active_deadline_seconds
-    return Failed("DeadlineExceeded", f"spec.activeDeadlineSeconds ({seconds} s) is over")
 
 
 def complete(snapshot: Snapshot, existing: int, size: int) -> Plan:

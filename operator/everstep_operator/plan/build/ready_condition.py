@@ -1,84 +1,116 @@
-"""The Ready condition of a job whose agents form the rounds: from what is known to the words of the STATUS column."""
+"""The Ready condition: from facts to the words of the STATUS column."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
 from everstep_operator.plan.build.converge import blocked
-from everstep_operator.plan.build.status import Verdict
+from everstep_operator.plan.build.status import Quorum, Verdict
 from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
-from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
-from everstep_operator.plan.state import sizing
-from everstep_operator.plan.state.roster import Roster
-from everstep_operator.plan.state.world_state import Standing
+from everstep_operator.plan.state.facts import Facts
 
 # For so long a pod may find no node before that is said to be a lack of capacity: autoscalers take their time.
 CAPACITY_PATIENCE = timedelta(seconds=30)
 
 
-def trains(snapshot: Snapshot, seen: Standing) -> bool:
+def trains(facts: Facts) -> bool:
     """Whether the world is known to take steps, or cannot be known to."""
-    reported = snapshot.progress
+    reported = facts.snapshot.progress
     if reported.updated_at is None or reported.round == 0:
         return True  # no reports, or of processes whose agent (stock torchrun) does not tell them their round
     since_loss = reported.trained_at is not None and (
         reported.lost_at is None or reported.trained_at > reported.lost_at
     )
-    return since_loss and reported.round >= seen.round
+    return since_loss and reported.round >= facts.world.round
 
 
-def verdict(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod], seen: Standing) -> Verdict:
+def verdict(facts: Facts) -> Verdict:
     """What the Ready condition says when nothing is being changed."""
-    job = snapshot.job
-    if wanted.wanted == 0:
-        left = f"{len(snapshot.pods)} are ending" if snapshot.pods else "no workers"
-        return Verdict(ReadyReason.SUSPENDED, f"spec.suspend is true: {left}", quorum=(False, "the job is suspended"))
-    sizes = sizing.bounds(job.spec)
-    before = job.status.condition(ConditionType.READY)
-    reason_before = before.reason if before is not None else None
-    ready = sum(p.ready and not p.finished for p in current.values())
-    done = {i for i, p in current.items() if p.phase is PodPhase.SUCCEEDED}
-    why = blocked(snapshot, current)
-    said = why or _backs_off(snapshot, wanted, current)
-    because = f": {said}" if said else ""
-    stalled = why if why is not None and waited_long(snapshot, current) else None
-    at_least = f", min {sizes.minimum}" if job.spec.elastic is not None else ""
-    succeeded = f", {len(done)} succeeded" if done else ""
-    training = max(0, seen.size - len(done & seen.members))
-    if seen.stands:
-        quorum = (True, f"{seen.size} workers train, of {wanted.wanted} wanted")
-        full = seen.size >= wanted.wanted
-        if reason_before in (ReadyReason.RECOVERING, ReadyReason.RESIZING) and not trains(snapshot, seen):
-            message = f"{seen.size}/{wanted.wanted} in the round, waiting for the first step"
-            return Verdict(ReadyReason(reason_before), message, quorum=quorum)
-        if full:
-            return Verdict(ReadyReason.RUNNING, f"{training}/{wanted.wanted} ready{succeeded}", quorum=quorum)
-        message = f"{training}/{wanted.wanted} train{succeeded}{at_least}{because}"
-        resizing = reason_before == ReadyReason.RESIZING and why is None
-        reason = ReadyReason.RESIZING if resizing else ReadyReason.RUNNING_DEGRADED
-        return Verdict(reason, message, stalled, quorum)
-    message = f"{ready}/{wanted.wanted} ready{succeeded}{at_least}{because}"
-    quorum = (False, message)
-    if job.status.world.formed_at is None:
-        reason = ReadyReason.WAITING_FOR_QUORUM if ready or done else ReadyReason.PENDING
-    elif job.spec.elastic is not None and ready + len(done) < sizes.minimum:
-        reason = ReadyReason.WAITING_FOR_QUORUM
-    elif reason_before == ReadyReason.RESIZING:
-        reason = ReadyReason.RESIZING
-    else:
-        reason = ReadyReason.RECOVERING
+    wanted = facts.roster.wanted
+    if wanted == 0:
+        left = f"{len(facts.snapshot.pods)} are ending" if facts.snapshot.pods else "no workers"
+        return Verdict(
+            ReadyReason.SUSPENDED, f"spec.suspend is true: {left}", quorum=_quorum(facts, "the job is suspended")
+        )
+    why = blocked(facts)
+    stalled = why if why is not None and _has_waited_long(facts) else None
+    return _of_standing(facts, why, stalled) if facts.world.stands else _of_broken(facts, why, stalled)
+
+
+def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
+    """Enough workers are in the world."""
+    size, wanted = facts.world.size, facts.roster.wanted
+    quorum = _quorum(facts, f"{size} workers train, of {wanted} wanted")
+    before = _reason_before(facts)
+    if before in (ReadyReason.RECOVERING, ReadyReason.RESIZING) and not trains(facts):
+        where = "ready" if facts.roster.whole else "in the round"
+        return Verdict(ReadyReason(before), f"{size}/{wanted} {where}, waiting for the first step", quorum=quorum)
+    training = max(0, size - len(facts.succeeded & facts.world.members))
+    if size >= wanted:
+        return Verdict(ReadyReason.RUNNING, f"{training}/{wanted} ready{_succeeded(facts)}", quorum=quorum)
+    message = f"{training}/{wanted} train{_succeeded(facts)}{_at_least(facts)}{_because(facts, why)}"
+    resizing = before == ReadyReason.RESIZING and why is None
+    reason = ReadyReason.RESIZING if resizing else ReadyReason.RUNNING_DEGRADED
     return Verdict(reason, message, stalled, quorum)
 
 
-def _backs_off(snapshot: Snapshot, wanted: Roster, current: Mapping[int, WorkerPod]) -> str | None:
+def _of_broken(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
+    """The world has not formed yet, or has lost workers."""
+    reason = _reason_of_broken(facts)
+    recovers = reason in (ReadyReason.RECOVERING, ReadyReason.RESIZING)
+    waits = ", waiting for all workers" if facts.roster.whole and recovers else ""
+    counted = f"{facts.ready}/{facts.roster.wanted} ready{_succeeded(facts)}{_at_least(facts)}"
+    message = f"{counted}{waits}{_because(facts, why)}"
+    return Verdict(reason, message, stalled, _quorum(facts, message))
+
+
+def _reason_of_broken(facts: Facts) -> ReadyReason:
+    there = facts.ready + len(facts.succeeded)
+    before = _reason_before(facts)
+    if facts.roster.whole and before in (ReadyReason.RECOVERING, ReadyReason.RESIZING):
+        return ReadyReason(before)
+    if facts.roster.whole or facts.job.status.world.formed_at is None:
+        return ReadyReason.WAITING_FOR_QUORUM if there else ReadyReason.PENDING
+    if facts.job.spec.elastic is not None and there < facts.sizes.minimum:
+        return ReadyReason.WAITING_FOR_QUORUM
+    return ReadyReason.RESIZING if before == ReadyReason.RESIZING else ReadyReason.RECOVERING
+
+
+def _quorum(facts: Facts, message: str) -> Quorum:
+    """Under c10d all workers are needed, and the condition says how many are there."""
+    stands = facts.world.stands and facts.roster.wanted > 0
+    if not facts.roster.whole:
+        return Quorum(stands, message)
+    done = f", {len(facts.succeeded)} have succeeded" if facts.succeeded else ""
+    return Quorum(stands, f"{facts.ready} of {facts.world.size} workers are ready{done}", "AllReady")
+
+
+def _reason_before(facts: Facts) -> str | None:
+    before = facts.job.status.condition(ConditionType.READY)
+    return before.reason if before is not None else None
+
+
+def _succeeded(facts: Facts) -> str:
+    return f", {len(facts.succeeded)} succeeded" if facts.succeeded else ""
+
+
+def _at_least(facts: Facts) -> str:
+    return f", min {facts.sizes.minimum}" if facts.job.spec.elastic is not None else ""
+
+
+def _because(facts: Facts, why: str | None) -> str:
+    said = why or _backs_off(facts)
+    return f": {said}" if said else ""
+
+
+def _backs_off(facts: Facts) -> str | None:
     """That missing workers are created later, in words that stay the same until then."""
-    job = snapshot.job
-    start = restart_budget.held_until(snapshot.now, job.spec.recovery, job.status.restarts)
-    if start is None or len(current) >= wanted.wanted:
+    job = facts.job
+    start = restart_budget.held_until(facts.snapshot.now, job.spec.recovery, job.status.restarts)
+    if start is None or len(facts.current) >= facts.roster.wanted:
         return None
     return f"no worker is created before {start:%H:%M:%S} UTC, after failures (back-off)"
 
@@ -90,29 +122,29 @@ def of_change(now: Verdict, reason: ReadyReason, message: str) -> Verdict:
     return replace(now, reason=reason, message=message, stalled=None)
 
 
-def starved(snapshot: Snapshot, current: Mapping[int, WorkerPod]) -> list[int]:
+def starved(facts: Facts) -> list[int]:
     """Workers that have found no node for longer than an autoscaler needs."""
     return [
         index
-        for index, pod in sorted(current.items())
+        for index, pod in sorted(facts.current.items())
         if pod.unschedulable is not None
-        and (pod.created_at is None or snapshot.now - pod.created_at >= CAPACITY_PATIENCE)
+        and (pod.created_at is None or facts.snapshot.now - pod.created_at >= CAPACITY_PATIENCE)
     ]
 
 
-def waited_long(snapshot: Snapshot, current: Mapping[int, WorkerPod]) -> bool:
-    """Whether what blocks is more than a pod that has just not found a node."""
-    unscheduled = any(p.unschedulable is not None for p in current.values())
-    refused = snapshot.name_collisions or snapshot.create_refused or any(p.waiting for p in current.values())
-    return bool(refused) or (unscheduled and bool(starved(snapshot, current)))
-
-
-def patience(snapshot: Snapshot, current: Mapping[int, WorkerPod]) -> Requeue | None:
+def patience(facts: Facts) -> Requeue | None:
     """When a pod that finds no node will have waited too long: nothing is seen to change then."""
     due = [
-        pod.created_at + CAPACITY_PATIENCE - snapshot.now
-        for pod in current.values()
+        pod.created_at + CAPACITY_PATIENCE - facts.snapshot.now
+        for pod in facts.current.values()
         if pod.unschedulable is not None and pod.created_at is not None
     ]
     ahead = [left for left in due if left > timedelta(0)]
     return Requeue(min(ahead), "a worker finds no node") if ahead else None
+
+
+def _has_waited_long(facts: Facts) -> bool:
+    """Whether what blocks is more than a pod that has just not found a node."""
+    snapshot, pods = facts.snapshot, facts.current.values()
+    refused = snapshot.name_collisions or snapshot.create_refused or any(p.waiting for p in pods)
+    return bool(refused) or bool(starved(facts))

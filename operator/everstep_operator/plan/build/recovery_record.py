@@ -1,4 +1,4 @@
-"""The record of a recovery: opened when a round is published for a loss, completed from what the workers report."""
+"""The record of a recovery: opened when a roster is published for a loss, completed from what the workers report."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from everstep_operator.plan.snapshot import Progress
 from everstep_operator.plan.state.losses import Loss
 
 
-def opened(
-    now: datetime, loss: Loss, old: tuple[RecoveryRecord, ...], rung: Rung = Rung.RECREATE
-) -> tuple[RecoveryRecord, ...]:
+def opened(now: datetime, loss: Loss, old: tuple[RecoveryRecord, ...], rung: Rung) -> tuple[RecoveryRecord, ...]:
     record = RecoveryRecord(
         at=now,
         cause=loss.cause,
@@ -29,19 +27,21 @@ def is_open(records: tuple[RecoveryRecord, ...]) -> bool:
 
 
 def completed(
-    records: tuple[RecoveryRecord, ...], progress: Progress, published_at: datetime | None, step_before: int | None
+    records: tuple[RecoveryRecord, ...], progress: Progress, step_before: int | None, rung: Rung
 ) -> tuple[RecoveryRecord, ...]:
-    """Fill the newest record once every rank of the round has taken a step; unchanged until then.
-
-    `published_at` is when the round was published, to the microsecond (the record keeps whole seconds).
-    """
+    """Fill the newest record once every rank has taken a step since the loss; unchanged until then. `rung` is the one
+    that brought the training back."""
     if not is_open(records) or progress.first_step_at is None or progress.restored_at is None:
         return records
-    start = published_at or records[0].at
+    # To the microsecond where this operator noticed the loss; the record keeps whole seconds.
+    start = progress.lost_at or records[0].at
+    if progress.first_step_at <= start:
+        return records  # it was taken in the round before
     restore = progress.restore_seconds or 0.0
     total = _ms(start, progress.restored_at) or 0
     done = records[0].model_copy(
         update={
+            "rung": rung,
             "rendezvous_ms": max(0, total - round(restore * 1000)),
             "restore_ms": round(restore * 1000),
             "first_step_ms": _ms(progress.restored_at, progress.first_step_at),
@@ -49,20 +49,6 @@ def completed(
         }
     )
     return (done, *records[1:])
-
-
-def completed_as(
-    records: tuple[RecoveryRecord, ...], progress: Progress, step_before: int | None, rung: Rung
-) -> tuple[RecoveryRecord, ...]:
-    """The same where the agents form the rounds: the clock runs from the loss, and what was reported before it was
-    about an older round. `rung` is the one that brought the training back."""
-    if not is_open(records) or progress.first_step_at is None:
-        return records
-    start = progress.lost_at or records[0].at
-    if progress.first_step_at <= start:
-        return records
-    done = completed(records, progress, start, step_before)
-    return (done[0].model_copy(update={"rung": rung}), *done[1:])
 
 
 def regrown(now: datetime, progress: Progress, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:

@@ -35,7 +35,7 @@ _HANDLERS = {RendezvousBackend.EVERSTEP: "everstep", RendezvousBackend.ETCD: "et
 def restarts_in_place(job: JobView) -> int:
     """How often torchrun may start its processes again before its pod fails.
 
-    c10d: never, so that the operator decides, and each failure is charged to the right side, once (ADR 0002). Else a
+    c10d: never, so that the operator decides, and each failure is charged to the right side, once (ADR 0027). Else a
     few: torchrun counts a lost peer as a failure too, and without restarts each loss would end all pods; but what it
     restarts is neither charged nor judged. (`everstep-run` tells the two apart, and has its own number: `agents`.)
     """

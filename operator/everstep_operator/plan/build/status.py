@@ -33,13 +33,22 @@ _UNUSABLE = {"Occupied": "InUse", "StoreUnusable": "Unusable"}
 
 
 @dataclass(frozen=True, slots=True)
+class Quorum:
+    """Whether enough workers train, and the reason of the condition if they do."""
+
+    reached: bool
+    message: str
+    reason: str = "Reached"
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What this pass found the job to be, in the words of the Ready condition."""
 
     reason: ReadyReason
     message: str
     stalled: str | None = None  # why the operator cannot go on by itself
-    quorum: tuple[bool, str] | None = None  # whether enough train, in words; None: when all workers are ready
+    quorum: Quorum | None = None  # None: the job is over
 
 
 def build(
@@ -49,7 +58,6 @@ def build(
     world: World,
     existing: int,
     ready: int,
-    succeeded: int = 0,
     roster: Roster | None = None,
     restarts: Restarts | None = None,
     recoveries: tuple[RecoveryRecord, ...] | None = None,
@@ -77,7 +85,7 @@ def build(
         recoveries=recoveries if recoveries is not None else old.recoveries,
         goodput_percent=_goodput(snapshot, finished_at),
         failure=old.failure or failure,
-        conditions=_conditions(snapshot, verdict, world, ready, succeeded),
+        conditions=_conditions(snapshot, verdict, world, ready),
     )
 
 
@@ -138,9 +146,7 @@ _OF_ONE_REASON = (
 )
 
 
-def _conditions(
-    snapshot: Snapshot, verdict: Verdict, world: World, ready: int, succeeded: int
-) -> tuple[Condition, ...]:
+def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) -> tuple[Condition, ...]:
     reason, message = verdict.reason, verdict.message[:MAX_MESSAGE]
     running = reason in (ReadyReason.RUNNING, ReadyReason.RUNNING_DEGRADED)
     over = reason in (ReadyReason.COMPLETE, ReadyReason.FAILED)
@@ -155,7 +161,7 @@ def _conditions(
                 :MAX_MESSAGE
             ],
         ),
-        ConditionType.QUORUM_REACHED: _quorum(verdict, world, ready, succeeded, over),
+        ConditionType.QUORUM_REACHED: _quorum(verdict, world, ready),
     }
     for type_, its_reason, otherwise in _OF_ONE_REASON:
         holds = reason is its_reason
@@ -176,16 +182,9 @@ def _conditions(
     return tuple(c for _, c in sorted({**old, **made}.items()))
 
 
-def _quorum(verdict: Verdict, world: World, ready: int, succeeded: int, over: bool) -> tuple[bool, str, str]:
-    if verdict.quorum is not None:
-        reached, words = verdict.quorum
-        return (reached and not over, "Reached" if reached else "Waiting", words[:MAX_MESSAGE])
-    all_ready = ready + succeeded >= world.size > 0
-    return (
-        all_ready and not over,
-        "AllReady" if all_ready else "Waiting",
-        f"{ready} of {world.size} workers are ready" + (f", {succeeded} have succeeded" if succeeded else ""),
-    )
+def _quorum(verdict: Verdict, world: World, ready: int) -> tuple[bool, str, str]:
+    quorum = verdict.quorum or Quorum(False, f"{ready} of {world.size} workers are ready")
+    return quorum.reached, quorum.reason if quorum.reached else "Waiting", quorum.message[:MAX_MESSAGE]
 
 
 def _condition(

@@ -94,15 +94,6 @@ class Loss:
         return f"worker {self.index}{where} lost ({self.cause}): {self.detail}"
 
 
-def losses(snapshot: Snapshot, current: Mapping[int, WorkerPod], size: int, formed: bool) -> tuple[Loss, ...]:
-    """Every lost worker of a round of `size`, root cause first.
-
-    `current` maps an index to its pod of this round. An index without a pod is lost only if the world had formed:
-    before that it was simply not created yet.
-    """
-    return losses_among(snapshot, current, dict.fromkeys(range(size), formed))
-
-
 def losses_among(
     snapshot: Snapshot, current: Mapping[int, WorkerPod], expected: Mapping[int, bool]
 ) -> tuple[Loss, ...]:

@@ -1,8 +1,11 @@
-"""The published workers of a job whose agents form the rounds: which index is in which incarnation.
+"""The published workers of a job: which index is in which incarnation.
 
-A worker is replaced by raising its incarnation here, in the status, before anything is done to pods. Invariants: which
-pods should exist follows from a roster alone; the incarnation of an index never falls, and one that comes back after it
-was taken out is newer than any that was taken out, so a name is never used twice.
+A worker is replaced by raising its incarnation here, in the status, before anything is done to pods. Where the agents
+form the rounds, one worker is replaced alone. Under c10d a roster is *whole*: every change gives all workers the same
+new incarnation, which is a new round (ADR 0027).
+
+Invariants: which pods should exist follows from a roster alone; the incarnation of an index never falls, and one that
+comes back after it was taken out is newer than any that was taken out, so a name is never used twice.
 """
 
 from __future__ import annotations
@@ -12,144 +15,219 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from everstep_operator.api import status as api
+from everstep_operator.api.base import SAFE_INT_MAX
+from everstep_operator.api.types import RendezvousBackend
 from everstep_operator.plan import names
-from everstep_operator.plan.snapshot import Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """One incarnation of a worker. `started`: its pod has been Ready, so a missing one is lost, not still to come."""
+class Incarnation:
+    """Of one worker. `started`: its pod has been Ready, so a missing one is lost, not still to come."""
 
-    incarnation: int
+    number: int
     started: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """`wanted` is how many workers it was made for; fewer are in it where lost ones are not replaced."""
+    """`wanted` is how many workers it was made for; fewer are in it where lost ones are not replaced.
+
+    `whole`: any change replaces all workers. Its round is then `next_incarnation`, one more than the incarnation of its
+    workers, also when it has none.
+    """
 
     wanted: int = 0
     next_incarnation: int = 0
-    lives: Mapping[int, Life] = field(default_factory=dict)  # by index, in order
+    workers: Mapping[int, Incarnation] = field(default_factory=dict)  # by index, in order
+    whole: bool = False
 
     def name(self, job: str, index: int) -> str:
-        return names.pod_name(job, index, self.lives[index].incarnation)
+        return names.pod_name(job, index, self.workers[index].number)
 
     def current(self, job: str, pods: Iterable[WorkerPod]) -> dict[int, WorkerPod]:
         """The pods of these workers by index."""
-        mine = {self.name(job, index): index for index in self.lives}
-        return {mine[p.name]: p for p in pods if p.name in mine and p.index == mine[p.name] and p.round == 0}
+        mine = {self.name(job, index): index for index in self.workers}
+        return {p.index: p for p in pods if mine.get(p.name) == p.index and self.is_of_its_backend(p)}
 
-    def is_over(self, job: str, pod: WorkerPod, round_: int) -> bool:
-        """Whether the pod is no worker of this roster or of a later one: replaced, taken out, of a c10d round before
-        `round_`, or labelled by a stranger. A pod of a later roster proves that this one is old: it is not ours to end.
-        """
-        if pod.round > 0:
-            return pod.round <= round_
+    def is_of_its_backend(self, pod: WorkerPod) -> bool:
+        """A pod of another backend, which the job had before it was suspended, can never be one of these workers."""
+        return (pod.round is not None) == self.whole
+
+    def supersedes(self, job: str, pod: WorkerPod) -> bool:
+        """Whether the pod is no worker of this roster or of a later one: it was replaced or taken out, or a stranger
+        labelled it. A pod of a later roster proves that this one is old: it is not ours to end."""
         if pod.name != names.pod_name(job, pod.index, pod.incarnation):
             return True
-        life = self.lives.get(pod.index)
-        return pod.incarnation < (self.next_incarnation if life is None else life.incarnation)
+        worker = self.workers.get(pod.index)
+        return pod.incarnation < (self.next_incarnation if worker is None else worker.number)
 
     def __str__(self) -> str:
         """As `0-3@0 4@2`."""
-        spans = (f"{r.first}-{r.last}" if r.last > r.first else f"{r.first}" for r in _ranges(self.lives, marks=False))
-        lives = (r.incarnation for r in _ranges(self.lives, marks=False))
-        return " ".join(f"{span}@{life}" for span, life in zip(spans, lives, strict=True)) or "none"
+        spans = (
+            (f"{first}-{last}" if last > first else f"{first}") + f"@{worker.number}"
+            for first, last, worker in _ranges({i: Incarnation(w.number) for i, w in self.workers.items()})
+        )
+        return " ".join(spans) or "none"
 
 
-def read(published: api.Roster | None) -> Roster:
-    """The roster of a status. What somebody edited into it is bounded by the types; of two that name one index, the
-    first counts."""
-    if published is None:
+def published(job: JobView) -> Roster | None:
+    """The roster of a job's status; None if there never was one. Under c10d `status.world` is the roster."""
+    if job.spec.rendezvous.backend is not RendezvousBackend.C10D:
+        return None if job.status.roster is None else read(job.status.roster)
+    world = job.status.world
+    if world.round == 0:
+        return None
+    worker = Incarnation(names.incarnation_of_round(world.round), started=world.formed_at is not None)
+    return Roster(world.size, world.round, dict.fromkeys(range(world.size), worker), whole=True)
+
+
+def nothing(job: JobView) -> Roster:
+    """The roster of a job for which nothing was published yet."""
+    return Roster(whole=job.spec.rendezvous.backend is RendezvousBackend.C10D)
+
+
+def read(stored: api.Roster | None) -> Roster:
+    """What somebody edited into it is bounded by the types; of two ranges that name one index, the first counts."""
+    if stored is None:
         return Roster()
-    lives: dict[int, Life] = {}
-    for part in published.workers:
+    workers: dict[int, Incarnation] = {}
+    for part in stored.workers:
         for index in range(part.first, part.last + 1):
-            lives.setdefault(index, Life(part.incarnation, part.started))
-    return Roster(published.wanted, published.next_incarnation, dict(sorted(lives.items())))
+            workers.setdefault(index, Incarnation(part.incarnation, part.started))
+    return Roster(stored.wanted, stored.next_incarnation, dict(sorted(workers.items())))
 
 
 def write(roster: Roster) -> api.Roster:
     """As compact as it can be said: neighbours in the same incarnation are one range."""
-    return api.Roster(
-        wanted=roster.wanted, next_incarnation=roster.next_incarnation, workers=tuple(_ranges(roster.lives))
+    ranges = tuple(
+        api.WorkerRange(first=first, last=last, incarnation=worker.number, started=worker.started)
+        for first, last, worker in _ranges(roster.workers)
     )
+    return api.Roster(wanted=roster.wanted, next_incarnation=roster.next_incarnation, workers=ranges)
 
 
 def opening(snapshot: Snapshot, wanted: int) -> Roster:
-    """The first roster, or one in place of a roster that somebody deleted: pods that are there are kept."""
+    """The first roster, or one in place of a roster that somebody deleted: pods that are there are kept, unless it is
+    whole."""
     job = snapshot.job
-    newest = _newest(snapshot)
-    known = [*newest.values(), *(incarnation for _, incarnation in (snapshot.world.members if snapshot.world else ()))]
+    none = nothing(job)
     # Every incarnation that a c10d round used is smaller than the round's number.
-    base = max([min(job.status.world.round, api.MAX_INCARNATION), *(_after(incarnation) for incarnation in known)])
-    lives = {index: Life(newest.get(index, base)) for index in range(wanted)}
-    taken_out = [_after(incarnation) for index, incarnation in newest.items() if index not in lives]
-    return Roster(wanted, max([base, *taken_out]), lives)
+    base = max(min(job.status.world.round, _limit(none)), unused(snapshot, none))
+    if none.whole:
+        return _renewed(none, wanted, base) if wanted else replace(none, next_incarnation=base)
+    newest = _newest(snapshot, none)
+    kept = {p.index: p.incarnation for p in _named(snapshot, none) if none.is_of_its_backend(p)}
+    kept = {index: n for index, n in kept.items() if n == newest[index]}
+    workers = {index: Incarnation(kept.get(index, base)) for index in range(wanted)}
+    taken_out = [_after(n, none) for index, n in newest.items() if index not in workers]
+    return Roster(wanted, max([base, *taken_out]), workers)
+
+
+def unused(snapshot: Snapshot, roster: Roster) -> int:
+    """An incarnation that no pod, no member of a round, and no roster of another backend was ever seen in."""
+    members = () if roster.whole or snapshot.world is None else snapshot.world.members
+    other = read(snapshot.job.status.roster) if roster.whole else Roster()
+    seen = [*_newest(snapshot, roster).values(), *(incarnation for _, incarnation in members)]
+    seen += [worker.number for worker in other.workers.values()]
+    return max([0, other.next_incarnation, *(_after(incarnation, roster) for incarnation in seen)])
 
 
 def caught_up(snapshot: Snapshot, roster: Roster) -> Roster:
-    """The roster, as new as the pods that were made from it: an edited status must not bring an older life back."""
-    newest = _newest(snapshot)
-    lives = {
-        index: life if newest.get(index, -1) <= life.incarnation else Life(newest[index])
-        for index, life in roster.lives.items()
+    """The roster, as new as the pods that were made from it: an edited status must not bring an older pod back."""
+    least, newest = _least(snapshot, roster), _newest(snapshot, roster)
+    workers = {
+        index: worker if least.get(index, -1) <= worker.number else Incarnation(least[index])
+        for index, worker in roster.workers.items()
     }
-    beyond = [_after(incarnation) for index, incarnation in newest.items() if index not in lives]
-    return replace(roster, lives=lives, next_incarnation=max([roster.next_incarnation, *beyond]))
+    beyond = [_after(incarnation, roster) for index, incarnation in newest.items() if index not in workers]
+    made = replace(roster, workers=workers, next_incarnation=max([roster.next_incarnation, *beyond]))
+    if not roster.whole:
+        return made
+    number = unused(snapshot, roster)
+    return _renewed(roster, roster.wanted, number) if made != roster or number > roster.next_incarnation else roster
 
 
-def revised(roster: Roster, wanted: int, lost: Collection[int], *, replaced: bool) -> Roster:
+def revised(
+    snapshot: Snapshot, roster: Roster, wanted: int, lost: Collection[int] = (), *, replaced: bool = True
+) -> Roster:
     """The roster with the lost workers `replaced` or given up, and made for `wanted`: the highest indices go, the
     lowest free ones come. Workers that were given up stay away until `wanted` changes."""
-    lives: dict[int, Life] = {}
-    for index, life in roster.lives.items():
+    if roster.whole:
+        changes = bool(lost) or wanted != roster.wanted
+        return _renewed(roster, wanted, unused(snapshot, roster)) if changes else roster
+    workers: dict[int, Incarnation] = {}
+    for index, worker in roster.workers.items():
         if index not in lost:
-            lives[index] = life
+            workers[index] = worker
         elif replaced:
-            lives[index] = Life(_after(life.incarnation))
-    lives = {index: lives[index] for index in sorted(lives)[:wanted]}
-    out = [_after(life.incarnation) for index, life in roster.lives.items() if index not in lives]
+            workers[index] = Incarnation(_after(worker.number, roster))
+    workers = {index: workers[index] for index in sorted(workers)[:wanted]}
+    out = [_after(worker.number, roster) for index, worker in roster.workers.items() if index not in workers]
     following = max([roster.next_incarnation, *out])
     if replaced or wanted != roster.wanted:
-        free = (index for index in count() if index not in lives)
-        added = [next(free) for _ in range(wanted - len(lives))]
-        lives.update({index: Life(following) for index in added})
-    return Roster(wanted, following, dict(sorted(lives.items())))
+        free = (index for index in count() if index not in workers)
+        added = [next(free) for _ in range(wanted - len(workers))]
+        workers.update({index: Incarnation(following) for index in added})
+    return Roster(wanted, following, dict(sorted(workers.items())))
 
 
 def marked(roster: Roster, current: Mapping[int, WorkerPod]) -> Roster:
     """With `started` set for every worker whose pod has been Ready."""
-    lives = {
-        index: life
-        if life.started or (pod := current.get(index)) is None or not (pod.ready or pod.finished)
-        else replace(life, started=True)
-        for index, life in roster.lives.items()
+    workers = {
+        index: worker
+        if worker.started or (pod := current.get(index)) is None or not (pod.ready or pod.finished)
+        else replace(worker, started=True)
+        for index, worker in roster.workers.items()
     }
-    return replace(roster, lives=lives)
+    return replace(roster, workers=workers)
 
 
-def _after(incarnation: int) -> int:
+def _renewed(roster: Roster, wanted: int, least: int) -> Roster:
+    """The next whole roster: all workers in one new incarnation. A roster of no workers uses a number up as well, so
+    that an operator with an old view cannot bring the pods back."""
+    number = max(roster.next_incarnation, least)
+    return Roster(wanted, _after(number, roster), dict.fromkeys(range(wanted), Incarnation(number)), whole=True)
+
+
+def _limit(roster: Roster) -> int:
+    """The greatest incarnation: of a whole roster it follows from the round, which has the room of a number in JSON."""
+    return SAFE_INT_MAX if roster.whole else api.MAX_INCARNATION
+
+
+def _after(incarnation: int, roster: Roster) -> int:
     """The following incarnation. A status may hold the last one that there is only if somebody wrote it there."""
-    return min(incarnation + 1, api.MAX_INCARNATION)
+    return min(incarnation + 1, _limit(roster))
 
 
-def _newest(snapshot: Snapshot) -> dict[int, int]:
-    """The newest incarnation of each index that has a pod with the name that we give."""
+def _newest(snapshot: Snapshot, roster: Roster) -> dict[int, int]:
+    """The newest incarnation of each index that has a pod with the name that we give, of any backend."""
     newest: dict[int, int] = {}
-    for pod in snapshot.pods:
-        bounded = 0 <= pod.index < api.MAX_WORKERS and 0 <= pod.incarnation < api.MAX_INCARNATION
-        if pod.round == 0 and bounded and pod.name == names.pod_name(snapshot.job.name, pod.index, pod.incarnation):
-            newest[pod.index] = max(newest.get(pod.index, 0), pod.incarnation)
+    for pod in _named(snapshot, roster):
+        newest[pod.index] = max(newest.get(pod.index, 0), pod.incarnation)
     return newest
 
 
-def _ranges(lives: Mapping[int, Life], *, marks: bool = True) -> Iterator[api.WorkerRange]:
+def _least(snapshot: Snapshot, roster: Roster) -> dict[int, int]:
+    """The least incarnation that each index may be in, beside the pods that are there."""
+    least: dict[int, int] = {}
+    for pod in _named(snapshot, roster):
+        number = pod.incarnation if roster.is_of_its_backend(pod) else _after(pod.incarnation, roster)
+        least[pod.index] = max(least.get(pod.index, 0), number)
+    return least
+
+
+def _named(snapshot: Snapshot, roster: Roster) -> Iterator[WorkerPod]:
+    for pod in snapshot.pods:
+        bounded = 0 <= pod.index < api.MAX_WORKERS and 0 <= pod.incarnation < _limit(roster)
+        if bounded and pod.name == names.pod_name(snapshot.job.name, pod.index, pod.incarnation):
+            yield pod
+
+
+def _ranges(workers: Mapping[int, Incarnation]) -> Iterator[tuple[int, int, Incarnation]]:
     first: int | None = None
-    shown = {i: life if marks else Life(life.incarnation) for i, life in sorted(lives.items())}
-    for index, life in shown.items():
+    for index, worker in sorted(workers.items()):
         first = index if first is None else first
-        if shown.get(index + 1) != life:
-            yield api.WorkerRange(first=first, last=index, incarnation=life.incarnation, started=life.started)
+        if workers.get(index + 1) != worker:
+            yield first, index, worker
             first = None

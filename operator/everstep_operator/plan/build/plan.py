@@ -1,0 +1,124 @@
+"""From a decision to a plan: the whole status, the actions in stages, the events, and when to look again."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from everstep_operator.api.conditions import ConditionType, Rung
+from everstep_operator.api.status import RecoveryRecord, Status
+from everstep_operator.plan.build import (
+    converge,
+    disruption_budget,
+    events,
+    finish,
+    ready_condition,
+    recovery_record,
+    status,
+    world,
+)
+from everstep_operator.plan.build.converge import Convergence
+from everstep_operator.plan.decide.decision import Complete, Decision, Failed, Keep, Publish, Recovery, Wait
+from everstep_operator.plan.outcome import Plan, Requeue
+from everstep_operator.plan.stages import Stage, StageName, staged
+from everstep_operator.plan.state import facts as state
+from everstep_operator.plan.state import roster
+from everstep_operator.plan.state.facts import Facts
+
+
+def build(facts: Facts, decision: Decision) -> Plan:
+    match decision:
+        case Complete(workers):
+            return finish.complete(facts.snapshot, len(facts.current), workers)
+        case Failed():
+            return finish.fail(facts.snapshot, len(facts.current), decision)
+        case Publish():
+            return _publish(state.under(facts, decision.roster), decision)
+        case Wait(after, message):
+            observed = _status(facts)
+            told = events.of_status(facts.snapshot, observed)
+            return Plan(observed, (), told, Requeue(after, message), reason=message)
+        case Keep():
+            return _keep(facts)
+        case other:
+            assert_never(other)
+
+
+def _publish(facts: Facts, change: Publish) -> Plan:
+    """Announce the roster, then carry it out in the same pass. No pod that it keeps is touched."""
+    wanted = _status(facts, change)
+    convergence = converge.converge(facts, wanted.restarts)
+    told = () if change.event is None else (change.event,)
+    what = f"round {facts.roster.next_incarnation}" if facts.roster.whole else f"workers {facts.roster}"
+    return Plan(
+        wanted,
+        _stages(facts, convergence),
+        events=(*told, *events.of_pass(facts, wanted)),
+        requeue=convergence.requeue,
+        publish=True,
+        reason=f"publish {what}: {change.message}" + (f"; {convergence.waits}" if convergence.waits else ""),
+    )
+
+
+def _keep(facts: Facts) -> Plan:
+    observed = _status(facts)
+    convergence = converge.converge(facts, observed.restarts)
+    requeue = convergence.requeue or ready_condition.patience(facts)
+    ready = observed.condition(ConditionType.READY)
+    return Plan(
+        observed,
+        _stages(facts, convergence),
+        events.of_pass(facts, observed),
+        converge.or_deadline(facts.snapshot, requeue),
+        reason=convergence.waits or (ready.message if ready is not None else ""),
+    )
+
+
+def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
+    """Workers are released when those that stay may train without them; nothing else waits for the store. Under c10d a
+    worker finds worker 0 by the host name that the service gives it, and waits in vain without."""
+    actions = {
+        **convergence.actions,
+        StageName.GUARD: disruption_budget.actions(facts.snapshot),
+        StageName.SIZES: converge.set_sizes(facts),
+    }
+    needs = {StageName.RELEASE: (StageName.SIZES,)}
+    if facts.roster.whole:
+        needs[StageName.CREATE] = (StageName.NETWORK,)
+    return staged(actions, needs)
+
+
+def _status(facts: Facts, change: Publish | None = None) -> Status:
+    verdict = ready_condition.verdict(facts)
+    if change is not None and change.reason is not None:
+        verdict = ready_condition.of_change(verdict, change.reason, change.message)
+    stored = facts.roster if facts.published is not None and not facts.roster.whole else None
+    return status.build(
+        facts.snapshot,
+        verdict,
+        world=world.build(facts),
+        existing=len(facts.current),
+        ready=facts.ready,
+        roster=None if stored is None else roster.write(roster.marked(stored, facts.current)),
+        restarts=change.restarts if change is not None else None,
+        recoveries=_recoveries(facts, change),
+    )
+
+
+def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, ...]:
+    records, progress = facts.job.status.recoveries, facts.snapshot.progress
+    if change is not None:
+        return records if change.recovery is None else _opened(facts, change.recovery, records)
+    if not facts.world.stands:
+        return records
+    full = facts.world.size >= facts.roster.wanted
+    last_step = facts.job.status.restarts.last_step
+    records = recovery_record.completed(records, progress, last_step, Rung.RECREATE if full else Rung.SHRINK)
+    if full and ready_condition.trains(facts):
+        records = recovery_record.regrown(facts.snapshot.now, progress, records)
+    return records
+
+
+def _opened(facts: Facts, begun: Recovery, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
+    if begun.follows and recovery_record.is_open(records):
+        return records
+    return recovery_record.opened(facts.snapshot.now, begun.loss, records, begun.rung)

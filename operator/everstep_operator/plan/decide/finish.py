@@ -1,0 +1,85 @@
+"""When a job ends: all have succeeded, or its time is over. And that nobody is added to one whose training ends."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
+from everstep_operator.api.status import Status
+from everstep_operator.plan import names
+from everstep_operator.plan.decide.decision import Complete, Failed, Keep
+from everstep_operator.plan.snapshot import PodPhase, RoundView, Snapshot
+from everstep_operator.plan.state.facts import Facts
+from everstep_operator.plan.state.losses import losses_among
+from everstep_operator.plan.state.world_state import is_awaited
+
+
+def is_finished(seen: Status) -> bool:
+    return any(
+        c.status is ConditionStatus.TRUE and c.type in (ConditionType.COMPLETE, ConditionType.FAILED)
+        for c in seen.conditions
+    )
+
+
+def deadline(snapshot: Snapshot) -> datetime | None:
+    """When `activeDeadlineSeconds` is over, counted from the first pass over the job."""
+    seconds, start = snapshot.job.spec.active_deadline_seconds, snapshot.job.status.start_time
+    return None if seconds is None or start is None else start + timedelta(seconds=seconds)
+
+
+def when_overdue(facts: Facts) -> Failed | None:
+    """The end by `activeDeadlineSeconds`, if it is here."""
+    due = deadline(facts.snapshot)
+    if due is None or facts.snapshot.now < due:
+        return None
+    seconds = facts.job.spec.active_deadline_seconds
+    return Failed("DeadlineExceeded", f"spec.activeDeadlineSeconds ({seconds} s) is over")
+
+
+def when_training_ends(facts: Facts) -> Keep | None:
+    return Keep() if ends(facts) else None
+
+
+def ends(facts: Facts) -> bool:
+    """Whether the training has ended, or may have: nobody is added to the job. An operator that has just begun to lead
+    cannot know before it has read the round."""
+    if facts.view is not None:
+        return _has_finished(facts.view)
+    return is_awaited(facts.snapshot) and bool(facts.succeeded)
+
+
+def when_all_succeeded(facts: Facts) -> Complete | None:
+    workers = _completed(facts)
+    return None if workers is None else Complete(workers)
+
+
+def _completed(facts: Facts) -> int | None:
+    """How many workers have succeeded, if the job is complete. Workers outside the world have nothing left to join."""
+    done, world, view = facts.succeeded, facts.world, facts.view
+    if view is not None and _has_finished(view):
+        # The agents have told each other of their success. A member without a pod (scaled away, deleted, its node lost)
+        # is not missed; one whose pod still runs gets the time to end by itself.
+        return None if _still_ending(facts.snapshot, view) else len(view.members)
+    if done and done == facts.roster.workers.keys():
+        return len(done)  # nobody else is wanted, whatever the world was of which these are left
+    if facts.roster.whole or is_awaited(facts.snapshot):
+        return None
+    if view is not None:
+        return world.size if 0 < len(world.members) == world.size and world.members <= done else None
+    started = {i for i, p in facts.current.items() if p.ready or p.finished}
+    shut_out = {loss.index for loss in facts.lost if loss.cause is Cause.PEER_LOST}
+    all_done = bool(done) and started - shut_out == done and facts.sizes.largest(len(done)) > 0
+    return len(world.members) if all_done else None
+
+
+def _has_finished(view: RoundView) -> bool:
+    return view.finished and bool(view.members)
+
+
+def _still_ending(snapshot: Snapshot, view: RoundView) -> bool:
+    """Whether a member of the last round has a pod that runs. Pods go by their names: the roster may be newer."""
+    by_name = {p.name: p for p in snapshot.pods if p.round is None}
+    named = {i: names.pod_name(snapshot.job.name, i, incarnation) for i, incarnation in view.members}
+    there = {i: by_name[name] for i, name in named.items() if name in by_name and by_name[name].index == i}
+    lost = {loss.index for loss in losses_among(snapshot, there, dict.fromkeys(there, True))}
+    return any(p.phase is not PodPhase.SUCCEEDED and i not in lost for i, p in there.items())

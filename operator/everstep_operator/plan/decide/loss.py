@@ -1,0 +1,135 @@
+"""Workers were lost: whether the job may go on, what that costs, and who is replaced.
+
+Where the agents form the rounds, the others keep their pods (ADR 0010). Under c10d all workers are replaced, because
+torchrun's store dies with worker 0, and a torchrun that lost a peer has given its rendezvous up (ADR 0027).
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import assert_never
+
+from everstep_operator.api.conditions import Cause, ReadyReason, Rung
+from everstep_operator.api.events import EventReason
+from everstep_operator.api.status import Restarts
+from everstep_operator.plan.decide import restart_budget, start_failures
+from everstep_operator.plan.decide.decision import Failed, Publish, Recovery, Wait
+from everstep_operator.plan.outcome import Event
+from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.state import roster
+from everstep_operator.plan.state.facts import Facts
+from everstep_operator.plan.state.losses import Loss
+from everstep_operator.plan.state.world_state import is_awaited
+
+# Losses of workers that were there when an incident began, so soon after it, are part of it.
+INCIDENT = timedelta(seconds=10)
+# Under c10d peers' failures are often seen before the failure that caused them: wait this long for it before judging.
+SETTLE = timedelta(seconds=2)
+
+
+def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
+    lost = losses_to_replace(facts)
+    if not lost:
+        return None
+    root = lost[0]
+    if (left := _until_settled(facts, lost)) is not None:
+        return Wait(left, f"worker {root.index} lost a peer; waiting to see which one")
+    if (why := _given_up(facts, lost)) is not None:
+        return Failed("RendezvousClosed", f"{root.sentence}; the agents gave the job up: {why}", root)
+    # Under c10d no worker outlives an incident, so none can belong to the one before.
+    follows = not facts.roster.whole and _follows(facts.snapshot, facts.current.get(root.index))
+    match restart_budget.judge(facts.snapshot, root, follows=follows):
+        case restart_budget.Fail(reason, message, event):
+            return Failed(reason, message, root, event)
+        case restart_budget.Restart(restarts):
+            return _replace(facts, lost, restarts, follows)
+        case other:
+            assert_never(other)
+
+
+def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: bool) -> Publish:
+    root, indices = lost[0], {loss.index for loss in lost}
+    hit = not indices.isdisjoint(facts.world.members)
+    replaced = not _can_do_without(facts, indices)
+    if hit and replaced:
+        # A worker that has finished would be missed by those that come back: one result is no result.
+        indices |= facts.succeeded
+    if not follows and not facts.roster.whole:
+        restarts = restarts.model_copy(update={"incident_at": facts.snapshot.now})
+    # Under c10d the others fail because of the first: they are no news.
+    more = f", and {len(lost) - 1} more" if len(lost) > 1 and not facts.roster.whole else ""
+    message = root.sentence + more
+    what = "going on without a replacement (spec.elastic.regrow)"
+    if replaced:
+        what = "recreating the world" if facts.roster.whole else f"replacing {_workers(indices)}"
+    return Publish(
+        roster.revised(facts.snapshot, facts.roster, facts.wanted, indices, replaced=replaced),
+        message,
+        ReadyReason.RECOVERING if hit else None,
+        Event(EventReason.WORKER_LOST, f"{message}; {what}{start_failures.tried(facts.snapshot, restarts)}"),
+        restarts,
+        Recovery(root, Rung.RECREATE if replaced else Rung.SHRINK, follows) if hit else None,
+    )
+
+
+def losses_to_replace(facts: Facts) -> tuple[Loss, ...]:
+    """The lost workers that have to come back. A job that ends takes nobody in: a worker that was outside its last
+    round fails to join it, and is not missed while the others finish."""
+    lost, view = facts.lost, facts.view
+    if facts.roster.whole:
+        return lost
+    if view is not None:
+        if view.finished:
+            return ()
+        return lost if view.closed is None else tuple(loss for loss in lost if loss.index in facts.world.members)
+    ending = bool(facts.succeeded)
+    if is_awaited(facts.snapshot):
+        return () if ending else lost
+    others_run = any(p.phase is PodPhase.RUNNING and p.deleted_at is None for p in facts.current.values())
+    if not (ending and others_run):
+        return lost
+    return tuple(loss for loss in lost if loss.cause is not Cause.PEER_LOST)
+
+
+def _until_settled(facts: Facts, lost: tuple[Loss, ...]) -> timedelta | None:
+    """How long to wait for the failure that caused the ones that are seen. Agents of ours tell it from the others'."""
+    root = lost[0]
+    if not facts.roster.whole or root.cause is not Cause.PEER_LOST or root.at is None:
+        return None
+    waited = facts.snapshot.now - root.at
+    others_may_tell = len(lost) < len(facts.roster.workers) and timedelta(0) <= waited < SETTLE
+    return SETTLE - waited if others_may_tell else None
+
+
+def _given_up(facts: Facts, lost: tuple[Loss, ...]) -> str | None:
+    """Why no lost worker can come back: the agents have closed the rendezvous, and not because all had succeeded. Under
+    c10d each round has a rendezvous of its own."""
+    if facts.succeeded or facts.roster.whole:
+        return None
+    if facts.view is not None:
+        return facts.view.closed
+    shut_out = any("RendezvousClosedError" in line for loss in lost for line in loss.log_lines)
+    return "they closed the rendezvous" if shut_out else None
+
+
+def _follows(snapshot: Snapshot, pod: WorkerPod | None) -> bool:
+    """Whether a loss belongs to the last incident: soon after it, and of a worker that was there when it began."""
+    began = snapshot.job.status.restarts.incident_at
+    if began is None or snapshot.now - began > INCIDENT:
+        return False
+    if pod is None or pod.created_at is None:
+        return True
+    # Kubernetes tells whole seconds: in that of the incident, only a job's first pods were there before it.
+    second = began.replace(microsecond=0)
+    return pod.created_at < second or (pod.created_at == second and pod.incarnation == 0)
+
+
+def _can_do_without(facts: Facts, lost: set[int]) -> bool:
+    """Whether lost workers stay lost: `regrow: false`, and enough are left."""
+    return not facts.regrows and facts.sizes.largest(len(facts.roster.workers) - len(lost)) > 0
+
+
+def _workers(indices: set[int]) -> str:
+    shown = sorted(indices)
+    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    return f"worker{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown[:8]))}{more}"

@@ -1,0 +1,31 @@
+"""The walk over a job that is neither finished nor somebody else's: the first policy that decides ends it.
+
+The order is what matters. A job that has ended is not suspended, resized or started again; one that is suspended has no
+losses; a loss is judged before a resize, so that it is charged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from everstep_operator.plan.decide import finish, loss, resize, start, suspend
+from everstep_operator.plan.decide.decision import Decision, Keep
+from everstep_operator.plan.state.facts import Facts
+
+POLICIES: tuple[Callable[[Facts], Decision | None], ...] = (
+    finish.when_all_succeeded,
+    suspend.when_asked,
+    start.when_nothing_is_wanted_yet,
+    finish.when_overdue,
+    loss.when_workers_are_lost,
+    finish.when_training_ends,
+    resize.when_the_size_changes,
+    resize.when_out_of_date,
+)
+
+
+def decide(facts: Facts) -> Decision:
+    for policy in POLICIES:
+        if (decision := policy(facts)) is not None:
+            return decision
+    return Keep()

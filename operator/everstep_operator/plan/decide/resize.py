@@ -1,0 +1,28 @@
+"""Another number of workers is wanted, or the published roster is not what it should be."""
+
+from __future__ import annotations
+
+from everstep_operator.api.conditions import ReadyReason
+from everstep_operator.api.events import EventReason
+from everstep_operator.plan.decide.decision import Publish
+from everstep_operator.plan.outcome import Event
+from everstep_operator.plan.state import roster
+from everstep_operator.plan.state.facts import Facts
+
+
+def when_the_size_changes(facts: Facts) -> Publish | None:
+    if facts.wanted == facts.roster.wanted:
+        return None
+    message = f"resizing from {facts.roster.wanted} to {facts.wanted} workers"
+    event = Event(EventReason.WORLD_RESIZED, message)
+    return Publish(_revised(facts), message, ReadyReason.RESIZING, event)
+
+
+def when_out_of_date(facts: Facts) -> Publish | None:
+    """Somebody edited the status, or it is older than the pods."""
+    newer = roster.caught_up(facts.snapshot, _revised(facts))
+    return None if newer == facts.roster else Publish(newer, "roster out of date: republishing")
+
+
+def _revised(facts: Facts) -> roster.Roster:
+    return roster.revised(facts.snapshot, facts.roster, facts.wanted, replaced=facts.regrows)

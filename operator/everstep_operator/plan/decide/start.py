@@ -1,0 +1,24 @@
+"""The first roster of a job, and the first after it was suspended."""
+
+from __future__ import annotations
+
+from everstep_operator.api.conditions import ConditionType, ReadyReason
+from everstep_operator.api.events import EventReason
+from everstep_operator.plan.decide.decision import Publish
+from everstep_operator.plan.outcome import Event
+from everstep_operator.plan.state import roster
+from everstep_operator.plan.state.facts import Facts
+
+
+def when_nothing_is_wanted_yet(facts: Facts) -> Publish | None:
+    if facts.roster.wanted > 0:
+        return None
+    if facts.published is None:
+        made = roster.opening(facts.snapshot, facts.wanted)
+    else:
+        made = roster.revised(facts.snapshot, facts.roster, facts.wanted)
+    message = f"creating {facts.wanted} workers"
+    before = facts.job.status.condition(ConditionType.READY)
+    resumed = before is not None and before.reason == ReadyReason.SUSPENDED
+    event = Event(EventReason.JOB_RESUMED, message) if resumed else None
+    return Publish(made, message, ReadyReason.PENDING, event)

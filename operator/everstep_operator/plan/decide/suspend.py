@@ -1,0 +1,28 @@
+"""Suspended jobs: a roster of no workers is published, so that an operator with an old view cannot bring pods back."""
+
+from __future__ import annotations
+
+from everstep_operator.api.conditions import ReadyReason
+from everstep_operator.api.events import EventReason
+from everstep_operator.plan.decide.decision import Keep, Publish
+from everstep_operator.plan.outcome import Event
+from everstep_operator.plan.state import roster
+from everstep_operator.plan.state.facts import Facts
+
+
+def when_asked(facts: Facts) -> Publish | Keep | None:
+    if not facts.job.spec.suspend:
+        return None
+    none = _none(facts)
+    if none == facts.roster:
+        return Keep()
+    message = "spec.suspend is true: no workers"
+    return Publish(none, message, ReadyReason.SUSPENDED, Event(EventReason.JOB_SUSPENDED, message))
+
+
+def _none(facts: Facts) -> roster.Roster:
+    """Nothing is published for a job that was created suspended, as a queue does it, while it never had pods."""
+    if facts.published is None:
+        return roster.opening(facts.snapshot, 0)
+    made = roster.revised(facts.snapshot, facts.roster, 0, facts.roster.workers, replaced=False)
+    return roster.caught_up(facts.snapshot, made)

@@ -1,0 +1,80 @@
+"""All that a decision depends on, derived once from a snapshot and a roster.
+
+Policies read facts and derive nothing again. A pass has two of them at most: under the published roster, by which it
+decides, and under the roster that it publishes, by which it builds the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from everstep.contract.document import Sizes
+from everstep_operator.plan.snapshot import JobView, PodPhase, RoundView, Snapshot, WorkerPod
+from everstep_operator.plan.state import losses, roster, sizing, world_state
+from everstep_operator.plan.state.losses import Loss
+from everstep_operator.plan.state.roster import Roster
+from everstep_operator.plan.state.world_state import WorldState
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    snapshot: Snapshot
+    published: Roster | None  # None: nothing was published for this job yet
+    roster: Roster  # whose workers the following is about
+    wanted: int  # workers that the spec asks for now; 0 while suspended
+    sizes: Sizes  # that a round may have
+    current: Mapping[int, WorkerPod]  # the pods of the roster's workers
+    lost: tuple[Loss, ...]  # of these workers, root cause first
+    world: WorldState
+
+    @property
+    def job(self) -> JobView:
+        return self.snapshot.job
+
+    @property
+    def view(self) -> RoundView | None:
+        """The round store's document, where the agents form the rounds."""
+        return None if self.roster.whole else self.snapshot.world
+
+    @property
+    def ready(self) -> int:
+        """How many workers run and are Ready. A pod that has ended keeps its condition for a while."""
+        return sum(p.ready and not p.finished for p in self.current.values())
+
+    @property
+    def succeeded(self) -> frozenset[int]:
+        return frozenset(i for i, p in self.current.items() if p.phase is PodPhase.SUCCEEDED)
+
+    @property
+    def regrows(self) -> bool:
+        """Whether lost workers are replaced. A job of a fixed size cannot do without any."""
+        elastic = self.job.spec.elastic
+        return elastic is None or elastic.regrow
+
+
+def derive(snapshot: Snapshot) -> Facts:
+    """Under the roster that is published."""
+    published = roster.published(snapshot.job)
+    return _under(snapshot, published, roster.nothing(snapshot.job) if published is None else published)
+
+
+def under(facts: Facts, new: Roster) -> Facts:
+    """Under the roster that is about to be published."""
+    return _under(facts.snapshot, new, new)
+
+
+def _under(snapshot: Snapshot, published: Roster | None, made: Roster) -> Facts:
+    current = made.current(snapshot.job.name, snapshot.pods)
+    sizes = sizing.bounds(snapshot.job.spec)
+    expected = {index: worker.started for index, worker in made.workers.items()}
+    return Facts(
+        snapshot,
+        published,
+        made,
+        sizing.wanted(snapshot.job.spec),
+        sizes,
+        current,
+        losses.losses_among(snapshot, current, expected),
+        world_state.of(snapshot, made, current, sizes),
+    )
