@@ -11,11 +11,13 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from everstep_operator.errors import TerminalError
+
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PREFIX = "EVERSTEP_"
 
 
-class SettingsError(Exception):
+class SettingsError(TerminalError):
     """A setting cannot be used; the text names the flag or variable and what is expected."""
 
 

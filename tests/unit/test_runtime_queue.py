@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.runtime.clock import ManualClock
-from everstep_operator.runtime.errors import QueueFull, QueueShutDown
+from everstep_operator.runtime.errors import QueueFull
 from everstep_operator.runtime.queue import FAIR, RECENT, KeyQueue, WorkQueue
 
 KEYS = st.sampled_from("abcde")
@@ -195,15 +195,6 @@ async def test_failures_back_off_exponentially_up_to_the_cap_until_forgotten(clo
     queue.forget("a")
     assert queue.add_backoff("a") == 1.0
     assert queue.add_backoff("b", at_least=30.0) == 30.0
-
-
-async def test_shut_down_wakes_every_worker(clock: ManualClock) -> None:
-    queue = make(clock)
-    workers = [asyncio.create_task(queue.get()) for _ in range(3)]
-    await clock.advance(0)
-    queue.shut_down()
-    results = await asyncio.gather(*workers, return_exceptions=True)
-    assert [type(result) for result in results] == [QueueShutDown] * 3
 
 
 def test_backoff_of_a_huge_attempt_stays_at_its_cap() -> None:

@@ -25,12 +25,14 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
+from everstep_operator.errors import TerminalError
+
 INT32_MAX = 2**31 - 1
 # The API server compares a `maximum` as a float, where 2**63 - 1 overflows to a negative bound.
 SAFE_INT_MAX = 2**53 - 1
 
 
-class ApiError(Exception):
+class ApiError(TerminalError):
     """Base of this package's errors; all of them are terminal for the object that was read."""
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar, assert_never
 
 from everstep.contract.document import Sizes
+from everstep_operator.errors import TerminalError
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import (
     AlreadyExists,
@@ -22,7 +23,6 @@ from everstep_operator.kube.errors import (
     KubeError,
     NotFound,
     Rejected,
-    TerminalError,
 )
 from everstep_operator.kube.resources import PDBS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import KubeObject, Unstructured, controller_uid

@@ -12,22 +12,22 @@ from dataclasses import dataclass, replace
 
 from everstep_operator.endpoint.tenant_limits import Tenant
 from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.errors import RetryableError, TerminalError
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import KubeError, NotFound
 from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
-from everstep_operator.runtime.errors import Outage
 from everstep_operator.runtime.informer import Informer
 from everstep_operator.worker_pods import Key, WorkerLabels, owner_key, worker_labels
 
 MAX_LOOK_UPS = 8  # pods that are asked for at once
 
 
-class CallerRefused(Exception):  # it is an answer to the caller, not a fault of the operator
+class CallerRefused(TerminalError):
     """The pod is gone; the text is sent to the caller."""
 
 
-class CallerUnknown(Outage):
+class CallerUnknown(RetryableError):
     """The pod cannot be looked up at the moment."""
 
 

@@ -15,6 +15,7 @@ from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, MessageErr
 from everstep_operator.endpoint.auth import Answer, RequestAuth
 from everstep_operator.endpoint.callers import Caller
 from everstep_operator.endpoint.tenant_limits import Shares
+from everstep_operator.errors import TerminalError
 from everstep_operator.telemetry.metrics import Metrics, ReportResult
 
 log = logging.getLogger("everstep.reports")
@@ -22,7 +23,7 @@ log = logging.getLogger("everstep.reports")
 MAX_IN_FLIGHT = 4096  # reports handled at once; a caller that asks for more than its share of it is answered 503
 
 
-class ReportRefused(Exception):  # it is an answer to the worker, not a fault of the operator
+class ReportRefused(TerminalError):
     """Raised by `accept`: the caller is known and may not report; the text is sent to it."""
 
 

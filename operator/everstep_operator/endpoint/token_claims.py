@@ -16,6 +16,8 @@ from typing import Annotated
 
 import msgspec
 
+from everstep_operator.errors import TerminalError
+
 MAX_TOKEN = 8 * 1024  # characters; a projected token has about 1,200
 MAX_AUDIENCES = 32
 
@@ -31,7 +33,7 @@ class PodIdentity:
     pod_uid: str
 
 
-class ClaimsRefused(Exception):  # it is an answer to the sender, not a fault of the operator
+class ClaimsRefused(TerminalError):
     """The token cannot be a worker's; the text says why and is sent to whoever sent it."""
 
 

@@ -22,6 +22,7 @@ from everstep.contract import labels
 from everstep_operator.endpoint.tenant_limits import Shares, Tenant
 from everstep_operator.endpoint.token_claims import ClaimsRefused, PodIdentity, read_claims
 from everstep_operator.endpoint.token_signatures import Proof, SigningKeys
+from everstep_operator.errors import RetryableError
 from everstep_operator.kube.client import KubeClient, TokenIdentity
 
 log = logging.getLogger("everstep.token_reviews")
@@ -39,7 +40,7 @@ class Refusal:
     reason: str
 
 
-class TooManyChecks(Exception):  # it is an answer to the sender, not a fault of the operator
+class TooManyChecks(RetryableError):
     """So many tokens wait for their check that this one would not be reached in time."""
 
 

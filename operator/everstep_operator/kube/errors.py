@@ -1,8 +1,7 @@
 """What an API server can refuse, and which refusals are worth another try.
 
-Two branches, because callers act on nothing else: a `RetryableError` may go away by itself (or after a fresh read), a
-`TerminalError` will not go away until somebody changes the request, the permissions or the object. Every HTTP answer,
-broken stream and connection failure of this package becomes exactly one of them; no transport exception leaks.
+Every HTTP answer, broken stream and connection failure of this package becomes exactly one of these errors; no
+exception of the transport leaves the package.
 """
 
 from collections.abc import Mapping
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+
+from everstep_operator.errors import OperatorError, RetryableError, TerminalError
 
 MESSAGE_LIMIT = 2000  # characters of a server's message that are kept: an error text ends in a log line
 
@@ -23,8 +24,8 @@ class Cause:
     field: str
 
 
-class KubeError(Exception):
-    """Base of every error of this package.
+class KubeError(OperatorError):
+    """Base of every error of this package; each is also a `RetryableError` or a `TerminalError`.
 
     `where` names the request (`DELETE pods ns/name`), `status` is the HTTP code (0: no answer came), `reason` the
     server's own word for it (`AlreadyExists`), `retry_after` the seconds it asked to wait, if it did.
@@ -50,51 +51,43 @@ class KubeError(Exception):
         super().__init__(": ".join(part for part in (where, head, self.message) if part))
 
 
-class RetryableError(KubeError):
-    """May succeed later, at once after a re-read (`Conflict`), or after a new list (`Gone`)."""
-
-
-class TerminalError(KubeError):
-    """Repeating the same request cannot succeed until something else changes."""
-
-
-class Conflict(RetryableError):
+class Conflict(KubeError, RetryableError):
     """409: a precondition (resourceVersion, UID, field ownership) did not hold; read again and decide again."""
 
 
-class Gone(RetryableError):
+class Gone(KubeError, RetryableError):
     """410: the resource version or continue token left the server's history; list again."""
 
 
-class TooManyRequests(RetryableError):
+class TooManyRequests(KubeError, RetryableError):
     """429: the server's flow control refused before doing anything, so any verb may be repeated."""
 
 
-class ServerError(RetryableError):
+class ServerError(KubeError, RetryableError):
     """5xx: for a write it is unknown whether it happened."""
 
 
-class ConnectionFailed(RetryableError):
+class ConnectionFailed(KubeError, RetryableError):
     """No complete answer in time: refused, reset, TLS, time-out. For a write it is unknown whether it happened."""
 
 
-class StreamBroken(RetryableError):
+class StreamBroken(KubeError, RetryableError):
     """A watch ended in the middle of a line, sent what is not JSON, or a line beyond the bound; reconnect."""
 
 
-class NotFound(TerminalError):
+class NotFound(KubeError, TerminalError):
     """404: no such object, or no such resource (its CRD is not installed)."""
 
 
-class AlreadyExists(TerminalError):
+class AlreadyExists(KubeError, TerminalError):
     """409 with reason AlreadyExists: the name is taken; whether by our own object is the caller's question."""
 
 
-class Invalid(TerminalError):
+class Invalid(KubeError, TerminalError):
     """400 or 422: the object was refused; `causes` name the fields."""
 
 
-class Forbidden(TerminalError):
+class Forbidden(KubeError, TerminalError):
     """403: RBAC, quota, an admission policy or a terminating namespace said no."""
 
     @property
@@ -108,15 +101,15 @@ class Forbidden(TerminalError):
         return "exceeded quota" in self.message
 
 
-class Unauthorized(TerminalError):
+class Unauthorized(KubeError, TerminalError):
     """401 with freshly loaded credentials."""
 
 
-class Rejected(TerminalError):
+class Rejected(KubeError, TerminalError):
     """Any other 4xx (405, 406, 413, 415, ...): a mistake in the request itself."""
 
 
-class CredentialsError(TerminalError):
+class CredentialsError(KubeError, TerminalError):
     """The kubeconfig or the service-account files cannot be read."""
 
 

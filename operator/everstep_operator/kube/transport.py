@@ -28,7 +28,6 @@ from everstep_operator.kube.errors import (
     ConnectionFailed,
     Gone,
     KubeError,
-    RetryableError,
     ServerError,
     TooManyRequests,
 )
@@ -292,7 +291,7 @@ class HttpKubeClient:
                 verb, _, rest = request.where.partition(" ")
                 self._on_answer(verb, rest.partition(" ")[0], code, asyncio.get_running_loop().time() - began)
 
-    def _delay(self, error: RetryableError, attempt: int, *, safe: bool) -> float | None:
+    def _delay(self, error: KubeError, attempt: int, *, safe: bool) -> float | None:
         """Seconds until the next try; None if there is none."""
         asked = error.retry_after or 0.0
         if not safe or attempt >= self._limits.retries or asked > self._limits.patience:

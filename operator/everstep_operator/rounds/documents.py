@@ -14,11 +14,11 @@ from typing import Any
 
 from everstep.contract import labels
 from everstep.contract.fields import MAX_NUMBER
+from everstep_operator.errors import RetryableError, TerminalError
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
 from everstep_operator.kube.resources import CONFIGMAPS, Resource
 from everstep_operator.kube.wire import ConfigMap, Unstructured, controller_uid
-from everstep_operator.runtime.errors import Outage
 
 KEY = "document"
 # Of the agents: presence is in the leader's memory, and the next one must know its patience. Not in the data, of which
@@ -27,11 +27,11 @@ LEASE = f"{labels.GROUP}/lease-seconds"
 TRIES = 8  # of a publication that meets the planner's own status writes
 
 
-class RoundsUnavailable(Outage):
+class RoundsUnavailable(RetryableError):
     """The API server did not do it, or it is not known whether it did: try again."""
 
 
-class RoundsRefused(Exception):  # it is an answer to the agent, not a fault of the operator
+class RoundsRefused(TerminalError):
     """This will not be done for this sender; the text is sent to it."""
 
 

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 from everstep.contract.document import Document, Member, Wish
 from everstep.contract.rounds import MAX_PRESENT_BYTES, MAX_TTL
+from everstep_operator.errors import RetryableError, TerminalError
 
 MAX_PRESENT = 4096
 MAX_OF_POD = 8  # lives of an agent in one pod, of which all but one are about to lapse
 LEASE = 3.0  # seconds; what an agent asks for that was told nothing else
 
 
-class PresenceRefused(Exception):  # it is an answer to the agent, not a fault of the operator
+class PresenceRefused(TerminalError):
     """The pod may not do this; the text is sent to it."""
 
 
-class PresenceFull(Exception):  # the same
+class PresenceFull(RetryableError):
     """A bound is reached: later there may be room."""
 
 

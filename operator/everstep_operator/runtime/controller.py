@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from everstep_operator.kube.errors import KubeError, TerminalError
+from everstep_operator.errors import OperatorError, TerminalError
+from everstep_operator.kube.errors import KubeError
 from everstep_operator.runtime.clock import Clock, within
-from everstep_operator.runtime.errors import NotLeading, Outage, QueueShutDown
+from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.runtime.queue import WorkQueue
 
 K = TypeVar("K", bound=Hashable)
@@ -52,7 +53,7 @@ class WillRetry:
 class Blocked:
     """A terminal error: somebody has to act; looked at again every `Limits.terminal_retry` seconds and on events."""
 
-    error: KubeError
+    error: TerminalError
     retry_in: float
 
 
@@ -134,10 +135,7 @@ class Controller(Generic[K]):
 
     async def _work(self) -> None:
         while True:
-            try:
-                key = await self._queue.get()
-            except QueueShutDown:
-                return
+            key = await self._queue.get()
             try:
                 await self._pass(key)
             finally:
@@ -174,7 +172,7 @@ class Controller(Generic[K]):
             case WillRetry(error, delay):
                 self._troubles[key] = outcome
                 # What comes from outside explains itself; any other is a bug of ours and needs its traceback.
-                trace = None if isinstance(error, KubeError | Outage | TimeoutError) else error
+                trace = None if isinstance(error, OperatorError | TimeoutError) else error
                 self._say(key, logging.WARNING, f"pass failed, again in {delay:.2f} s", repr(error), trace)
             case Blocked(error, delay):
                 self._troubles[key] = outcome

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.runtime.clock import Clock, wait_event
-from everstep_operator.runtime.errors import QueueFull, QueueShutDown
+from everstep_operator.runtime.errors import QueueFull
 from everstep_operator.runtime.randomness import Random
 
 K = TypeVar("K", bound=Hashable)
@@ -157,7 +157,7 @@ class WorkQueue(Generic[K]):
         self._keys: KeyQueue[K] = KeyQueue(limit)
         self._failures: dict[K, int] = {}
         self._wake = asyncio.Event()
-        self._shut = self._paused = False
+        self._paused = False
         self._news: dict[K, float] = {}  # while paused: when it was added last, in order
 
     def __len__(self) -> int:
@@ -194,10 +194,8 @@ class WorkQueue(Generic[K]):
         self._failures.pop(key, None)
 
     async def get(self) -> K:
-        """Wait for a key; it is this caller's until `done`. Raises `QueueShutDown` after `shut_down`."""
+        """Wait for a key; it is this caller's until `done`."""
         while True:
-            if self._shut:
-                raise QueueShutDown("the work queue was shut down")
             now = self._clock.monotonic()
             key = self._keys.take(now)
             if key is not None:
@@ -233,8 +231,3 @@ class WorkQueue(Generic[K]):
         self._news[key] = now
         while len(self._news) > LIMIT or next(iter(self._news.values())) < now - RECENT:
             del self._news[next(iter(self._news))]
-
-    def shut_down(self) -> None:
-        """Wake every waiting worker with `QueueShutDown`; keys that are left are dropped, they come back by a list."""
-        self._shut = True
-        self._wake.set()

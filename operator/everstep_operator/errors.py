@@ -1,0 +1,17 @@
+"""The base of every error of the operator: one that may pass by itself, and one that does not.
+
+Callers act on nothing else. A `RetryableError` may be over at the next try, or after a fresh read. A `TerminalError`
+stays until somebody changes the request, the object, the permissions or the configuration.
+"""
+
+
+class OperatorError(Exception):
+    """The text says what was wrong, where, and what to do; it is fit for a log line or an answer."""
+
+
+class RetryableError(OperatorError):
+    """May succeed later without anybody's action."""
+
+
+class TerminalError(OperatorError):
+    """Repeating the same thing cannot succeed until something else changes."""
