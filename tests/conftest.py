@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "cluster"))
 sys.path.insert(0, str(Path(__file__).parent / "warm"))
 sys.path.insert(0, str(Path(__file__).parent / "lanes"))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from hung import Hung
 from testcluster import handle, packages, programs, project, stores

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from manual_clock import ManualClock
+
 from everstep.contract.document import Document, Member, Sizes, decode
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.errors import ConnectionFailed
@@ -15,7 +17,6 @@ from everstep_operator.main import JOBS
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore
-from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.runtime.errors import NotLeading
 
 SIZES = Sizes(1, 2)

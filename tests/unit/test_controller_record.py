@@ -57,7 +57,7 @@ class Server:
         self.written: list[dict[str, Any]] = []
 
     async def patch_status(
-        self, resource: Any, namespace: str, name: str, patch: Any, *, resource_version: str, field_manager: str
+        self, resource: Any, namespace: str, name: str, patch: Any, *, resource_version: str
     ) -> Unstructured:
         assert resource_version == str(self.version), "written over a version that was not observed"
         self.status, self.version = apply(self.status, patch), self.version + 1

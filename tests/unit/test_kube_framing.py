@@ -92,12 +92,11 @@ def test_pod_is_decoded_narrowly_with_times_in_utc() -> None:
     assert isinstance(event, Changed)
     ended = event.object.status.container_statuses[0].state.terminated
     assert ended is not None
-    assert (ended.exit_code, ended.reason, ended.signal) == (137, "OOMKilled", 9)
+    assert (ended.exit_code, ended.reason) == (137, "OOMKilled")
     assert ended.finished_at is not None
     assert rfc3339(ended.finished_at) == "2026-11-21T10:00:00Z"
     assert micro_time(ended.finished_at) == "2026-11-21T10:00:00.000000Z"
-    assert event.object.status.pod_ip == "10.1.2.3"
-    assert to_body(event.object.spec) == {"nodeName": "n1", "containers": [{"name": "worker"}]}
+    assert to_body(event.object.spec) == {"nodeName": "n1"}
 
 
 def test_ten_thousand_cached_pods_are_nothing_to_the_garbage_collector() -> None:

@@ -212,9 +212,9 @@ async def test_delete_is_repeated_only_when_bound_to_a_uid(client: HttpKubeClien
 
 async def test_patches_carry_their_content_type_and_precondition(client: HttpKubeClient, server: Server) -> None:
     server.script = [web.json_response(pod("a"))]
-    await client.patch_status(PODS, "ns", "a", {"phase": "Failed"}, resource_version="9", field_manager="m")
+    await client.patch_status(PODS, "ns", "a", {"phase": "Failed"}, resource_version="9")
     ((_, path, merge, patch),) = server.requests
-    assert path == "/api/v1/namespaces/ns/pods/a/status?fieldManager=m"
+    assert path == "/api/v1/namespaces/ns/pods/a/status"
     assert merge == "application/merge-patch+json"
     assert patch == {"status": {"phase": "Failed"}, "metadata": {"resourceVersion": "9"}}
 
@@ -397,18 +397,6 @@ def test_causes_name_the_fields() -> None:
     error = from_response(422, {}, body, "create trainingjobs ns/a")
     assert [(cause.field, cause.message) for cause in error.causes] == [("spec.replicas", "must be >= 1")]
     assert str(error) == "create trainingjobs ns/a: 422 Invalid: bad"
-
-
-def test_refusal_by_a_terminating_namespace_or_a_quota_is_told_apart() -> None:
-    causes = [{"reason": "NamespaceTerminating", "message": "", "field": "metadata.namespace"}]
-    body = json.dumps({"reason": "Forbidden", "message": "no", "details": {"causes": causes}}).encode()
-    terminating = from_response(403, {}, body, "create pods")
-    assert isinstance(terminating, Forbidden)
-    assert terminating.namespace_terminating
-    quota = from_response(403, {}, b'{"reason":"Forbidden","message":"exceeded quota: q"}', "create pods")
-    assert isinstance(quota, Forbidden)
-    assert quota.quota_exceeded
-    assert not quota.namespace_terminating
 
 
 def test_page_of_a_proxy_is_quoted_within_a_bound() -> None:

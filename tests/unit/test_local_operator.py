@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from manual_clock import ManualClock
 from prometheus_client.parser import text_string_to_metric_families
 
 from everstep.contract import labels
@@ -35,7 +36,6 @@ from everstep_operator.main import JOBS, Operator
 from everstep_operator.rounds.documents import JobRef
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent
-from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import ROUND_CALLS, Metrics
 

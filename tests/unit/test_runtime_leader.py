@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from manual_clock import ManualClock
 
 from everstep_operator.kube.errors import AlreadyExists, Conflict, ConnectionFailed, NotFound
 from everstep_operator.kube.wire import Lease, LeaseSpec, ObjectMeta
-from everstep_operator.runtime.clock import ManualClock
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.runtime.leader import Following, LeaderElector, Leadership, LeaseTiming, address_of
 
@@ -189,7 +189,7 @@ async def pair(world: World) -> tuple[Replica, Replica]:
 
 async def test_first_replica_leads_at_once_and_the_other_knows_where(world: World) -> None:
     a, b = await pair(world)
-    assert await a.elector.wait_leading() == a.elector.epoch == 1
+    assert await a.elector.wait_leading() == a.elector.require() == 1
     assert a.elector.holder_address() == b.elector.holder_address() == "10.0.0.1:8080"
     with pytest.raises(NotLeading, match=r"b_.* may not write: held by a_"):
         b.elector.require()
@@ -420,7 +420,7 @@ def test_there_are_never_two_leaders_and_one_again_once_faults_end(script: list[
                 case "delete":
                     world.leases.lease = None
             await world.advance(seconds, step=0.2)
-            epochs += [r.elector.epoch for r in world.replicas if r.elector.is_leader()]
+            epochs += [r.elector.require() for r in world.replicas if r.elector.is_leader()]
         for replica in world.replicas:
             replica.clock.go_on()
             replica.link.down = replica.link.lose_responses = False

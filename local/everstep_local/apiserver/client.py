@@ -165,7 +165,6 @@ class MemoryClient:
         *,
         subresource: str | None = None,
         resource_version: str | None = None,
-        field_manager: str | None = None,
     ) -> T:
         where = Where("patch", resource, namespace, name, subresource)
         if resource_version is not None:
@@ -184,7 +183,6 @@ class MemoryClient:
         status: Mapping[str, Any],
         *,
         resource_version: str | None = None,
-        field_manager: str | None = None,
     ) -> T:
         return await self.merge_patch(
             resource,
@@ -193,7 +191,6 @@ class MemoryClient:
             {"status": status},
             subresource="status",
             resource_version=resource_version,
-            field_manager=field_manager,
         )
 
     async def replace(self, resource: Resource[T], namespace: str | None, name: str, body: Mapping[str, Any]) -> T:

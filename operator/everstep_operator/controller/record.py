@@ -75,7 +75,6 @@ class Recorder:
             obj.metadata.name,
             patch,
             resource_version=obj.metadata.resource_version,
-            field_manager=labels.FIELD_MANAGER,
         )
         return written.metadata.resource_version
 

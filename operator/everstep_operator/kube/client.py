@@ -132,7 +132,6 @@ class KubeClient(Protocol):
         *,
         subresource: str | None = None,
         resource_version: str | None = None,
-        field_manager: str | None = None,
     ) -> T:
         """JSON merge patch (null deletes); with `resource_version`, `Conflict` if the object moved on."""
         ...
@@ -145,7 +144,6 @@ class KubeClient(Protocol):
         status: Mapping[str, Any],
         *,
         resource_version: str | None = None,
-        field_manager: str | None = None,
     ) -> T:
         """Merge `status` into the status subresource; with `resource_version` it is a compare-and-swap."""
         ...

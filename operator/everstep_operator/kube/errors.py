@@ -90,16 +90,6 @@ class Invalid(KubeError, TerminalError):
 class Forbidden(KubeError, TerminalError):
     """403: RBAC, quota, an admission policy or a terminating namespace said no."""
 
-    @property
-    def namespace_terminating(self) -> bool:
-        """The namespace is being deleted: stop creating in it."""
-        return any(cause.reason == "NamespaceTerminating" for cause in self.causes)
-
-    @property
-    def quota_exceeded(self) -> bool:
-        """A ResourceQuota refused; it passes when somebody else's objects go."""
-        return "exceeded quota" in self.message
-
 
 class Unauthorized(KubeError, TerminalError):
     """401 with freshly loaded credentials."""

@@ -172,13 +172,12 @@ class HttpKubeClient:
         *,
         subresource: str | None = None,
         resource_version: str | None = None,
-        field_manager: str | None = None,
     ) -> T:
         where = _where("patch", resource, namespace, name, subresource)
         if resource_version is not None:
             body = {**body, "metadata": {**body.get("metadata", {}), "resourceVersion": resource_version}}
         path = resource.path(namespace, name, subresource)
-        return await self._write("PATCH", resource, path, where, body, _query(fieldManager=field_manager), MERGE)
+        return await self._write("PATCH", resource, path, where, body, MERGE)
 
     async def patch_status(
         self,
@@ -188,7 +187,6 @@ class HttpKubeClient:
         status: Mapping[str, Any],
         *,
         resource_version: str | None = None,
-        field_manager: str | None = None,
     ) -> T:
         return await self.merge_patch(
             resource,
@@ -197,7 +195,6 @@ class HttpKubeClient:
             {"status": status},
             subresource="status",
             resource_version=resource_version,
-            field_manager=field_manager,
         )
 
     async def replace(self, resource: Resource[T], namespace: str | None, name: str, body: Mapping[str, Any]) -> T:
@@ -256,10 +253,9 @@ class HttpKubeClient:
         path: str,
         where: str,
         body: Mapping[str, Any],
-        query: tuple[tuple[str, str], ...] = (),
         content_type: str = "application/json",
     ) -> T:
-        request = Request(method, path, where, query=query, body=body, content_type=content_type)
+        request = Request(method, path, where, body=body, content_type=content_type)
         return decode_object(resource.struct, await self._exchange(request, idempotent=False), where)
 
     async def _exchange(self, request: Request, *, idempotent: bool) -> bytes:

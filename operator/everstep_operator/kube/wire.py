@@ -57,14 +57,8 @@ class Condition(Wire, frozen=True, kw_only=True):
     last_transition_time: datetime | None = None
 
 
-class Container(Wire, frozen=True, kw_only=True):
-    name: str = ""
-
-
 class PodSpec(Wire, frozen=True, kw_only=True):
     node_name: str = ""
-    restart_policy: str = ""
-    containers: tuple[Container, ...] = ()
 
 
 class ContainerWaiting(Wire, frozen=True, kw_only=True):
@@ -72,41 +66,30 @@ class ContainerWaiting(Wire, frozen=True, kw_only=True):
     message: str = ""
 
 
-class ContainerRunning(Wire, frozen=True, kw_only=True):
-    started_at: datetime | None = None
-
-
 class ContainerTerminated(Wire, frozen=True, kw_only=True):
     exit_code: int = 0
     reason: str = ""
     message: str = ""
-    signal: int = 0
-    started_at: datetime | None = None
     finished_at: datetime | None = None
 
 
 class ContainerState(Wire, frozen=True, kw_only=True):
-    """At most one of the three is set; none means waiting without a reason yet."""
+    """Neither is set while the container runs."""
 
     waiting: ContainerWaiting | None = None
-    running: ContainerRunning | None = None
     terminated: ContainerTerminated | None = None
 
 
 class ContainerStatus(Wire, frozen=True, kw_only=True):
     name: str = ""
     ready: bool = False
-    restart_count: int = 0
     state: ContainerState = ContainerState()
-    last_state: ContainerState = ContainerState()
 
 
 class PodStatus(Wire, frozen=True, kw_only=True):
     phase: str = ""
     reason: str = ""
     message: str = ""
-    pod_ip: str = msgspec.field(default="", name="podIP")
-    start_time: datetime | None = None
     conditions: tuple[Condition, ...] = ()
     container_statuses: tuple[ContainerStatus, ...] = ()
 
@@ -116,41 +99,16 @@ class Pod(KubeObject, frozen=True, kw_only=True):
     status: PodStatus = PodStatus()
 
 
-class Taint(Wire, frozen=True, kw_only=True):
-    key: str = ""
-    value: str = ""
-    effect: str = ""
-    time_added: datetime | None = None
-
-
-class NodeSpec(Wire, frozen=True, kw_only=True):
-    unschedulable: bool = False
-    taints: tuple[Taint, ...] = ()
-
-
 class NodeStatus(Wire, frozen=True, kw_only=True):
     conditions: tuple[Condition, ...] = ()
 
 
 class Node(KubeObject, frozen=True, kw_only=True):
-    spec: NodeSpec = NodeSpec()
     status: NodeStatus = NodeStatus()
 
 
-class ServicePort(Wire, frozen=True, kw_only=True):
-    name: str = ""
-    port: int = 0
-
-
-class ServiceSpec(Wire, frozen=True, kw_only=True):
-    cluster_ip: str = msgspec.field(default="", name="clusterIP")
-    publish_not_ready_addresses: bool = False
-    selector: dict[str, str] = {}
-    ports: tuple[ServicePort, ...] = ()
-
-
 class Service(KubeObject, frozen=True, kw_only=True):
-    spec: ServiceSpec = ServiceSpec()
+    """Only that it exists, and whose it is."""
 
 
 class ConfigMap(KubeObject, frozen=True, kw_only=True):
@@ -186,7 +144,6 @@ class ObjectReference(Wire, frozen=True, kw_only=True):
 
 class EventSeries(Wire, frozen=True, kw_only=True):
     count: int = 1
-    last_observed_time: datetime | None = None
 
 
 class Event(KubeObject, frozen=True, kw_only=True):
@@ -195,9 +152,7 @@ class Event(KubeObject, frozen=True, kw_only=True):
     type: str = ""
     reason: str = ""
     note: str = ""
-    action: str = ""
     regarding: ObjectReference = ObjectReference()
-    event_time: datetime | None = None
     series: EventSeries | None = None
 
 

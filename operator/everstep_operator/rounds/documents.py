@@ -131,7 +131,6 @@ class RoundDocuments:
                     job.name,
                     {"world": {"round": number}},
                     resource_version=found.metadata.resource_version,
-                    field_manager=labels.FIELD_MANAGER,
                 )
             except Conflict:
                 continue  # the planner wrote, or another operator published: the next number is above that one's

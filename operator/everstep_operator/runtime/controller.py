@@ -100,12 +100,7 @@ class Controller(Generic[K]):
         self._clock = clock
         self._limits = limits
         self._on_outcome = on_outcome
-        self._troubles: dict[K, WillRetry | Blocked] = {}
         self._reasons: dict[K, str] = {}
-
-    def trouble(self, key: K) -> WillRetry | Blocked | None:
-        """How the last pass over `key` failed; None after a success."""
-        return self._troubles.get(key)
 
     async def run(self) -> None:
         """Lead whenever allowed, until cancelled."""
@@ -114,7 +109,6 @@ class Controller(Generic[K]):
             self._queue.pause()
             epoch = await self._leadership.wait_leading()
             self._queue.resume()
-            self._troubles.clear()
             self._reasons.clear()
             keys = list(self._all_keys())
             log.info("term begins", extra={"controller": self._name, "epoch": epoch, "keys": len(keys)})
@@ -163,19 +157,16 @@ class Controller(Generic[K]):
         match outcome:
             case Succeeded(result):
                 self._queue.forget(key)
-                self._troubles.pop(key, None)
                 if result.requeue_after is not None:
                     self._queue.add_after(key, result.requeue_after)
                 self._say(key, logging.INFO, "reconciled", result.reason, None)
                 if result.gone:
                     self._reasons.pop(key, None)
             case WillRetry(error, delay):
-                self._troubles[key] = outcome
                 # What comes from outside explains itself; any other is a bug of ours and needs its traceback.
                 trace = None if isinstance(error, OperatorError | TimeoutError) else error
                 self._say(key, logging.WARNING, f"pass failed, again in {delay:.2f} s", repr(error), trace)
             case Blocked(error, delay):
-                self._troubles[key] = outcome
                 self._queue.add_after(key, delay)
                 self._say(key, logging.ERROR, f"pass refused, again in {delay:.0f} s", str(error), None)
 

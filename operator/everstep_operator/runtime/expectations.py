@@ -70,10 +70,6 @@ class Expectations(Generic[K]):
         """What `key` still waits for; None if it may decide. Its `expires` says when to come back at the latest."""
         return self._live(key, now)
 
-    def satisfied(self, key: K, now: float) -> bool:
-        """Whether the cache shows all that was done for `key`, or waiting for it is over."""
-        return self._live(key, now) is None
-
     def forget(self, key: K) -> None:
         """`key` is gone."""
         self._pending.pop(key, None)

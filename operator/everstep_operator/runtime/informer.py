@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Generic, TypeAlias, TypeVar
 
 from everstep_operator.kube.backoff import Backoff
@@ -34,14 +33,6 @@ log = logging.getLogger(__name__)
 
 # A lagging server is asked again this often; then its history was rewound (etcd restored) and it is the truth.
 STALE_LISTS = 5
-
-
-class InformerState(StrEnum):
-    """Where the informer is; BROKEN means that the cache may lag behind, for the reason in `last_error`."""
-
-    LISTING = "Listing"
-    WATCHING = "Watching"
-    BROKEN = "Broken"
 
 
 BACKOFF = Backoff(base=0.1, cap=10.0)
@@ -88,7 +79,6 @@ class Informer(Generic[T]):
         self._failures = 0
         self._stale_lists = 0
         self._heard = 0.0
-        self._state = InformerState.LISTING
         self._last_error: KubeError | None = None
 
     @property
@@ -100,15 +90,6 @@ class Informer(Generic[T]):
     def has_synced(self) -> bool:
         """Whether the first list was taken in."""
         return self._synced.is_set()
-
-    @property
-    def state(self) -> InformerState:
-        return self._state
-
-    @property
-    def last_error(self) -> KubeError | None:
-        """Why it is, or last was, broken."""
-        return self._last_error
 
     async def wait_synced(self) -> None:
         await self._synced.wait()
@@ -142,7 +123,6 @@ class Informer(Generic[T]):
                 await self._pause(error)
 
     async def _list(self) -> None:
-        self._state = InformerState.LISTING
         listed = await self._client.list(self._resource, self._namespace, label_selector=self._selector)
         if self._cache.is_older_list(listed) and self._stale_lists < STALE_LISTS:
             self._stale_lists += 1
@@ -161,7 +141,6 @@ class Informer(Generic[T]):
     async def _watch(self) -> None:
         """One watch. Returns when it may be resumed from the cache's position; raises where a new list is needed."""
         started = self._heard = self._clock.monotonic()
-        self._state = InformerState.WATCHING
         consumer = asyncio.create_task(self._consume())
         try:
             while not consumer.done():
@@ -205,7 +184,6 @@ class Informer(Generic[T]):
                 self._emit(self._cache.apply(event))
 
     async def _pause(self, error: KubeError) -> None:
-        self._state = InformerState.BROKEN
         delay = max(self._timing.backoff.delay(self._failures, self._rng()), error.retry_after or 0.0)
         # The same reason once: a server that is away for an hour must not fill the log.
         level = logging.DEBUG if str(error) == str(self._last_error) and self._failures else logging.WARNING

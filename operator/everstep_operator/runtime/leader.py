@@ -122,10 +122,6 @@ class LeaderElector:
         self._announced: int | None = None  # the epoch that others were told of; None: that nobody leads here
         self._changed = asyncio.Event()
 
-    @property
-    def identity(self) -> str:
-        return self._identity
-
     def state(self) -> Leadership:
         """What holds at this moment; a leadership whose time ran out is none, even if nobody noticed yet."""
         if isinstance(self._state, Leading) and self._clock.monotonic() >= self._state.until:
@@ -142,11 +138,6 @@ class LeaderElector:
                 return epoch
             case Following(holder, _, reason):
                 raise NotLeading(f"{self._identity} may not write: {reason} (holder {holder or 'none'})")
-
-    @property
-    def epoch(self) -> int:
-        """The newest epoch known; only `require` says whether it is one's own."""
-        return self._state.epoch
 
     def holder_address(self) -> str | None:
         """Where the leader answers, by the last Lease seen; None if nobody holds it, or its time is over."""

@@ -45,10 +45,6 @@ class KeyQueue(Generic[K]):
         """Keys that are ready now, those in work and those that wait for a delay not counted."""
         return len(self._ready) + len(self._routine)
 
-    @property
-    def working(self) -> frozenset[K]:
-        return frozenset(self._working)
-
     def add(self, key: K, *, routine: bool = False) -> None:
         """Make `key` ready now; a pending delay of it is dropped, since this work will cover it.
 
@@ -184,10 +180,6 @@ class WorkQueue(Generic[K]):
         delay = max(at_least, self._backoff.delay(failures, self._rng()))
         self.add_after(key, delay)
         return delay
-
-    def failures(self, key: K) -> int:
-        """Failures in a row since the last `forget`."""
-        return self._failures.get(key, 0)
 
     def forget(self, key: K) -> None:
         """`key` succeeded: its next failure starts the back-off anew."""

@@ -19,7 +19,6 @@ from everstep_operator.kube.resources import LEASES, PODS, Resource
 from everstep_operator.kube.wire import KubeObject
 
 NAMES = ("a", "b")
-MANAGERS = ("kubectl", "everstep", "other")
 FINALIZER = "everstep.dev/test"
 Request = tuple[Any, ...]
 
@@ -42,7 +41,7 @@ def _request(rng: random.Random) -> Request:
         case "create":
             return verb, resource, name, _body(rng, resource, name)
         case "patch":
-            return verb, resource, name, _patch(rng, resource), version, rng.choice((None, *MANAGERS))
+            return verb, resource, name, _patch(rng, resource), version
         case "status":
             return verb, resource, name, _status(rng, resource), version
         case "replace":
@@ -193,8 +192,8 @@ class Player:
         calls: dict[str, Callable[..., Awaitable[Any]]] = {
             "create": lambda r, n, body: client.create(r, place, body),
             "get": lambda r, n: client.get(r, place, n),
-            "patch": lambda r, n, body, v, m: client.merge_patch(
-                r, place, n, body, resource_version=self._version(r, n, v), field_manager=m
+            "patch": lambda r, n, body, v: client.merge_patch(
+                r, place, n, body, resource_version=self._version(r, n, v)
             ),
             "status": lambda r, n, body, v: client.patch_status(
                 r, place, n, body, resource_version=self._version(r, n, v)

@@ -19,9 +19,6 @@ MANAGER = "everstep"
 # The container that trains; others in the pod are the user's side-cars.
 WORKER_CONTAINER = "worker"
 
-# Server-side apply needs one stable owner per writer.
-FIELD_MANAGER = "everstep-operator"
-
 # The audience that a worker's projected service-account token is bound to.
 TOKEN_AUDIENCE = "everstep.dev/operator"
 
