@@ -36,12 +36,12 @@ class Agent:
     def pid(self) -> int:
         return self.process.pid
 
-    def warm(self) -> list[int]:
+    def fork_servers(self) -> list[int]:
         return children(self.pid)
 
     def trainers(self) -> list[int]:
-        """The pids of its training processes: what the warm parent forked first hosts stores."""
-        return [pid for warm in self.warm() for pid in children(warm)[1:]]
+        """The pids of its training processes: what the fork server forked first hosts stores."""
+        return [pid for one in self.fork_servers() for pid in children(one)[1:]]
 
 
 class Job:
@@ -99,7 +99,7 @@ class Job:
     def kill(self, agent: Agent) -> float:
         """End an agent as a power cut would, with all that it started; when that was done."""
         os.kill(agent.pid, signal.SIGSTOP)  # so that it starts no other meanwhile
-        pids = [agent.pid, *agent.warm(), *(pid for warm in agent.warm() for pid in children(warm))]
+        pids = [agent.pid, *agent.fork_servers(), *(pid for one in agent.fork_servers() for pid in children(one))]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -149,7 +149,7 @@ class Field:
         elif cell.fault == "stop":
             first = self.trains(others, at)
             print(f"{cell}: the others train {max(e['at'] for e in first) - at:.2f} s after it stopped")
-            for pid in reversed([hit.pid, *hit.warm(), *(p for w in hit.warm() for p in children(w))]):
+            for pid in reversed([hit.pid, *hit.fork_servers(), *(p for w in hit.fork_servers() for p in children(w))]):
                 os.kill(pid, signal.SIGCONT)
         first = self.trains(self.agents, at)
         print(f"{cell}: all train {max(e['at'] for e in first) - at:.2f} s after it")

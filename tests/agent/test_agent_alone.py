@@ -244,7 +244,7 @@ class Started:
         assert [self.process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
 
     def below(self) -> list[int]:
-        """The warm parent, and all that it forked."""
+        """The fork server, and all that it forked."""
         warm = children(self.process.pid)
         return [*warm, *(pid for one in warm for pid in children(one))]
 
@@ -275,7 +275,7 @@ def gone(pids: list[int], seconds: float = LIMIT) -> bool:
 def test_when_the_agent_is_killed_its_processes_die_with_it(script: Path) -> None:
     started = Started(script, "")
     below = started.below()
-    assert len(below) == 4  # the warm parent, who hosts stores, two processes
+    assert len(below) == 4  # the fork server, who hosts stores, two processes
     started.process.kill()
     assert gone(below)
     started.end()
@@ -312,7 +312,7 @@ def test_a_killed_process_is_replaced_with_all_others_uncharged(script: Path) ->
     started.end()
 
 
-def test_a_warm_parent_that_dies_takes_its_processes_with_it_and_all_begin_again(script: Path) -> None:
+def test_a_fork_server_that_dies_takes_its_processes_with_it_and_all_begin_again(script: Path) -> None:
     started = Started(script, "")
     (warm,) = children(started.process.pid)
     before = started.trainers()
@@ -322,7 +322,7 @@ def test_a_warm_parent_that_dies_takes_its_processes_with_it_and_all_begin_again
     assert gone(before)
     started.process.kill()
     _, said = started.end()
-    assert "the warm parent ended" in said
+    assert "the fork server ended" in said
 
 
 def test_a_rendezvous_of_torchs_own_is_run_by_torchrun(script: Path) -> None:

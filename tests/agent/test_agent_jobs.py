@@ -194,7 +194,7 @@ def test_an_agent_that_is_stopped_is_left_behind_and_comes_back_when_it_wakes(
     began = time.monotonic()
     agents = run.start(3, LAPSING)
     regroup(run, agents, began)
-    silent = [agents[0].pid, *agents[0].warm(), *(p for w in agents[0].warm() for p in children(w))]
+    silent = [agents[0].pid, *agents[0].fork_servers(), *(p for w in agents[0].fork_servers() for p in children(w))]
     for pid in silent:
         os.kill(pid, signal.SIGSTOP)
     at = time.monotonic()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import determine_local_world_size
 
-from everstep.agent.processes.client import WarmParent
+from everstep.agent.processes.client import ForkServer
 
 pytestmark = pytest.mark.timeout(120)
 COUNT = "import os\nprint(os.environ['LOCAL_WORLD_SIZE'])\n"
@@ -166,9 +166,9 @@ def test_a_process_runs_on_the_cpus_that_it_is_bound_to(script: Path, tmp_path: 
 
 
 async def run_bound(script: Path, tmp_path: Path, cpus: list[int]) -> int:
-    """The exit code of a process that the warm parent forks on these CPUs."""
+    """The exit code of a process that the fork server forks on these CPUs."""
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    parent = WarmParent([], dict(os.environ), lambda _, code: ended.set_result(code))
+    parent = ForkServer([], dict(os.environ), lambda _, code: ended.set_result(code))
     try:
         await parent.fork(
             {

@@ -1,4 +1,4 @@
-"""What of a script's imports the warm parent imports before it: read from its text, and nothing that it would not."""
+"""What of a script's imports the fork server imports before it: read from its text, and nothing that it would not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warm parent and the processes that it forks, and the one that hosts stores, without the agent."""
+"""The fork server and the processes that it forks, and the one that hosts stores, without the agent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 from children import stat
 from torch._C._distributed_c10d import TCPStore
 
-from everstep.agent.processes.client import Switchboard, WarmParent
+from everstep.agent.processes.client import ForkServer
+from everstep.agent.processes.control_socket import ControlSocket
 from everstep.contract import env
 
 pytestmark = pytest.mark.timeout(120)
@@ -40,28 +41,28 @@ async def test_a_signal_that_follows_the_fork_at_once_reaches_the_process_and_it
     print(f"EVERSTEP_SEED={seed}")
     chance, asked = random.Random(seed), program(tmp_path)
     ended: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-    warm = WarmParent([], os.environ, lambda pid, code: ended.put_nowait((pid, code)))
-    await warm.start()
+    fork_server = ForkServer([], os.environ, lambda pid, code: ended.put_nowait((pid, code)))
+    await fork_server.start()
     try:
         for _ in range(FORKS):
-            pid = await warm.fork(asked)
+            pid = await fork_server.fork(asked)
             until = time.perf_counter() + chance.random() * 3e-4
             while time.perf_counter() < until:
                 pass  # no sleep is as short
-            warm.signal(pid, signal.SIGKILL)
+            fork_server.signal(pid, signal.SIGKILL)
             async with asyncio.timeout(60):
                 assert await ended.get() == (pid, -signal.SIGKILL)
     finally:
-        await warm.close()
+        await fork_server.close()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["while it dies", "before that is known"])
 async def test_a_store_that_is_asked_for_when_its_host_dies_is_hosted_by_the_next(tmp_path: Path, late: bool) -> None:
     """Its port is announced by then."""
     ended: asyncio.Queue[int] = asyncio.Queue()
-    board = Switchboard(str(tmp_path / "agent"), lambda *_: None)
-    warm = WarmParent([], os.environ, lambda pid, _: ended.put_nowait(pid))
-    environ = {**os.environ, env.AGENT_SOCKET: board.path}
+    control_socket = ControlSocket(str(tmp_path / "agent"), lambda *_: None)
+    fork_server = ForkServer([], os.environ, lambda pid, _: ended.put_nowait(pid))
+    environ = {**os.environ, env.AGENT_SOCKET: control_socket.path}
     command = {"kind": "stores", "environment": environ, "stdout": None, "stderr": None}
 
     def ask(port: int) -> bytes:
@@ -70,21 +71,21 @@ async def test_a_store_that_is_asked_for_when_its_host_dies_is_hosted_by_the_nex
         found: bytes = store.get("a")
         return found
 
-    await board.start()
-    await warm.start()
+    await control_socket.start()
+    await fork_server.start()
     try:
-        pid = await warm.fork(command)
+        pid = await fork_server.fork(command)
         async with asyncio.timeout(60):
-            await board._there.wait()
-        warm.signal(pid, signal.SIGKILL if late else signal.SIGSTOP)
+            await control_socket._there.wait()
+        fork_server.signal(pid, signal.SIGKILL if late else signal.SIGSTOP)
         while late and stat(pid)[0] not in "ZX":
             pass  # the loop is late
-        port = board.open_store()
-        warm.signal(pid, signal.SIGKILL)
+        port = control_socket.open_store()
+        fork_server.signal(pid, signal.SIGKILL)
         async with asyncio.timeout(60):
             assert await ended.get() == pid
-        await warm.fork(command)
+        await fork_server.fork(command)
         assert await asyncio.to_thread(ask, port) == b"b"
     finally:
-        await board.close()
-        await warm.close()
+        await control_socket.close()
+        await fork_server.close()

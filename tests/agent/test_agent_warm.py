@@ -1,4 +1,4 @@
-"""The warm parent is fit to fork: one thread, no context of a GPU; and a module that spoils that is told apart."""
+"""The fork server is fit to fork: one thread, no context of a GPU; and a module that spoils that is told apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plays the agents of a job: starts training processes from a warm parent, kills them, announces rounds."""
+"""Plays the agents of a job: starts training processes from a fork server, kills them, announces rounds."""
 
 from __future__ import annotations
 

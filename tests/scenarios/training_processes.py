@@ -34,7 +34,7 @@ def children_of() -> dict[int, list[int]]:
 
 
 def trainers(launcher: int) -> list[int]:
-    """torchrun starts them; the warm parent of everstep-run forks them, after the process that hosts its stores."""
+    """torchrun starts them; the fork server of everstep-run forks them, after the process that hosts its stores."""
     below = children_of()
     warm = [pid for pid in below.get(launcher, ()) if b"everstep.agent.processes.forkserver" in command_of(pid)]
     if warm:

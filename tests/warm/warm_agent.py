@@ -1,4 +1,4 @@
-"""`everstep-run` in a process that was forked warm, whose own warm parent is warm too: this script and its flags.
+"""`everstep-run` in a process that was forked warm, whose own fork server is warm too: this script and its flags.
 
 The agent is everstep.agent.main, and its fork server everstep.agent.processes.forkserver. Only how the second begins is
 ours: a child of the agent that was forked beforehand and waits for its command line, in place of a new interpreter that
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def wait_for_orders(orders: socket.socket) -> None:
-    """Become the warm parent of the process that forked us, when it says so."""
+    """Become the fork server of the process that forked us, when it says so."""
     forkserver.die_with(os.getppid())
     data, descriptors, _, _ = socket.recv_fds(orders, 2**20, 1)
     orders.close()

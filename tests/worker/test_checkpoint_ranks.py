@@ -1,6 +1,6 @@
 """Several ranks over gloo, each a real process: they write a part each, and any number of them reads it back.
 
-One process forks the ranks, as a launcher with a warm parent does; results come back as JSON files.
+One process forks the ranks, as a launcher with a fork server does; results come back as JSON files.
 """
 
 import json

@@ -1,7 +1,7 @@
 """torchrun's command line, read without importing torch.
 
 Every flag can be given as `PET_<FLAG>` in the environment too, as torchrun reads it. Flags that say how torchrun starts
-or watches its processes are taken and mean nothing here: processes are forked from a warm parent, and their ends are
+or watches its processes are taken and mean nothing here: processes are forked from a fork server, and their ends are
 told, not polled. Invariant: a flag is obeyed, or it is named: as refused, or as one that changes nothing.
 """
 
@@ -21,7 +21,7 @@ OUR_BACKENDS = ("everstep", "etcd-v3")
 # Optimizers import torch._dynamo when they are first used, and that takes longer than torch itself.
 MODULES = "torch,torch.distributed,torch._dynamo"
 NUMA = ("node", "socket", "exclusive", "core-complex")
-# What torchrun has no flag for. Modules that the warm parent imports once for all processes:
+# What torchrun has no flag for. Modules that the fork server imports once for all processes:
 PRELOAD = "EVERSTEP_PRELOAD"
 GRACE_SHARE = 0.85  # of the grace period is for the processes, as `train.stopping` has it
 

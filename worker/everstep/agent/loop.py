@@ -25,7 +25,8 @@ from everstep.agent.decide.state import Config, Life, begin, started
 from everstep.agent.hang.watcher import Watcher
 from everstep.agent.membership import Membership, open_driver
 from everstep.agent.processes import stacks
-from everstep.agent.processes.client import Switchboard, WarmError, WarmParent
+from everstep.agent.processes.client import ForkServer, ForkServerError
+from everstep.agent.processes.control_socket import ControlSocket
 from everstep.agent.processes.environ import Setting, environment, of_round
 from everstep.agent.processes.faults import FirstError, judge, memory_kills
 from everstep.agent.processes.output import Output
@@ -50,8 +51,8 @@ class Agent:
         self._events: deque[e.Event] = deque()
         self._woken = asyncio.Event()
         self._folder = tempfile.mkdtemp(prefix="everstep-agent-")
-        self._warm = WarmParent(arguments.preload, self._warm_environ(), self._exited)
-        self._switchboard = Switchboard(os.path.join(self._folder, "s"), self._said)
+        self._fork_server = ForkServer(arguments.preload, self._fork_server_environ(), self._exited)
+        self._control_socket = ControlSocket(os.path.join(self._folder, "s"), self._said)
         self._stores_log = Path(self._folder) / "stores.log"
         self._running: dict[int, Running] = {}
         self._early: list[tuple[int, Mapping[str, Any] | int]] = []  # of processes whose fork is under way
@@ -66,11 +67,14 @@ class Agent:
         self._settling = Settling()
 
     async def run(self) -> int:
-        """The exit code. Raises UsageError, RendezvousFailed, WarmError before anything was started for good."""
+        """The exit code.
+
+        Raises UsageError, RendezvousFailed, ForkServerError, StoresUnavailable before anything was started for good.
+        """
         a = self._arguments
         try:
-            await self._switchboard.start()
-            await self._warm.start()
+            await self._control_socket.start()
+            await self._fork_server.start()
             await self._start_stores()
             processes = await self._count()
             self._cpus = await self._bind(processes)
@@ -79,7 +83,7 @@ class Agent:
             self._membership = Membership(driver, timeout, self._post, spent)
             self._membership.start()
             self._setting = Setting(
-                self._environ, processes, a.run_id, a.role, a.max_restarts, self._switchboard.path,
+                self._environ, processes, a.run_id, a.role, a.max_restarts, self._control_socket.path,
                 a.virtual_local_rank, processes * a.nodes[1], processes * a.nodes[0],
             )  # fmt: skip
             self._output = Output(a, self._environ)
@@ -90,7 +94,7 @@ class Agent:
             )
             self._state = begin(config)
             self._watcher = Watcher(
-                self._running, self._standing_round, self._post, self._warm, self._switchboard, a.program.target,
+                self._running, self._standing_round, self._post, self._fork_server, self._control_socket, a.program.target,
                 self._output.stacks(),
             )  # fmt: skip
             self._listen()
@@ -108,8 +112,8 @@ class Agent:
             return finish.code
         finally:
             await self._tasks.close()
-            await self._switchboard.close()
-            await self._warm.close()
+            await self._control_socket.close()
+            await self._fork_server.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- events
@@ -213,7 +217,7 @@ class Agent:
     def _carry_out(self, instruction: e.Instruction) -> None:
         match instruction:
             case e.JoinNext(after):
-                self._membership.join(after, self._switchboard.open_store())
+                self._membership.join(after, self._control_socket.open_store())
             case e.Fork(slots, round_):
                 self._tasks.start(self._fork(slots, round_))
             case e.Announce() | e.Drained() | e.Signal():
@@ -232,10 +236,10 @@ class Agent:
                 case e.Announce(_, round_, whole):
                     self._announce(slot, round_, whole)
                 case e.Drained():
-                    self._switchboard.tell(pid, kind="leave")
+                    self._control_socket.tell(pid, kind="leave")
                 case e.Signal(_, number):
                     if pid:
-                        self._warm.signal(pid, number)
+                        self._fork_server.signal(pid, number)
                     else:
                         self._signals[slot] = number
                 case _:
@@ -247,7 +251,7 @@ class Agent:
             for slot in slots:
                 await self._fork_one(slot, round_)
         except Exception as error:
-            if not isinstance(error, WarmError):
+            if not isinstance(error, ForkServerError):
                 log.exception("a process cannot be started")
             self._post(e.NotFormed(f"no process could be started: {error}"))
             for slot in slots:
@@ -266,7 +270,7 @@ class Agent:
         rank = round_.first_process + slot if round_ is not None else slot
         files = self._output.open(slot, rank)
         program = self._arguments.program
-        pid = await self._warm.fork(
+        pid = await self._fork_server.fork(
             {
                 "kind": "program",
                 "target": program.target,
@@ -286,14 +290,14 @@ class Agent:
         self._running[pid] = Running(slot, rank, files, watch)
         self._state = started(self._state, slot, pid)
         if (number := self._signals.pop(slot, None)) is not None:
-            self._warm.signal(pid, number)
+            self._fork_server.signal(pid, number)
 
     def _announce(self, slot: int, round_: Round, whole: bool) -> None:
         first = round_.members[0]
         pid = self._state.slots[slot].pid
         if pid in self._running:
             self._running[pid].rank = round_.first_process + slot
-        self._switchboard.tell(
+        self._control_socket.tell(
             pid,
             kind="round",
             round=round_.number,
@@ -319,7 +323,7 @@ class Agent:
 
     # --- around it
 
-    def _warm_environ(self) -> dict[str, str]:
+    def _fork_server_environ(self) -> dict[str, str]:
         found = dict(self._environ)
         many = self._arguments.processes != "1"
         if many:  # what OpenMP reads when it is loaded is the same for all that is forked
@@ -327,17 +331,17 @@ class Agent:
         return found
 
     async def _start_stores(self) -> None:
-        environ = {**self._environ, env.AGENT_SOCKET: self._switchboard.path}
+        environ = {**self._environ, env.AGENT_SOCKET: self._control_socket.path}
         # torch writes dozens of lines for each store of a lost agent that does not answer; what matters of it is told.
         path = str(self._stores_log)
         command = {"kind": "stores", "environment": environ, "stdout": path, "stderr": path}
-        self._stores = await self._warm.fork(command)
+        self._stores = await self._fork_server.fork(command)
 
     async def _count(self) -> int:
         wanted = self._arguments.processes
         if wanted.isdecimal():
             return int(wanted)
-        found = await self._switchboard.ask_stores(kind="devices")
+        found = await self._control_socket.ask_stores(kind="devices")
         if wanted == "auto":
             return int(found["accelerators"]) or int(found["cpus"])
         count = int(found[wanted + "s"])
@@ -351,7 +355,7 @@ class Agent:
         """The CPUs of each local rank, as --numa-binding says; empty without it."""
         if self._arguments.numa is None:
             return []
-        found = await self._switchboard.ask_stores(kind="numa", mode=self._arguments.numa, processes=processes)
+        found = await self._control_socket.ask_stores(kind="numa", mode=self._arguments.numa, processes=processes)
         if "error" in found:
             raise UsageError(f"--numa-binding={self._arguments.numa}: {found['error']}")
         return list(found["cpus"])

@@ -14,7 +14,8 @@ import sys
 
 from everstep.agent.arguments import Arguments, UsageError, read
 from everstep.agent.loop import Agent
-from everstep.agent.processes.client import WarmError
+from everstep.agent.processes.client import ForkServerError
+from everstep.agent.processes.control_socket import StoresUnavailable
 from everstep.agent.processes.faults import FirstError
 from everstep.agent.processes.program import ERROR_FILE, cannot_start
 from everstep.agent.startable import problem
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
                 FirstError().write(path, hopeless.code, hopeless.why)
             cannot_start(hopeless.why, hopeless.code)
         if not arguments.ours:
-            log.info("--rdzv-backend=%s is torch's: torchrun does it, without a warm parent", arguments.backend)
+            log.info("--rdzv-backend=%s is torch's: torchrun does it, without a fork server", arguments.backend)
             os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *argv])  # noqa: S606
         if arguments.unused:
             log.warning("%s: without meaning here; see docs/reference/everstep-run.md", ", ".join(arguments.unused))
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:  # Ctrl-C before there are processes to ask, or after their end
         log.error("interrupted")
         sys.exit(128 + signal.SIGINT)
-    except (RendezvousFailed, WarmError) as e:
+    except (RendezvousFailed, ForkServerError, StoresUnavailable) as e:
         log.error("%s", e)
         sys.exit(1)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""What of a script's imports the warm parent imports before it, because they take tens of seconds: Hugging Face's and
+"""What of a script's imports the fork server imports before it, because they take tens of seconds: Hugging Face's and
 Lightning's.
 
 The script is read, not run, with the modules beside it that it imports. Invariant: nothing is imported that the script,

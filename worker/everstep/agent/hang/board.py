@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from everstep.agent.hang.mismatch import Seen, decode
-from everstep.agent.processes.client import WarmError
+from everstep.agent.processes.control_socket import StoresUnavailable
 from everstep.membership.proposals import Round
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Board:
         first = round_.members[0]
         try:
             answer = await self._stores.ask_stores(kind=kind, host=first.address, port=first.store_port, **message)
-        except WarmError as e:
+        except StoresUnavailable as e:
             log.warning("%s", e)
             return {}
         if "error" in answer:

@@ -22,7 +22,8 @@ from everstep.agent.decide.stall import ASK_SECONDS, Found, Where, look
 from everstep.agent.hang.board import Board
 from everstep.agent.hang.mismatch import Seen, Verdict, clash, compare
 from everstep.agent.processes import stacks
-from everstep.agent.processes.client import Switchboard, WarmParent
+from everstep.agent.processes.client import ForkServer
+from everstep.agent.processes.control_socket import ControlSocket
 from everstep.agent.processes.program import STACKS_SIGNAL
 from everstep.agent.processes.running import Running
 from everstep.agent.tasks import Tasks
@@ -46,14 +47,14 @@ class Watcher:
         running: Mapping[int, Running],
         round_: Callable[[], Round | None],
         post: Callable[[e.Event], None],
-        warm: WarmParent,
-        switchboard: Switchboard,
+        fork_server: ForkServer,
+        control_socket: ControlSocket,
         script: str,
         folder: Path,
     ) -> None:
         self._running, self._round, self._post = running, round_, post
-        self._warm, self._switchboard = warm, switchboard
-        self._board = Board(switchboard)
+        self._fork_server, self._control_socket = fork_server, control_socket
+        self._board = Board(control_socket)
         self._script, self._folder = script, folder
         self._tasks = Tasks(self._failed)
         self._judging: asyncio.Task[None] | None = None
@@ -66,7 +67,7 @@ class Watcher:
             for pid, process in self._running.items():
                 if process.speaks:
                     process.said = None
-                    self._switchboard.tell(pid, kind="where")
+                    self._control_socket.tell(pid, kind="where")
             await asyncio.sleep(ASK_SECONDS)
             for pid, process in list(self._running.items()):
                 if process.speaks:
@@ -165,12 +166,12 @@ class Watcher:
 
     async def _stacks(self, pid: int, process: Running, round_: Round | None) -> stacks.Stacks:
         since = stacks.size_of(process.files.stacks)
-        self._switchboard.tell(pid, kind="stacks", path=str(process.files.stacks))
+        self._control_socket.tell(pid, kind="stacks", path=str(process.files.stacks))
         text = await stacks.written(process.files.stacks, since)
         if not text:
             # It does not come to its interpreter any more. What reads the stacks of a thread that runs may crash (seen
             # once in some hundred times), so this is for one that hangs.
-            self._warm.signal(pid, STACKS_SIGNAL, group=False)
+            self._fork_server.signal(pid, STACKS_SIGNAL, group=False)
             text = await stacks.written(process.files.stacks, since)
         where = process.watch.where
         step = where.step if where is not None and where.step is not None else "none"

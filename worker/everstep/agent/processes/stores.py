@@ -1,7 +1,7 @@
 """A process that hosts the process-group stores of an agent's rounds, and does what else of an agent needs torch.
 
 Each round has a store of its own: keys of an old round poison no new one, and when its host dies only that round is
-over. It is a process of its own because torch's store has threads, which the warm parent may not have, and because the
+over. It is a process of its own because torch's store has threads, which the fork server may not have, and because the
 agent does not import torch. Invariant: a store elsewhere that does not answer delays no store that is hosted here.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from everstep.agent.processes.client import KEPT
+from everstep.agent.processes.control_socket import KEPT
 from everstep.contract import env
 
 TIMEOUT = timedelta(minutes=5)  # of a call, as torch has by default

@@ -1,0 +1,145 @@
+"""The Unix socket on which training processes say who they are, and are told of rounds.
+
+The process that hosts the process-group stores is spoken with over it too. Invariant: a process that connects and is
+none of ours is told nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from everstep.agent.processes.client import MAX_LINE
+
+log = logging.getLogger(__name__)
+
+STORE_SECONDS = 120.0
+SEND_AGAIN_SECONDS = 0.1
+BACKLOG = 1024
+KEPT = 3  # stores: a process that leaves a round late still finds it
+
+Message = Callable[[int, Mapping[str, Any]], None]  # pid, what it said
+
+
+class StoresUnavailable(RuntimeError):
+    """The process that hosts stores does not answer."""
+
+
+class ControlSocket:
+    """Listens at `path`; `heard` is told what processes say."""
+
+    def __init__(self, path: str, heard: Message) -> None:
+        self.path = path
+        self._heard = heard
+        self._server: asyncio.Server | None = None
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._stores: asyncio.StreamWriter | None = None
+        self._asked: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._there = asyncio.Event()
+        self._listeners: list[socket.socket] = []  # of the newest stores: who hosts them next gets them, too
+        self._next = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._serve, self.path, limit=MAX_LINE)
+
+    def tell(self, pid: int, **message: Any) -> None:
+        """To a process that said hello; another hears nothing."""
+        writer = self._writers.get(pid)
+        if writer is not None and not writer.is_closing():
+            writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    def open_store(self) -> int:
+        """The port of a new process-group store. It is bound here, so that it is known at once: whoever connects before
+        the store is there waits for it."""
+        if socket.has_dualstack_ipv6():
+            listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+        else:
+            listener = socket.create_server(("", 0), backlog=BACKLOG)
+        port = int(listener.getsockname()[1])
+        self._listeners.append(listener)
+        for old in self._listeners[:-KEPT]:
+            old.close()
+        del self._listeners[:-KEPT]
+        self._send(listener)
+        return port
+
+    def _send(self, listener: socket.socket) -> None:
+        """To the process that hosts stores, if it is there. One that has ended, or is about to, has a successor."""
+        if self._stores is None or listener not in self._listeners:
+            return
+        try:
+            with socket.socket(fileno=os.dup(_descriptor(self._stores))) as raw:
+                socket.send_fds(raw, [b'{"kind":"store"}\n'], [listener.fileno()])
+        except BlockingIOError:  # it does not read for now
+            asyncio.get_running_loop().call_later(SEND_AGAIN_SECONDS, self._send, listener)
+        except OSError as e:
+            log.info("a store is given to the next process that hosts them: %s", e)
+
+    async def ask_stores(self, **message: Any) -> Mapping[str, Any]:
+        """What the process says that hosts stores. Raises StoresUnavailable if it does not answer."""
+        try:
+            async with asyncio.timeout(STORE_SECONDS):
+                await self._there.wait()
+                assert self._stores is not None
+                self._next += 1
+                answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+                self._asked[self._next] = answer
+                self._stores.write(json.dumps({**message, "id": self._next}).encode() + b"\n")
+                return await answer
+        except (TimeoutError, ConnectionError) as e:
+            raise StoresUnavailable(f"the process that hosts stores does not answer ({e or 'time is over'})") from e
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for listener in self._listeners:
+            listener.close()
+        for writer in (*self._writers.values(), self._stores):
+            if writer is not None:
+                writer.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pid = 0
+        try:
+            while line := await reader.readline():
+                message = json.loads(line)
+                kind = message["kind"]
+                if kind == "hello":
+                    pid = int(message["pid"])
+                    self._writers[pid] = writer
+                elif kind == "stores":
+                    self._stores = writer
+                    self._there.set()
+                    for listener in self._listeners:
+                        self._send(listener)
+                elif writer is self._stores:
+                    answer = self._asked.pop(message["id"], None)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
+                    continue
+                if pid:
+                    self._heard(pid, message)
+        except ConnectionError:
+            pass  # it has ended
+        except (ValueError, KeyError, TypeError) as e:
+            log.warning("process %d said what cannot be read: %s", pid, e)
+        finally:
+            if writer is self._stores:
+                self._stores = None
+                self._there.clear()
+            if self._writers.get(pid) is writer:
+                del self._writers[pid]
+            writer.close()
+
+
+def _descriptor(writer: asyncio.StreamWriter) -> int:
+    found: int = writer.get_extra_info("socket").fileno()
+    return found
