@@ -13,7 +13,7 @@ import pytest
 from everstep.agent.decide import events as e
 from everstep.agent.decide.events import Fault, Purpose
 from everstep.agent.decide.machine import LINGER_SECONDS, MOST_OUTSIDE, MOST_STALLS, decide
-from everstep.agent.decide.state import Config, Life, State, begin, started
+from everstep.agent.decide.state import Config, SlotPhase, State, begin, started
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Member, Setback
 from everstep.membership import commands as c
@@ -393,7 +393,7 @@ def test_who_comes_when_the_job_has_finished_has_nothing_to_do() -> None:
 def test_of_two_processes_the_living_one_waits_for_the_new_one() -> None:
     play = keeping(2)
     assert play.exits(1, -9, why="SIGKILL") == (c.Withdraw("a", 1, "SIGKILL"), e.Fork((1,), None))
-    assert play.state.slots[0].life is Life.LIVE
+    assert play.state.slots[0].phase is SlotPhase.RUNNING
     play.take(e.Hello(1, play.pid(1)))
     assert play.take(e.Ready(1, play.pid(1))) == (e.JoinNext(1),)
 
@@ -510,7 +510,9 @@ class Walk:
             case e.Fork(slots, round_):
                 exited = {event.slot} if isinstance(event, e.Exited) else set()
                 for slot in slots:
-                    assert slot in exited or before.slots[slot].life is not Life.LIVE or before.slots[slot].killed
+                    assert (
+                        slot in exited or before.slots[slot].phase is not SlotPhase.RUNNING or before.slots[slot].killed
+                    )
                 assert self.state.notice is None, "it starts a process after it was asked to stop"
                 if round_ is not None:
                     assert round_.number == self.number
@@ -520,11 +522,13 @@ class Walk:
                 assert all(self.state.slots[slot].ready for slot in slots)
             case e.Announce(slots, round_, _):
                 assert round_.number == self.number
-                assert all(self.state.slots[slot].life is Life.LIVE for slot in slots)
+                assert all(self.state.slots[slot].phase is SlotPhase.RUNNING for slot in slots)
             case e.Timer():
                 self.timers.append(instruction)
             case e.Finish():
-                assert all(slot.life is not Life.LIVE for slot in self.state.slots), "it ends before its processes"
+                assert all(slot.phase is not SlotPhase.RUNNING for slot in self.state.slots), (
+                    "it ends before its processes"
+                )
                 self.finished = True
             case c.Drain(round=number):
                 assert number == self.number
@@ -540,7 +544,7 @@ class Walk:
     def events(self) -> list[e.Event]:
         found: list[e.Event] = []
         for slot, place in enumerate(self.state.slots):
-            if place.life is not Life.LIVE:
+            if place.phase is not SlotPhase.RUNNING:
                 continue
             pid = place.pid
             if place.killed:
@@ -616,7 +620,7 @@ class Walk:
             elif self.state.notice is not None and not asked:
                 self.step(e.Elapsed(next(t for t in self.timers if t.purpose is Purpose.NOTICE)))
             elif asked:
-                slot = next(i for i, s in enumerate(self.state.slots) if s.life is Life.LIVE)
+                slot = next(i for i, s in enumerate(self.state.slots) if s.phase is SlotPhase.RUNNING)
                 self.step(e.Exited(slot, self.play.pid(slot), -15, Fault.OUTSIDE, "SIGTERM"))
             else:
                 self.speak_up()
@@ -628,18 +632,18 @@ class Walk:
 
     def speak_up(self) -> None:
         for slot, place in enumerate(self.state.slots):
-            if self.speaks and place.life is Life.LIVE and not place.killed:
+            if self.speaks and place.phase is SlotPhase.RUNNING and not place.killed:
                 self.take(e.Hello(slot, self.play.pid(slot)))
                 self.take(e.Ready(slot, self.play.pid(slot)))
 
     def at_rest(self) -> bool:
         state = self.state
         settled = state.round is not None and not state.over and not state.joining
-        full = state.done or all(s.life is not Life.EMPTY and not s.killed for s in state.slots)
+        full = state.done or all(s.phase is not SlotPhase.EMPTY and not s.killed for s in state.slots)
         return (
             settled
             and full
-            and (not state.keeps or state.done or all(s.ready or s.life is Life.SUCCEEDED for s in state.slots))
+            and (not state.keeps or state.done or all(s.ready or s.phase is SlotPhase.SUCCEEDED for s in state.slots))
         )
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from everstep.contract.document import Member, Sizes
 from everstep.membership.driver import Driver
 from everstep.membership.joining import Settings
-from everstep.membership.peers.peer_monitor import Links
+from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.proposals import Patience, Round
 from everstep.membership.store import RoundStore
 
@@ -29,15 +29,15 @@ class Crew:
     def __init__(self, store: Callable[[], RoundStore], sizes: Sizes, settings: Settings = QUICK) -> None:
         self._store, self._sizes, self._settings = store, sizes, settings
         self.drivers: dict[str, Driver] = {}
-        self.links: dict[str, Links] = {}
+        self.monitors: dict[str, PeerMonitor] = {}
         self._pool = ThreadPoolExecutor(16)
 
     def add(self, name: str, *, linked: bool = False, settings: Settings | None = None) -> Driver:
         if linked:
-            self.links[name] = Links(name)
-        links = self.links.get(name)
-        member = Member(-1, name, address="127.0.0.1", link_port=links.port if links else 0)
-        self.drivers[name] = Driver(self._store(), member, self._sizes, settings or self._settings, links=links)
+            self.monitors[name] = PeerMonitor(name)
+        peers = self.monitors.get(name)
+        member = Member(-1, name, address="127.0.0.1", link_port=peers.port if peers else 0)
+        self.drivers[name] = Driver(self._store(), member, self._sizes, settings or self._settings, peers=peers)
         return self.drivers[name]
 
     def joining(self, names: Iterable[str], timeout: float = LIMIT) -> dict[str, Future[Round]]:
@@ -55,7 +55,7 @@ class Crew:
         for name in names:
             self.add(name, linked=linked, settings=settings)
         rounds = self.join(names)
-        followers = [f for links in self.links.values() for f in links._followed.values()]
+        followers = [f for peers in self.monitors.values() for f in peers._followed.values()]
         until(lambda: all(f._met for f in followers))
         return rounds
 

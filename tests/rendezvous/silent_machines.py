@@ -24,7 +24,7 @@ from everstep.membership.backends.operator_calls import OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
 from everstep.membership.driver import Driver
 from everstep.membership.joining import Settings
-from everstep.membership.peers.peer_monitor import Links
+from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.proposals import Broken, Patience, Round
 
 LOST = "lost"  # the machine that falls silent: the leader and agent 2 are on it
@@ -67,13 +67,13 @@ class SilentNode:
             self._serve(name)
             with self.machines.inside(name) as address:
                 pod = self.operators.create_pod(self.job, index, node=name)
-                links = Links(f"agent-{index}", address)
-                member = Member(index, f"agent-{index}", address=address, link_port=links.port)
+                peers = PeerMonitor(f"agent-{index}", address)
+                member = Member(index, f"agent-{index}", address=address, link_port=peers.port)
                 store = HttpStore(OperatorCalls(f"http://{SERVICE}:{PORT}", str(pod.token_file)))
-                self.drivers.append(Driver(store, member, Sizes(2, 3), self._settings, links=links))
+                self.drivers.append(Driver(store, member, Sizes(2, 3), self._settings, peers=peers))
                 stack.callback(self.drivers[-1].stop)
         assert {formed.number for formed in self.join(self.drivers)} == {1}
-        followers = [f for driver in self.drivers for f in driver._links._followed.values()]  # type: ignore[union-attr]
+        followers = [f for driver in self.drivers for f in driver._peers._followed.values()]  # type: ignore[union-attr]
         until(lambda: all(f._met for f in followers))
         until(lambda: self.spare.operator.leader_probe._met is not None)
 

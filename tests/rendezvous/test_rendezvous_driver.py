@@ -201,13 +201,13 @@ def test_an_agent_that_has_left_does_not_warn_of_the_store_that_it_has_closed(
         job.start("ab")
         job.drivers["a"].leave()
         caplog.clear()
-        job.drivers["a"].unreached("b")  # as its links do, when the other one goes too
+        job.drivers["a"].unreached("b")  # as its peer monitor does, when the other one goes too
         assert [
             r.getMessage() for r in caplog.records if "could not tell" in r.getMessage() and r.levelname != "DEBUG"
         ] == []
 
 
-# --- links
+# --- connections between agents
 
 
 def test_an_agent_that_dies_is_known_by_its_connection_before_its_lease_lapses(store: MakeStore) -> None:
@@ -225,8 +225,8 @@ def test_a_connection_that_breaks_between_living_agents_breaks_no_round() -> Non
     shared = MemoryStore()
     with crew(lambda: shared, Sizes(2, 2)) as job:
         job.start("ab", linked=True)
-        for links in job.links.values():
-            for follower in links._followed.values():
+        for peers in job.monitors.values():
+            for follower in peers._followed.values():
                 sock = until(lambda follower=follower: follower._sock)  # type: ignore[misc]
                 sock.shutdown(2)
         assert job.drivers["a"].wait(0.5) == Whole()

@@ -19,13 +19,13 @@ from netspaces import Machines
 from slow_network import SlowNetwork
 
 from everstep.contract.document import Member
-from everstep.membership.peers import peer_monitor
+from everstep.membership.peers import far_probe, peer_monitor
 from everstep.membership.peers.peer_monitor import (
     DETECTED,
     PAUSE,
     SMALL,
     SOON,
-    Links,
+    PeerMonitor,
     _around,
     _Follower,
     pause,
@@ -71,32 +71,32 @@ class Crew:
 
     def __init__(self, machines: Machines, names: str, addresses: dict[str, str] | None = None) -> None:
         self._machines, self._addresses = machines, addresses or machines.addresses
-        self.links: dict[str, Links] = {}
+        self.monitors: dict[str, PeerMonitor] = {}
         self.heard = {name: Heard() for name in names}
         for name in names:
             with machines.inside(name):
-                self.links[name] = Links(name)
+                self.monitors[name] = PeerMonitor(name)
         self.form(names)
 
     def form(self, names: str) -> None:
         members = tuple(
-            Member(number, name, address=self._addresses[name], link_port=self.links[name].port)
+            Member(number, name, address=self._addresses[name], link_port=self.monitors[name].port)
             for number, name in enumerate(names)
         )
         for rank, name in enumerate(names):
             with self._machines.inside(name):
-                self.links[name].follow(Round(1, rank, members), self.heard[name])
+                self.monitors[name].follow(Round(1, rank, members), self.heard[name])
 
     def meet(self, limit: float = LIMIT) -> None:
         """Wait until all neighbours have met."""
-        followers = [f for links in self.links.values() for f in links._followed.values() if f.stays]
+        followers = [f for peers in self.monitors.values() for f in peers._followed.values() if f.stays]
         until(lambda: all(f._met for f in followers), limit)
 
     def said(self) -> list[tuple[str, str, str]]:
         return sorted((name, what, who) for name, heard in self.heard.items() for what, who, _ in heard.said)
 
     def close(self) -> None:
-        for one in self.links.values():
+        for one in self.monitors.values():
             one.close()
 
 
@@ -172,7 +172,7 @@ def test_who_is_out_of_the_round_is_still_looked_for_by_who_missed_it(machines: 
         crew.form("a")  # goes on alone: b is no neighbour any more
         machines.heal()
         crew.heard["a"].when("reached", "b")
-        until(lambda: all(f.over for f in crew.links["a"]._followed.values()))
+        until(lambda: all(f.over for f in crew.monitors["a"]._followed.values()))
     finally:
         crew.close()
 
@@ -187,7 +187,7 @@ def test_members_that_are_far_apart_are_looked_at_in_turn(machines: Machines, mo
         print(f"noticed after {crew.heard['a'].when('unreached', 'd') - at:.2f} s")
         machines.heal()
         crew.heard["a"].when("reached", "d")
-        until(lambda: all(f.stays for f in crew.links["a"]._followed.values() if not f.over))
+        until(lambda: all(f.stays for f in crew.monitors["a"]._followed.values() if not f.over))
     finally:
         crew.close()
 
@@ -219,7 +219,7 @@ def test_a_bad_network_separates_nobody(
     delay: float, loss: float, seconds: float, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members that are far apart are looked at all the time."""
-    monkeypatch.setattr(peer_monitor, "LATER_LAPS", 0.05)
+    monkeypatch.setattr(far_probe, "LATER_LAPS", 0.05)
     monkeypatch.setattr(peer_monitor, "SMALL", 5)
     with SlowNetwork(machines, "abcdefg", bad="abcdefg", delay=delay, loss=loss) as slow:
         crew = Crew(machines, "abcdefg", slow.addresses)

@@ -34,7 +34,7 @@ from everstep.contract.document import Document, decode
 from everstep.membership.backends.configuration import ConfigurationInvalid
 
 pytestmark = pytest.mark.timeout(240)
-OURS = {"everstep-rounds-watch", "everstep-present", "everstep-rendezvous", "everstep-greeter"}
+OURS = {"everstep-rounds-watch", "everstep-present", "everstep-rendezvous", "everstep-listener"}
 STORES = ["everstep", "etcd-v3"]
 
 
@@ -375,7 +375,7 @@ def test_a_store_that_is_away_changes_nothing_for_a_round_and_is_an_error_for_wh
 def test_threads_begin_with_the_first_rendezvous_and_end_with_shutdown(handlers: Handlers) -> None:
     before = set(threads())
     made = handlers.make()
-    assert {t.name for t in set(threads()) - before} <= {"everstep-greeter"}, "which is known to others from now on"
+    assert {t.name for t in set(threads()) - before} <= {"everstep-listener"}, "which is known to others from now on"
     handlers.join(made)
     assert {t.name for t in set(threads()) - before} == OURS
     made.shutdown()

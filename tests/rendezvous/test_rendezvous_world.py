@@ -22,7 +22,7 @@ from everstep.contract.document import FINISHED, Document, Member, Sizes
 from everstep.membership import draining, machine, proposals
 from everstep.membership.commands import Stop, Waited
 from everstep.membership.formation import selection
-from everstep.membership.index_assignment import Table
+from everstep.membership.index_assignment import IndexAssignment
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "500"))
 MUTANT_WALKS = 3000  # at most: a mistake must show in so many
@@ -170,7 +170,7 @@ def _lose_from_waiting_only(lose: Any) -> Any:
 
 
 def _forget_who_is_gone(document: Any) -> Any:
-    return lambda table: replace(document(table), gone=())
+    return lambda assignment: replace(document(assignment), gone=())
 
 
 def _ranks_by_name(_assign: Any) -> Any:
@@ -199,11 +199,11 @@ def _groups_do_not_count(close: Any) -> Any:
 
 
 def _seat_for_anyone(older: Any) -> Any:
-    def wrong(table: Any, member: Member) -> Any:
-        seat = table._seats.get(member.index)
-        refused = older(table, member)
+    def wrong(assignment: Any, member: Member) -> Any:
+        seat = assignment._seats.get(member.index)
+        refused = older(assignment, member)
         if refused is not None:
-            table._seats[member.index] = replace(seat, incarnation=0, past=())
+            assignment._seats[member.index] = replace(seat, incarnation=0, past=())
         return None if refused is not None else refused
 
     return wrong
@@ -246,9 +246,9 @@ def _mark_takes_out(stop: Any) -> Any:
 
 
 def _whoever_stopped_joins(join: Any) -> Any:
-    def wrong(table: Any, member: Member, sizes: Sizes) -> Any:
-        table._stopping = frozenset()
-        return join(table, member, sizes)
+    def wrong(assignment: Any, member: Member, sizes: Sizes) -> Any:
+        assignment._stopping = frozenset()
+        return join(assignment, member, sizes)
 
     return wrong
 
@@ -263,16 +263,16 @@ MISTAKES: dict[str, Patch] = {
     "gives a number twice": _patched(machine, "_form", _form_with_same_number),
     "forms a round of a size that is not allowed": _patched(machine, "_form", _too_many),
     "takes out without a record": _patched(machine, "_lose", _lose_from_waiting_only),
-    "forgets who is gone": _patched(Table, "document", _forget_who_is_gone),
+    "forgets who is gone": _patched(IndexAssignment, "document", _forget_who_is_gone),
     "ranks without regard to the last round": _patched(selection, "assign", _ranks_by_name),
     "everyone moves up": _patched(selection, "assign", _ranks_packed),
     "groups that are whole are torn": _patched(machine, "_form", _groups_do_not_count),
-    "an older incarnation comes back": _patched(Table, "_replace_older", _seat_for_anyone),
+    "an older incarnation comes back": _patched(IndexAssignment, "_replace_older", _seat_for_anyone),
     "finished when one member is": _patched(machine, "_done", _finished_by_one),
     "unreachable pairs together": _patched(selection, "largest_set", _everyone_reaches_everyone),
     "a dead agent is never taken out": _patched(proposals, "without_lapsed", _nobody_is_evicted),
     "leaves although too few stay": _patched(draining, "enough_stay", lambda _: lambda document: True),
-    "who was asked to stop comes back": _patched(Table, "join", _whoever_stopped_joins),
+    "who was asked to stop comes back": _patched(IndexAssignment, "join", _whoever_stopped_joins),
     "a mark takes out": _patched(machine, "_stop", _mark_takes_out),
     "a settled wish is taken up again": _patched(proposals, "_fold", _old_wishes_count),
 }

@@ -21,7 +21,7 @@ from everstep.agent.arguments import Arguments, UsageError
 from everstep.agent.decide import events as e
 from everstep.agent.decide import machine, stopping
 from everstep.agent.decide.stall import Watch
-from everstep.agent.decide.state import Config, Life, begin, started
+from everstep.agent.decide.state import Config, SlotPhase, begin, started
 from everstep.agent.hang.watcher import Watcher
 from everstep.agent.membership import Membership, open_driver
 from everstep.agent.processes import stacks
@@ -94,8 +94,8 @@ class Agent:
             )
             self._state = begin(config)
             self._watcher = Watcher(
-                self._running, self._standing_round, self._post, self._fork_server, self._control_socket, a.program.target,
-                self._output.stacks(),
+                self._running, self._newest_round, self._post, self._fork_server, self._control_socket,
+                a.program.target, self._output.stacks(),
             )  # fmt: skip
             self._listen()
             if a.hang_seconds:
@@ -313,7 +313,7 @@ class Agent:
         await asyncio.sleep(timer.seconds)
         self._post(e.Elapsed(timer))
 
-    def _standing_round(self) -> Round | None:
+    def _newest_round(self) -> Round | None:
         """The round that the processes are in, or were last."""
         return self._state.round
 
@@ -367,5 +367,5 @@ class Agent:
         log.error("exit code %d: %s", finish.code, finish.why)
         if path := self._environ.get(ERROR_FILE):
             self._first_error.write(path, finish.code, finish.why)
-        if all(slot.life is not Life.LIVE for slot in self._state.slots):
+        if all(slot.phase is not SlotPhase.RUNNING for slot in self._state.slots):
             termination.write(finish.why, finish.code, [], self._environ)

@@ -27,7 +27,7 @@ from everstep.membership.errors import JoinRefused, JoinTimedOut, RendezvousClos
 from everstep.membership.identity import agent_id, own_address
 from everstep.membership.joining import Settings
 from everstep.membership.machine import Refused
-from everstep.membership.peers.peer_monitor import Links
+from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.proposals import Patience, Round, Standing
 
 log = logging.getLogger(__name__)
@@ -200,6 +200,6 @@ def open_driver(arguments: Arguments, processes: int, environ: Mapping[str, str]
     except (ConfigurationInvalid, DocumentInvalid) as e:
         raise UsageError(str(e)) from e
     address = arguments.address or own_address(settings.urls)
-    links = Links(agent, "::" if ":" in address else "")
-    member = Member(index, agent, incarnation, processes, address, link_port=links.port)
-    return Driver(store, member, sizes, settings.settings, links=links), settings.timeout
+    peers = PeerMonitor(agent, "::" if ":" in address else "")
+    member = Member(index, agent, incarnation, processes, address, link_port=peers.port)
+    return Driver(store, member, sizes, settings.settings, peers=peers), settings.timeout

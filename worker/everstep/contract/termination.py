@@ -1,4 +1,4 @@
-"""The last word of a training process, left where the kubelet picks it up.
+"""The termination message of a training process, left where the kubelet picks it up.
 
 torchrun ends with exit code 1 whatever its process ended with, and the last lines of a log show torchrun's own
 traceback. One JSON line in the container's termination log tells the operator which error came first, and a person at

@@ -20,7 +20,7 @@ from everstep.membership.commands import CloseJob, Command, Evict, Leave, Reach
 from everstep.membership.errors import JoinTimedOut, RendezvousFailed, StoreUnavailable
 from everstep.membership.joining import Joining, Settings, decoded, read_wishes
 from everstep.membership.machine import MAX_FLAPS, Refused, apply, is_here
-from everstep.membership.peers.peer_monitor import Links
+from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.proposals import Broken, Round, Standing
 from everstep.membership.store import RoundStore, View
 
@@ -44,13 +44,13 @@ class Driver:
         *,
         random: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
-        links: Links | None = None,
+        peers: PeerMonitor | None = None,
     ) -> None:
         self._store, self._member, self._sizes = store, member, sizes
         self._settings = settings or Settings()
         self._random = random or Random()  # noqa: S311 - jitter
         self._clock = clock
-        self._links = links
+        self._peers = peers
         self._changed = threading.Condition()
         self._wish: Wish | None = None  # announced
         self._announcing = threading.Lock()  # an old wish must not come to the store after a newer one
@@ -98,8 +98,8 @@ class Driver:
             self._round, self._after, self._view, self._lapses = formed, formed.number, view, view.lapses
             self._standing = self._read_standing(view)
             self._changed.notify_all()
-        if self._links is not None:
-            self._links.follow(formed, self)
+        if self._peers is not None:
+            self._peers.follow(formed, self)
         log.info("round %d: rank %d of %d agents", formed.number, formed.rank, formed.world_size)
         return formed
 
@@ -185,8 +185,8 @@ class Driver:
         with self._changed:
             self._stopping.set()
             self._changed.notify_all()
-        if self._links is not None:
-            self._links.close()
+        if self._peers is not None:
+            self._peers.close()
         self._store.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -212,16 +212,16 @@ class Driver:
         return CROWDED
 
     def lost(self, agent: str, why: str) -> bool:
-        """From the links: the agent's process is gone. See `peer_monitor.Listener`."""
+        """From the peer monitor: the agent's process is gone. See `peer_monitor.PeerObserver`."""
         return self._quietly(lambda: self.evict(agent, why)) not in (None, CROWDED)
 
     def unreached(self, agent: str) -> int:
-        """From the links: this agent and another do not reach each other. See `peer_monitor.Listener`."""
+        """From the peer monitor: this agent and another do not reach each other. See `peer_monitor.PeerObserver`."""
         pair = self._judged(agent, reaches=False)
         return pair.times if pair is not None and pair.active else 0
 
     def reached(self, agent: str) -> bool:
-        """From the links: they do again."""
+        """From the peer monitor: they do again."""
         pair = self._judged(agent, reaches=True)
         return pair is not None and (not pair.active or pair.times >= MAX_FLAPS)
 

@@ -1,7 +1,7 @@
 """Who holds which worker index, while agents join. Pure.
 
-A table is one document being changed: dictionaries in place of its tuples, so that a thousand agents that join in one
-swap cost a thousand steps and not a million. Invariants: an index has one holder among those who are here; its
+An assignment is one document being changed: dictionaries in place of its tuples, so that a thousand agents that join in
+one swap cost a thousand steps and not a million. Invariants: an index has one holder among those who are here; its
 incarnation never falls; who was replaced never comes back.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from everstep.contract.document import MAX_INDEX, MAX_MEMBERS, PAST_AGENTS, Document, Loss, Member, Seat, Sizes
 
 
-class Table:
+class IndexAssignment:
     """`join` changes it; `document` is what came of it."""
 
     def __init__(self, document: Document) -> None:

@@ -50,7 +50,7 @@ from everstep.membership.commands import (
     Withdraw,
 )
 from everstep.membership.formation import selection
-from everstep.membership.index_assignment import Table
+from everstep.membership.index_assignment import IndexAssignment
 
 MAX_FLAPS = 5  # times that two agents may lose each other; then they are not put together again
 
@@ -218,15 +218,15 @@ def join_all(document: Document, joins: Iterable[Join]) -> tuple[Document, list[
     """The document after all these joins that are not refused, and the agents that were let in."""
     if document.closed is not None:
         return document, []
-    table = Table(document)
-    let_in = [join.member.agent for join in joins if table.join(join.member, join.sizes) is None]
-    return (table.document() if let_in else document), let_in
+    assignment = IndexAssignment(document)
+    let_in = [join.member.agent for join in joins if assignment.join(join.member, join.sizes) is None]
+    return (assignment.document() if let_in else document), let_in
 
 
 def _join(document: Document, event: Join) -> Document | Refused:
-    table = Table(document)
-    refused = table.join(event.member, event.sizes)
-    return table.document() if refused is None else Refused(*refused)
+    assignment = IndexAssignment(document)
+    refused = assignment.join(event.member, event.sizes)
+    return assignment.document() if refused is None else Refused(*refused)
 
 
 def _reach(document: Document, event: Reach) -> Document | Refused:

@@ -321,5 +321,5 @@ def _exit_codes() -> Iterator[None]:
         yield
     except (Fenced, StoreUnusable) as error:
         termination.write_error(error)
-        print(f"everstep: {error}", file=sys.stderr)  # noqa: T201  the last words of the process
+        print(f"everstep: {error}", file=sys.stderr)  # noqa: T201  its last line
         raise SystemExit(error.exit_code) from error

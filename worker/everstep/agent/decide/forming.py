@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everstep.agent.decide.events import Announce, Formed, Purpose, Timer
-from everstep.agent.decide.state import Life, Slot, State, Step, all_ready, which, with_slots
+from everstep.agent.decide.state import Slot, SlotPhase, State, Step, all_ready, which, with_slots
 from everstep.contract.document import LEFT
 from everstep.membership.commands import Charge
 from everstep.membership.proposals import Round
@@ -20,7 +20,7 @@ def formed(state: State, event: Formed) -> Step:
     # What fails from here on is this round's, of whichever process.
     state = replace(state, failures=0, slots=tuple(replace(slot, earlier=0) for slot in state.slots))
     # Who had finished in the last round must repeat what the others lost.
-    state = with_slots(state, which(state, Life.SUCCEEDED), Slot())
+    state = with_slots(state, which(state, SlotPhase.SUCCEEDED), Slot())
     everyone = tuple(range(len(state.slots)))
     # Who is asked to stop and not to leave meets the others too: they save together.
     if not keeps or not all_ready(state):

@@ -46,8 +46,8 @@ from everstep.agent.decide.events import (
 from everstep.agent.decide.state import (
     Ending,
     Failure,
-    Life,
     Slot,
+    SlotPhase,
     State,
     Step,
     all_ready,
@@ -92,7 +92,7 @@ def _take(state: State, event: Event) -> Step:
             return _exited(state, event)
         case Hello() | Ready() | Comes() | Trains() | Hurt() | Hung():
             slot = state.slots[event.slot]
-            known = slot.life is Life.LIVE and slot.pid == event.pid and not slot.killed
+            known = slot.phase is SlotPhase.RUNNING and slot.pid == event.pid and not slot.killed
             return _heard(state, event) if known else (state, ())
         case Stuck() | Mismatched():
             return _waiting(state, event)
@@ -138,10 +138,10 @@ def _changed(state: State, event: Changed) -> Step:
 
 def _exited(state: State, event: Exited) -> Step:
     slot = state.slots[event.slot]
-    if slot.pid != event.pid or slot.life is not Life.LIVE:
+    if slot.pid != event.pid or slot.phase is not SlotPhase.RUNNING:
         return state, ()
     succeeded = event.code == exit_codes.OK and not slot.killed
-    after = replace(slot, life=Life.SUCCEEDED) if succeeded else Slot(pid=event.pid)
+    after = replace(slot, phase=SlotPhase.SUCCEEDED) if succeeded else Slot(pid=event.pid)
     state = with_slots(state, (event.slot,), after)
     if state.ending is not None:
         if event.code == exit_codes.PREEMPTED and state.ending.code > 128:
@@ -218,7 +218,7 @@ def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) ->
     match event:
         case Hello():
             state = with_slots(state, (event.slot,), replace(slot, speaks=True))
-            everyone = all(s.life is Life.LIVE and s.speaks for s in state.slots)
+            everyone = all(s.phase is SlotPhase.RUNNING and s.speaks for s in state.slots)
             state = replace(state, keeps=state.keeps or everyone)
             if state.round is None or state.over or state.joining or state.ending is not None:
                 return state, ()
@@ -292,7 +292,7 @@ def _elapsed(state: State, timer: Timer) -> Step:
                 return state, ()
             return _replace_late(state, timer)
         case Purpose.GRACE:
-            return kill(state, which(state, Life.LIVE), signal.SIGKILL)
+            return kill(state, which(state, SlotPhase.RUNNING), signal.SIGKILL)
         case Purpose.NOTICE:
             return stopping.is_late(state)
         case Purpose.QUIET:
@@ -310,7 +310,7 @@ def _elapsed(state: State, timer: Timer) -> Step:
 def _replace_late(state: State, timer: Timer) -> Step:
     """Who has not come into the round keeps the others waiting. These are patient with it, here and at other agents,
     once more as long: then somebody is stuck who has come, and nobody knows who."""
-    live = tuple(i for i in which(state, Life.LIVE) if not state.slots[i].killed)
+    live = tuple(i for i in which(state, SlotPhase.RUNNING) if not state.slots[i].killed)
     absent = tuple(i for i in live if state.slots[i].comes < timer.round)
     waiting = tuple(i for i in live if state.slots[i].trains < timer.round)
     if absent or (waiting and timer.why):
@@ -322,7 +322,7 @@ def _replace_late(state: State, timer: Timer) -> Step:
 
 
 def _advance(state: State) -> Step:
-    live = which(state, Life.LIVE)
+    live = which(state, SlotPhase.RUNNING)
     if state.notice is not None and state.ending is None:
         state, told = stopping.advance(state)
         if state.ending is not None:
@@ -333,7 +333,7 @@ def _advance(state: State) -> Step:
             return state, ()
         return replace(state, finished=True), (Finish(state.ending.code, state.ending.why),)
     if state.joining:
-        missing = which(state, Life.EMPTY)
+        missing = which(state, SlotPhase.EMPTY)
         return _fork(state, missing, None) if missing and state.keeps else (state, ())
     if state.round is None or state.over:
         return _between(state, live)
@@ -342,7 +342,7 @@ def _advance(state: State) -> Step:
 
 def _in_round(state: State, current: Round, live: tuple[int, ...]) -> Step:
     number = current.number
-    if all(slot.life is Life.SUCCEEDED for slot in state.slots):
+    if all(slot.phase is SlotPhase.SUCCEEDED for slot in state.slots):
         if state.done:
             return state, ()
         linger = Timer(LINGER_SECONDS, Purpose.LINGER, number)
@@ -355,7 +355,7 @@ def _in_round(state: State, current: Round, live: tuple[int, ...]) -> Step:
     if not state.keeps:
         if not live:
             return _fork(state, tuple(range(len(state.slots))), current)
-        return kill(state, live, signal.SIGKILL) if which(state, Life.EMPTY) else (state, ())
+        return kill(state, live, signal.SIGKILL) if which(state, SlotPhase.EMPTY) else (state, ())
     if not all(_in_place(slot, number) for slot in state.slots):
         state, then = _advance(replace(state, over=True))
         return state, (Withdraw(state.config.agent, number, "a process ended"), *then)
@@ -365,11 +365,11 @@ def _in_round(state: State, current: Round, live: tuple[int, ...]) -> Step:
 
 
 def _in_place(slot: Slot, number: int) -> bool:
-    if slot.life is Life.LIVE:
+    if slot.phase is SlotPhase.RUNNING:
         return not slot.killed and (slot.ready or slot.born == number)
     # One that trained in an older round and succeeded is not there: the others would wait for it. One that never
     # trained needs no round: its script has no steps.
-    return slot.life is Life.SUCCEEDED and not 0 < max(slot.comes, slot.trains) < number
+    return slot.phase is SlotPhase.SUCCEEDED and not 0 < max(slot.comes, slot.trains) < number
 
 
 def _between(state: State, live: tuple[int, ...]) -> Step:
@@ -378,9 +378,9 @@ def _between(state: State, live: tuple[int, ...]) -> Step:
     if not state.keeps:
         state, told = kill(state, live, signal.SIGKILL)
         return replace(state, joining=True), (*told, JoinNext(after))
-    if live and which(state, Life.SUCCEEDED):
+    if live and which(state, SlotPhase.SUCCEEDED):
         return kill(state, live, signal.SIGKILL)
-    missing = tuple(i for i, slot in enumerate(state.slots) if slot.life is not Life.LIVE)
+    missing = tuple(i for i, slot in enumerate(state.slots) if slot.phase is not SlotPhase.RUNNING)
     if missing:
         return _fork(state, missing, None)
     if all_ready(state):
@@ -391,4 +391,4 @@ def _between(state: State, live: tuple[int, ...]) -> Step:
 def _fork(state: State, slots: tuple[int, ...], current: Round | None) -> Step:
     """Who carries it out says with `started` which processes they are."""
     born = current.number if current is not None else 0
-    return with_slots(state, slots, Slot(Life.LIVE, born=born, earlier=state.failures)), (Fork(slots, current),)
+    return with_slots(state, slots, Slot(SlotPhase.RUNNING, born=born, earlier=state.failures)), (Fork(slots, current),)

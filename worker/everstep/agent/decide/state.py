@@ -27,9 +27,9 @@ class Config:
     grace_seconds: float = 30.0
 
 
-class Life(Enum):
+class SlotPhase(Enum):
     EMPTY = auto()
-    LIVE = auto()
+    RUNNING = auto()
     SUCCEEDED = auto()
 
 
@@ -41,7 +41,7 @@ class Slot:
     `earlier`: failures in the present round that were charged before it was forked; it follows from none of them.
     """
 
-    life: Life = Life.EMPTY
+    phase: SlotPhase = SlotPhase.EMPTY
     pid: int = 0
     speaks: bool = False
     ready: bool = False
@@ -127,12 +127,12 @@ def started(state: State, slot: int, pid: int) -> State:
 
 
 def all_ready(state: State) -> bool:
-    return all(slot.life is Life.LIVE and slot.ready and not slot.killed for slot in state.slots)
+    return all(slot.phase is SlotPhase.RUNNING and slot.ready and not slot.killed for slot in state.slots)
 
 
 def end(state: State, ending: Ending, number: int) -> Step:
     """The first reason to end is the one that is told."""
-    live = tuple(i for i in which(state, Life.LIVE) if not state.slots[i].killed)
+    live = tuple(i for i in which(state, SlotPhase.RUNNING) if not state.slots[i].killed)
     state = state if state.ending is not None else replace(state, ending=ending)
     state, told = kill(state, live, number)
     if number == signal.SIGKILL or not live:
@@ -149,8 +149,8 @@ def kill(state: State, slots: tuple[int, ...], number: int) -> Step:
     return state, (Signal(slots, number),)
 
 
-def which(state: State, life: Life) -> tuple[int, ...]:
-    return tuple(i for i, slot in enumerate(state.slots) if slot.life is life)
+def which(state: State, phase: SlotPhase) -> tuple[int, ...]:
+    return tuple(i for i, slot in enumerate(state.slots) if slot.phase is phase)
 
 
 def with_slots(state: State, slots: tuple[int, ...], slot: Slot) -> State:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from everstep.agent.decide.events import Asked, Drained, Instruction, Purpose, Timer
-from everstep.agent.decide.state import Ending, Interrupt, Life, Notice, State, Step, all_ready, end, kill, which
+from everstep.agent.decide.state import Ending, Interrupt, Notice, SlotPhase, State, Step, all_ready, end, kill, which
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT
 from everstep.membership.commands import Done, Drain, Stop, Withdraw
@@ -131,7 +131,7 @@ def left(state: State) -> Step:
     """This agent is out of the round, and the others go on."""
     if state.ending is not None:
         return state, ()
-    live = which(state, Life.LIVE)
+    live = which(state, SlotPhase.RUNNING)
     # What is not ready yet has nothing to end in order, and would hear of it late.
     speaking = tuple(i for i in live if state.slots[i].speaks and state.slots[i].ready)
     told: tuple[Instruction, ...] = (Drained(speaking),) if speaking else ()
@@ -144,13 +144,13 @@ def left(state: State) -> Step:
 
 def advance(state: State) -> Step:
     """What follows for an agent that was asked to stop, and has not decided yet."""
-    if all(slot.life is Life.SUCCEEDED for slot in state.slots):
+    if all(slot.phase is SlotPhase.SUCCEEDED for slot in state.slots):
         before = state
         state, told = end(state, Ending(exit_codes.OK, "its processes have succeeded"), signal.SIGTERM)
         if before.round is None or before.over or before.joining or before.done:
             return state, told
         return state, (Done(state.config.agent, before.round.number), *told)
-    if which(state, Life.EMPTY):
+    if which(state, SlotPhase.EMPTY):
         return end(state, _stop(_asked_by(state)), signal.SIGKILL)
     if state.keeps or not state.over or state.joining or state.round is None:
         return state, ()
@@ -190,5 +190,5 @@ def _uncounted(state: State) -> State:
 
 def _is_in_place(state: State) -> bool:
     """Whether its processes train, or did and wait for the next round."""
-    alive = all(slot.life is Life.LIVE and not slot.killed for slot in state.slots)
+    alive = all(slot.phase is SlotPhase.RUNNING and not slot.killed for slot in state.slots)
     return alive and state.round is not None and (all_ready(state) if state.keeps else not state.over)

@@ -1,7 +1,8 @@
 """The first thing in a forked process: become the training program.
 
 Its surroundings are those of `python script.py`: its own environment, arguments, `sys.path`, `__main__` and random
-numbers. Invariant: an error that ends it is in the error file, with its traceback, and in the pod's last words.
+numbers. Invariant: an error that ends it is in the error file, with its traceback, and in
+the pod's termination message.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(command: Mapping[str, Any]) -> None:
     _draw_others()
     sys.argv = [target, *arguments]
     hook = sys.excepthook
-    sys.excepthook = lambda *error: _last_words(hook, *error)
+    sys.excepthook = lambda *error: _report_error(hook, *error)
     try:
         if command["module"]:
             sys.path[0] = os.getcwd()
@@ -117,7 +118,7 @@ def _run(path: str) -> None:
 
 
 def cannot_start(why: str, code: int) -> NoReturn:
-    """End this process, which has no program to run, with these last words."""
+    """End this process, which has no program to run, with this termination message."""
     sys.stderr.write(f"everstep-run: {why}\n")
     termination.write(why, code, [])
     sys.exit(code)
@@ -143,7 +144,7 @@ def _said(end: SystemExit) -> str:
     return ""
 
 
-def _last_words(hook: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _report_error(hook: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     ours = str(Path(__file__).parent)
     while trace is not None and (
         trace.tb_frame.f_code.co_filename.startswith(ours) or trace.tb_frame.f_code.co_filename.startswith("<frozen")

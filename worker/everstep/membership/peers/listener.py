@@ -1,4 +1,4 @@
-"""The listening end of the links between agents.
+"""The listening end of the connections between agents.
 
 It tells whoever connects which agent this is, and keeps the connection until the other ends it. What a guest sends is
 dropped: that it arrived is known to the guest from its kernel.
@@ -18,7 +18,7 @@ CLOSE_SECONDS = 5.0
 KEEP_ALIVE = (30, 10, 3)  # seconds of silence, seconds between probes, and probes: a guest that is lost is let go
 
 
-class Greeter:
+class Listener:
     """Listens at `port`, in a thread of its own."""
 
     def __init__(self, agent: str, host: str) -> None:
@@ -32,7 +32,7 @@ class Greeter:
         self._waker = _Waker(self._selector)
         self._guests: set[socket.socket] = set()
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="everstep-greeter", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="everstep-listener", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

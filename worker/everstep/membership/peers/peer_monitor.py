@@ -20,13 +20,12 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from everstep.contract.document import Member
-from everstep.membership.peers import probe
-from everstep.membership.peers.listener import Greeter
-from everstep.membership.peers.probe import Gone, Met, Pulse, Silent, Unclear, meet
+from everstep.membership.peers.far_probe import FarProbe
+from everstep.membership.peers.listener import Listener
+from everstep.membership.peers.probe import ATTEMPTS, MOST_REST, Gone, Pulse, Reached, Silent, Unclear, probe, rest
 from everstep.membership.proposals import Round
 
 log = logging.getLogger(__name__)
@@ -42,8 +41,6 @@ PAUSE = 0.3  # seconds after a later one, at most
 TELL_AGAIN = 0.2  # seconds until what could not be told is told again: all wait for that
 LOOK_AGAIN = 1.0  # seconds between attempts, where none came through
 PATIENCE = 5.0  # seconds for each of these, and for which what one found is told
-FIRST_LAP = 0.25  # seconds between two far members, the first time
-LATER_LAPS = 2.0
 MOST_FOLLOWED = 64
 FIRST_PROBATION = 2.0
 MOST_PROBATION = 300.0
@@ -51,7 +48,7 @@ MOST_PROBATION = 300.0
 Key = tuple[str, str, int]
 
 
-class Listener(Protocol):
+class PeerObserver(Protocol):
     """Is told what the connections show. Called from their threads."""
 
     def lost(self, agent: str, why: str) -> bool:
@@ -85,49 +82,49 @@ def key_of(member: Member) -> Key:
     return member.agent, member.address, member.link_port
 
 
-class Links:
+class PeerMonitor:
     """The listening end, a thread for each neighbour in the present round, and one for all others in turn.
 
     They outlive the round until the next one is formed: who dies while the others join is known as fast.
     """
 
     def __init__(self, agent: str, host: str = "") -> None:
-        self._greeter = Greeter(agent, host)
-        self.port = self._greeter.port
+        self._listening = Listener(agent, host)
+        self.port = self._listening.port
         self._lock = threading.Lock()
         self._followed: dict[Key, _Follower] = {}
-        self._rover: _Rover | None = None
+        self._far_probe: FarProbe | None = None
 
-    def follow(self, formed: Round, listener: Listener) -> None:
+    def follow(self, formed: Round, observer: PeerObserver) -> None:
         """Connect to the neighbours in this round; to no others any more but those that were not reached."""
         near, far = _around(formed)
         with self._lock:
-            if self._rover is not None:
-                self._rover.stop()
+            if self._far_probe is not None:
+                self._far_probe.stop()
             for key, follower in list(self._followed.items()):
                 follower.stays = key in near
                 if follower.over or not (follower.stays or follower.unreached):
                     self._followed.pop(key).stop()
             for key in set(near) - set(self._followed):
-                self._followed[key] = _Follower(near[key], listener)
-            self._rover = _Rover(far, lambda member: self._suspect(member, listener)) if far else None
+                self._followed[key] = _Follower(near[key], observer)
+            self._far_probe = FarProbe(far, lambda member: self._suspect(member, observer)) if far else None
 
     def close(self) -> None:
         """End all connections and threads."""
-        self._greeter.close()
+        self._listening.close()
         with self._lock:
-            if self._rover is not None:
-                self._rover.stop()
+            if self._far_probe is not None:
+                self._far_probe.stop()
             for follower in self._followed.values():
                 follower.stop()
             self._followed.clear()
 
-    def _suspect(self, member: Member, listener: Listener) -> None:
+    def _suspect(self, member: Member, observer: PeerObserver) -> None:
         """A far member does not answer: look closer."""
         with self._lock:
             self._followed = {key: one for key, one in self._followed.items() if not one.over}
             if key_of(member) not in self._followed and len(self._followed) < MOST_FOLLOWED:
-                self._followed[key_of(member)] = _Follower(member, listener, stays=False)
+                self._followed[key_of(member)] = _Follower(member, observer, stays=False)
 
 
 def _around(formed: Round) -> tuple[dict[Key, Member], list[Member]]:
@@ -144,14 +141,14 @@ class _Follower:
     """The connection to one member, in a thread that ends when the member is gone; or reached, if it is not to stay."""
 
     def __init__(
-        self, member: Member, listener: Listener, *, stays: bool = True, stopped: threading.Event | None = None
+        self, member: Member, observer: PeerObserver, *, stays: bool = True, stopped: threading.Event | None = None
     ) -> None:
-        self._member, self._listener = member, listener
+        self._member, self._observer = member, observer
         self.stays, self.unreached, self.over = stays, False, False
         self._met, self._refusals = False, 0
         self._unclear = 0  # attempts in a row that showed nothing
         self._times = 0  # that the two have lost each other; 0: nobody was told
-        self._rest = probe.MOST_REST
+        self._rest = MOST_REST
         self._stopped = stopped or threading.Event()
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
@@ -166,20 +163,20 @@ class _Follower:
 
     def _run(self) -> None:
         try:
-            while not self._stopped.is_set() and self._meet():
+            while not self._stopped.is_set() and self._try():
                 pass
         finally:
             self.over = True
 
-    def _meet(self) -> bool:
+    def _try(self) -> bool:
         """One attempt and what follows from it; whether to go on."""
         once = self.unreached
-        found = meet(
-            self._member, self._stopped.is_set, attempts=1 if once else probe.ATTEMPTS,
+        found = probe(
+            self._member, self._stopped.is_set, attempts=1 if once else ATTEMPTS,
             rest=PATIENCE if once else self._rest,
         )  # fmt: skip
         match found:
-            case Met(connection):
+            case Reached(connection):
                 self._met, self._refusals, began = True, 0, time.monotonic()
                 self._hold(connection)
                 if time.monotonic() - began >= PAUSE:
@@ -191,7 +188,7 @@ class _Follower:
                 if self._stopped.is_set():
                     return False
                 if self._met:
-                    while not self._listener.lost(self._member.agent, why) and not self._stopped.wait(TELL_AGAIN):
+                    while not self._observer.lost(self._member.agent, why) and not self._stopped.wait(TELL_AGAIN):
                         pass
                     return False
                 self._refusals += 1
@@ -219,7 +216,7 @@ class _Follower:
         # The round ends when one of the two says so: it waits for a store that has no leader yet, not for an attempt.
         until = time.monotonic() + PATIENCE
         while not self._times:
-            self._times = self._listener.unreached(self._member.agent)
+            self._times = self._observer.unreached(self._member.agent)
             if self._times or time.monotonic() >= until or self._stopped.wait(TELL_AGAIN):
                 break
 
@@ -236,7 +233,7 @@ class _Follower:
             while not self._stopped.is_set() and pulse.beat(time.monotonic()):
                 if not self._well(time.monotonic() - began):
                     break
-                self._rest = probe.rest(pulse.round_trip)
+                self._rest = rest(pulse.round_trip)
                 sock.settimeout(LOOK_CLOSER if pulse.waits else BEAT)
                 try:
                     if not sock.recv(256):
@@ -249,30 +246,5 @@ class _Follower:
     def _well(self, seconds: float) -> bool:
         """The connection has held for so long; whether it is needed any longer."""
         if self.unreached and seconds >= probation(self._times):
-            self.unreached = not self._listener.reached(self._member.agent)
+            self.unreached = not self._observer.reached(self._member.agent)
         return self.stays or self.unreached
-
-
-class _Rover:
-    """Tries one member after the other, for ever."""
-
-    def __init__(self, members: list[Member], suspect: Callable[[Member], None]) -> None:
-        self._members, self._suspect = members, suspect
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="everstep-rover", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _run(self) -> None:
-        pause = FIRST_LAP
-        while True:
-            for member in self._members:
-                if self._stopped.wait(pause):
-                    return
-                found = meet(member, self._stopped.is_set, attempts=1, rest=probe.MOST_REST)
-                if isinstance(found, Met):
-                    found.connection.close()
-                elif isinstance(found, Silent) and not self._stopped.is_set():
-                    self._suspect(member)
-            pause = LATER_LAPS

@@ -34,7 +34,7 @@ _INFO = struct.Struct("=24xI40xI")  # of linux/tcp.h's tcp_info: tcpi_unacked an
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class Reached:
     """The member itself answered, over this connection."""
 
     connection: socket.socket
@@ -61,10 +61,12 @@ class Unclear:
     why: str
 
 
-Meeting = Met | Gone | Silent | Unclear
+ProbeResult = Reached | Gone | Silent | Unclear
 
 
-def meet(member: Member, stopped: Callable[[], bool], *, attempts: int = ATTEMPTS, rest: float = MOST_REST) -> Meeting:
+def probe(
+    member: Member, stopped: Callable[[], bool], *, attempts: int = ATTEMPTS, rest: float = MOST_REST
+) -> ProbeResult:
     """Connect to a member: one attempt after the other, `rest` seconds for the last, until one succeeds."""
     where = f"{member.address}:{member.link_port} ({member.agent})"
     try:
@@ -126,7 +128,7 @@ def connect(
             sock.close()
 
 
-def _greeted(sock: socket.socket, member: Member, where: str) -> Meeting:
+def _greeted(sock: socket.socket, member: Member, where: str) -> ProbeResult:
     sock.settimeout(GREETING)
     hello = b""
     try:
@@ -139,7 +141,7 @@ def _greeted(sock: socket.socket, member: Member, where: str) -> Meeting:
         sock.close()
         return Unclear(f"{where} does not greet: {e}")
     if hello.decode(errors="replace") == f"{HELLO}{member.agent}\n":
-        return Met(sock)
+        return Reached(sock)
     sock.close()
     if hello:
         return Gone(f"{where} is another agent now")

@@ -46,7 +46,7 @@ from everstep.membership.errors import (
 from everstep.membership.formation.selection import growth
 from everstep.membership.identity import agent_id, own_address
 from everstep.membership.machine import Refused
-from everstep.membership.peers.peer_monitor import Links
+from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.proposals import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 from everstep.membership.store import RoundStore
 from everstep.membership.torch_log import warnings_off
@@ -76,15 +76,15 @@ class RoundHandler(RendezvousHandler):
             raise ConfigurationInvalid(f"--nnodes and --rdzv-conf allowed: {e}") from e
         self._address = parameters.local_addr or own_address(settings.urls)
         agent = agent_id()
-        self._links = Links(agent, "::" if ":" in self._address else "")
+        self._peers = PeerMonitor(agent, "::" if ":" in self._address else "")
         member = Member(
             index=int(os.environ.get(env.WORKER_INDEX, "-1")),
             agent=agent,
             incarnation=int(os.environ.get(env.INCARNATION, "0")),
             address=self._address,
-            link_port=self._links.port,
+            link_port=self._peers.port,
         )
-        self._driver = Driver(store, member, sizes, settings.settings, links=self._links)
+        self._driver = Driver(store, member, sizes, settings.settings, peers=self._peers)
         self._server: TCPStore | None = None
         self._number = 0  # of the round that this agent was in last
         self._in_round = False  # or it was not told of one that is over
