@@ -17,7 +17,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from everstep_operator.api.parse import parse_status
-from everstep_operator.plan.snapshot import BudgetView, Progress, RoundView, WorkerPod
+from everstep_operator.plan.snapshot import DisruptionBudgetView, Progress, RoundView, WorkerPod
 
 STORED = [json.loads(line) for line in Path(__file__).with_name("stored_jobs.jsonl").read_text().splitlines()]
 CASES = [(job, commands) for job in STORED for commands in job["goes_on"]]
@@ -37,7 +37,7 @@ def restored(job: dict[str, Any], plan_world: ModuleType, elastic_world: ModuleT
     world.progress = TypeAdapter(Progress).validate_python(job["progress"])
     world.view = TypeAdapter(RoundView).validate_python(job["round"]) if "round" in job else None
     if "disruption_budget" in job:
-        world.budget = BudgetView(**job["disruption_budget"])
+        world.disruption_budget = DisruptionBudgetView(**job["disruption_budget"])
     return world
 
 

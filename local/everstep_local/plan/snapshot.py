@@ -124,7 +124,7 @@ def snapshot(taken: Taken) -> Snapshot:
         job=job,
         pods=tuple(sorted(pods, key=lambda pod: pod.name)),
         service_uid=taken.service.metadata.uid if taken.service is not None else None,
-        budget=observe.budget_view(taken.budget, job.uid) if taken.budget is not None else None,
+        disruption_budget=observe.disruption_budget_view(taken.budget, job.uid) if taken.budget is not None else None,
         nodes=nodes,
         progress=JobProgress(job.status, taken.taken_at).snapshot(),
         world=_round(taken) if rendezvous_backend(taken.job) == BACKEND else None,

@@ -28,10 +28,10 @@ from everstep_operator.kube.resources import PDBS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import KubeObject, Unstructured, controller_uid
 from everstep_operator.plan.actions import (
     Action,
-    CreateBudget,
+    CreateDisruptionBudget,
     CreatePod,
     CreateService,
-    DeleteBudget,
+    DeleteDisruptionBudget,
     DeleteJob,
     DeletePod,
     DeleteService,
@@ -116,9 +116,9 @@ class Applier:
                 return await self._create_pod(job, action, refusals)
             case CreateService():
                 return await self._create(SERVICES, job, action.name, action.body, refusals)
-            case CreateBudget():
+            case CreateDisruptionBudget():
                 return await self._create(PDBS, job, action.name, action.body, refusals)
-            case DeleteBudget():
+            case DeleteDisruptionBudget():
                 await self._delete(PDBS, job, action.name, action.uid)
             case DeletePod():
                 await self._delete_pod(job, action)

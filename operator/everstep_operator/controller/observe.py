@@ -12,7 +12,7 @@ from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
 from everstep_operator.kube.wire import Condition, Node, Pod, PodDisruptionBudget, Unstructured, controller_uid
-from everstep_operator.plan.snapshot import BudgetView, Exit, JobView, NodeView, PodPhase, WorkerPod
+from everstep_operator.plan.snapshot import DisruptionBudgetView, Exit, JobView, NodeView, PodPhase, WorkerPod
 from everstep_operator.worker_pods import worker_exit, worker_labels
 
 # Reasons for which a container stays waiting until somebody changes something.
@@ -90,12 +90,12 @@ def node_view(node: Node) -> NodeView:
     return NodeView(node.metadata.name, _is_true(ready), ready.last_transition_time if ready is not None else None)
 
 
-def budget_view(budget: PodDisruptionBudget, job_uid: str) -> BudgetView | None:
+def disruption_budget_view(budget: PodDisruptionBudget, job_uid: str) -> DisruptionBudgetView | None:
     """None when it is not this job's."""
     if controller_uid(budget.metadata) != job_uid:
         return None
     least = budget.spec.min_available
-    return BudgetView(budget.metadata.uid, least if isinstance(least, int) else None)
+    return DisruptionBudgetView(budget.metadata.uid, least if isinstance(least, int) else None)
 
 
 def _is_true(condition: Condition | None) -> bool:

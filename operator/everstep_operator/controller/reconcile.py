@@ -216,7 +216,7 @@ class Reconciler:
             job=job,
             pods=pods,
             service_uid=_own_uid(service, job),
-            budget=observe.budget_view(budget, job.uid) if budget is not None else None,
+            disruption_budget=observe.disruption_budget_view(budget, job.uid) if budget is not None else None,
             nodes=self._nodes_of(pods),
             progress=memory.progress.snapshot(),
             world=self._round_view(obj),

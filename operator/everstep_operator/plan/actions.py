@@ -1,4 +1,4 @@
-"""What a plan may ask for. A closed union: `shell.apply` matches on it and has no other way to change the cluster.
+"""What a plan may ask for. A closed union: `controller.apply` matches on it and has no other way to change the cluster.
 
 Each is safe to leave out and to take twice: it is derived again from what is then observed. In which order they are
 taken is said by `stages`.
@@ -60,7 +60,7 @@ class DeleteService:
 
 
 @dataclass(frozen=True, slots=True)
-class CreateBudget:
+class CreateDisruptionBudget:
     name: str
     body: dict[str, Any]
     why: str
@@ -70,7 +70,7 @@ class CreateBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteBudget:
+class DeleteDisruptionBudget:
     """With the UID as precondition, as a service."""
 
     name: str
@@ -101,4 +101,13 @@ class SetSizes:
         return f"set sizes {self.sizes} ({self.why})"
 
 
-Action = CreateService | CreatePod | DeletePod | DeleteService | CreateBudget | DeleteBudget | DeleteJob | SetSizes
+Action = (
+    CreateService
+    | CreatePod
+    | DeletePod
+    | DeleteService
+    | CreateDisruptionBudget
+    | DeleteDisruptionBudget
+    | DeleteJob
+    | SetSizes
+)

@@ -37,7 +37,7 @@ class Requeue:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`status` is the whole status wanted; the shell writes it only if it differs from what is there."""
+    """`status` is the whole status; the controller writes it only if it differs from what is there."""
 
     status: Status
     stages: tuple[Stage, ...] = ()

@@ -1,7 +1,7 @@
 """What the planner is allowed to know: one job, its pods, the nodes they are on, and what the workers reported.
 
-Everything here is a value taken at `now` by `shell.observe`. Invariant: every pod in `Snapshot.pods` is owned by this
-job's UID; a pod that merely has a matching name appears only in `name_collisions`.
+Everything here is a value taken at `now` by `controller.observe`. Invariant: every pod in `Snapshot.pods` is owned by
+this job's UID; a pod that merely has a matching name appears only in `name_collisions`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class WorkerPod:
     unschedulable: str | None = None  # message of PodScheduled=False
     created_at: datetime | None = None
     exit: Exit | None = None
-    image: str | None = None
     ready_at: datetime | None = None  # when `ready` became what it is
     message: str | None = None  # status.message: what the kubelet says of `reason`
 
@@ -100,7 +99,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetView:
+class DisruptionBudgetView:
     """The job's PodDisruptionBudget. `min_available` is None if it is not a plain number."""
 
     uid: str
@@ -160,4 +159,4 @@ class Snapshot:
     create_refused: str | None = None  # the API server's last refusal of a pod create (quota, admission)
     settings: Settings = Settings()
     world: RoundView | None = None  # None: agents agree on rounds where this operator cannot see it, or not at all
-    budget: BudgetView | None = None  # the PodDisruptionBudget, if it is there and ours
+    disruption_budget: DisruptionBudgetView | None = None  # the PodDisruptionBudget, if it is there and ours

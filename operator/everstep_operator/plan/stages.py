@@ -17,10 +17,10 @@ from enum import StrEnum
 
 from everstep_operator.plan.actions import (
     Action,
-    CreateBudget,
+    CreateDisruptionBudget,
     CreatePod,
     CreateService,
-    DeleteBudget,
+    DeleteDisruptionBudget,
     DeleteJob,
     DeletePod,
     DeleteService,
@@ -45,11 +45,11 @@ ORDER = tuple(StageName)
 ALLOWED: Mapping[StageName, tuple[type[Action], ...]] = {
     StageName.CLEAR: (DeletePod,),
     StageName.NETWORK: (CreateService,),
-    StageName.GUARD: (CreateBudget, DeleteBudget),
+    StageName.GUARD: (CreateDisruptionBudget, DeleteDisruptionBudget),
     StageName.CREATE: (CreatePod,),
     StageName.SIZES: (SetSizes,),
     StageName.RELEASE: (DeletePod,),
-    StageName.CLEAN: (DeletePod, DeleteService, DeleteBudget),
+    StageName.CLEAN: (DeletePod, DeleteService, DeleteDisruptionBudget),
     StageName.END: (DeleteJob,),
 }
 

@@ -15,10 +15,10 @@ from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.actions import (
     Action,
-    CreateBudget,
+    CreateDisruptionBudget,
     CreatePod,
     CreateService,
-    DeleteBudget,
+    DeleteDisruptionBudget,
     DeleteJob,
     DeletePod,
     DeleteService,
@@ -28,7 +28,7 @@ from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import (
-    BudgetView,
+    DisruptionBudgetView,
     Exit,
     JobView,
     NodeView,
@@ -82,7 +82,7 @@ class World:
         self.collisions: tuple[str, ...] = ()
         self.uids = 0
         self.view: RoundView | None = None
-        self.budget: BudgetView | None = None
+        self.disruption_budget: DisruptionBudgetView | None = None
 
     def snapshot(self) -> Snapshot:
         # Through the wire format, as the API server keeps it: what is lost there must not matter.
@@ -107,7 +107,7 @@ class World:
             self.collisions,
             self.refused,
             world=self.view,
-            budget=self.budget,
+            disruption_budget=self.disruption_budget,
         )
 
     def reconcile(self) -> str:
@@ -149,10 +149,10 @@ class World:
                 self.service = "s1"
             case DeleteService():
                 self.service = None
-            case CreateBudget(_, body, _):
-                self.budget = BudgetView("b1", body["spec"]["minAvailable"])
-            case DeleteBudget():
-                self.budget = None
+            case CreateDisruptionBudget(_, body, _):
+                self.disruption_budget = DisruptionBudgetView("b1", body["spec"]["minAvailable"])
+            case DeleteDisruptionBudget():
+                self.disruption_budget = None
             case CreatePod(name, index, incarnation, body, _):
                 if name not in self.pods:
                     self.uids += 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from everstep.contract import labels
 from everstep_operator.plan import names
-from everstep_operator.plan.actions import Action, CreateBudget, DeleteBudget
+from everstep_operator.plan.actions import Action, CreateDisruptionBudget, DeleteDisruptionBudget
 from everstep_operator.plan.build import pods
 from everstep_operator.plan.snapshot import JobView, Snapshot
 from everstep_operator.plan.state import sizing
@@ -18,23 +18,23 @@ from everstep_operator.plan.state import sizing
 
 def actions(snapshot: Snapshot) -> tuple[Action, ...]:
     """What makes the budget that the spec asks for, or takes it away."""
-    job, there = snapshot.job, snapshot.budget
+    job, there = snapshot.job, snapshot.disruption_budget
     least = _least(job)
     name = names.service_name(job.name)
     if there is not None and there.min_available != least:
         why = "no drain has to be held up" if least is None else f"another number than {least} is held"
-        return (DeleteBudget(name, there.uid, why),)
+        return (DeleteDisruptionBudget(name, there.uid, why),)
     if there is None and least is not None:
-        return (CreateBudget(name, _body(job, name, least), f"drains leave {least} workers"),)
+        return (CreateDisruptionBudget(name, _body(job, name, least), f"drains leave {least} workers"),)
     return ()
 
 
 def gone(snapshot: Snapshot) -> tuple[Action, ...]:
     """For a finished job."""
-    there = snapshot.budget
+    there = snapshot.disruption_budget
     if there is None:
         return ()
-    return (DeleteBudget(names.service_name(snapshot.job.name), there.uid, "the job is finished"),)
+    return (DeleteDisruptionBudget(names.service_name(snapshot.job.name), there.uid, "the job is finished"),)
 
 
 def _least(job: JobView) -> int | None:

@@ -45,14 +45,14 @@ def build(facts: Facts, decision: Decision) -> Plan:
 
 def _publish(facts: Facts, change: Publish) -> Plan:
     """Announce the roster, then carry it out in the same pass. No pod that it keeps is touched."""
-    wanted = _status(facts, change)
-    convergence = converge.converge(facts, wanted.restarts)
+    made = _status(facts, change)
+    convergence = converge.converge(facts, made.restarts)
     told = () if change.event is None else (change.event,)
     what = f"round {facts.roster.next_incarnation}" if facts.roster.whole else f"workers {facts.roster}"
     return Plan(
-        wanted,
+        made,
         _stages(facts, convergence),
-        events=(*told, *events.of_pass(facts, wanted)),
+        events=(*told, *events.of_pass(facts, made)),
         requeue=convergence.requeue,
         publish=True,
         reason=f"publish {what}: {change.message}" + (f"; {convergence.waits}" if convergence.waits else ""),

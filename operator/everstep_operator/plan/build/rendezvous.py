@@ -66,24 +66,24 @@ def of_round(job: JobView, index: int, round_: int, size: int) -> dict[str, str]
 
 def of_agents(job: JobView, settings: Settings) -> dict[str, str]:
     """everstep, etcd: agents agree on rounds in a store that no worker holds, under one run id for the whole job."""
-    wanted = job.spec.rendezvous
+    chosen = job.spec.rendezvous
     sizes = sizing.bounds(job.spec)
-    conf: dict[str, str | int] = {"timeout": wanted.join_timeout_seconds}
+    conf: dict[str, str | int] = {"timeout": chosen.join_timeout_seconds}
     if sizes.allowed:
         conf["allowed"] = ":".join(map(str, sizes.allowed))
     if job.spec.elastic is not None and job.spec.elastic.shrink_after_seconds > 0:
         conf["shrink_after"] = job.spec.elastic.shrink_after_seconds
         # Who waits for a replacement is not late.
-        conf["timeout"] = wanted.join_timeout_seconds + job.spec.elastic.shrink_after_seconds
+        conf["timeout"] = chosen.join_timeout_seconds + job.spec.elastic.shrink_after_seconds
     endpoint = settings.report_url.rstrip("/")
-    if wanted.etcd is not None:
-        endpoint, conf["prefix"] = ",".join(wanted.etcd.endpoints), wanted.etcd.prefix
-        if wanted.etcd.secret_ref is not None:
+    if chosen.etcd is not None:
+        endpoint, conf["prefix"] = ",".join(chosen.etcd.endpoints), chosen.etcd.prefix
+        if chosen.etcd.secret_ref is not None:
             conf["secret_dir"] = ETCD_DIR
     return {
         "PET_NNODES": f"{sizes.minimum}:{sizes.maximum}",
         "PET_NPROC_PER_NODE": str(job.spec.processes()),
-        "PET_RDZV_BACKEND": _HANDLERS[wanted.backend],
+        "PET_RDZV_BACKEND": _HANDLERS[chosen.backend],
         "PET_RDZV_ENDPOINT": endpoint,
         "PET_RDZV_ID": job.uid,
         "PET_RDZV_CONF": _conf(conf),

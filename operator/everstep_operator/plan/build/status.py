@@ -151,7 +151,7 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
     running = reason in (ReadyReason.RUNNING, ReadyReason.RUNNING_DEGRADED)
     over = reason in (ReadyReason.COMPLETE, ReadyReason.FAILED)
     settled = running or over or (reason is ReadyReason.SUSPENDED and not snapshot.pods)
-    wanted: dict[ConditionType, tuple[bool, str, str]] = {
+    said: dict[ConditionType, tuple[bool, str, str]] = {
         ConditionType.READY: (running or reason is ReadyReason.COMPLETE, reason, message),
         ConditionType.RECONCILING: (not settled, reason, message),
         ConditionType.STALLED: (
@@ -165,19 +165,19 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
     }
     for type_, its_reason, otherwise in _OF_ONE_REASON:
         holds = reason is its_reason
-        wanted[type_] = (holds, reason, message if holds else otherwise)
+        said[type_] = (holds, reason, message if holds else otherwise)
     seen = snapshot.progress
     if seen.checkpoint_error is not None:
         why = _UNUSABLE.get(seen.checkpoint_error.partition(":")[0], "CommitFailed")
-        wanted[ConditionType.CHECKPOINT_HEALTHY] = (False, why, seen.checkpoint_error[:MAX_MESSAGE])
+        said[ConditionType.CHECKPOINT_HEALTHY] = (False, why, seen.checkpoint_error[:MAX_MESSAGE])
     elif seen.checkpoint_damaged is not None:
-        wanted[ConditionType.CHECKPOINT_HEALTHY] = (False, "Damaged", seen.checkpoint_damaged[:MAX_MESSAGE])
+        said[ConditionType.CHECKPOINT_HEALTHY] = (False, "Damaged", seen.checkpoint_damaged[:MAX_MESSAGE])
     elif seen.committed_step is not None:
-        wanted[ConditionType.CHECKPOINT_HEALTHY] = (True, "Committed", "the last commit succeeded")
+        said[ConditionType.CHECKPOINT_HEALTHY] = (True, "Committed", "the last commit succeeded")
     old = {c.type: c for c in snapshot.job.status.conditions}
     made = {
         type_: _condition(old.get(type_), type_, status, why, text, snapshot)
-        for type_, (status, why, text) in wanted.items()
+        for type_, (status, why, text) in said.items()
     }
     return tuple(c for _, c in sorted({**old, **made}.items()))
 
