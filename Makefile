@@ -55,7 +55,7 @@ unit: setup  ## tests that need no server
 # tests/lanes/lanes.py says which tests are in which lane. A test that fails in its lane is repeated once, alone; the end
 # of the output lists those that needed it. Nothing is skipped silently: -ra prints each skip with its reason.
 test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
-	$(BIN)/python tests/lanes/lanes.py unit servers ordinary nodes alone
+	$(BIN)/python tests/lanes/lanes.py unit servers ordinary recipes nodes alone
 
 check: lint  ## what one runs while working: lint, unit tests and a local run with a kill, in three minutes
 	$(BIN)/python tests/lanes/lanes.py unit

@@ -77,7 +77,7 @@ REFUSED = {
     "dist.shrink_group([2])": "dist.shrink_group() (<string>:1): a group of some ranks",
     "dist.group.WORLD.split_group([0, 1])": "split_group() (<string>:1): a group of some ranks",
     "from torch.distributed.pipelining import PipelineStage; PipelineStage(torch.nn.Linear(4, 4), 0, 3, "
-    "torch.device('cpu'))": "PipelineStage (<string>:1): torch's stages agree",
+    "torch.device('cpu'))": "schedule = run.pipeline(make)",
     "dist.barrier()": "barrier (<string>:1): before steps() this process is alone",
     "dist.all_reduce(torch.ones(1))": "all_reduce (<string>:1): before steps()",
     "dist.all_gather_object([None], 1)": "all_gather_object (<string>:1): before steps()",

@@ -58,6 +58,7 @@ LANES = {
         ("-m", "not kind and not long"), 3, BY_FILE,
     ),
     "ordinary": Lane(("ordinary",), ("-m", "not long"), 2, BY_TEST),
+    "recipes": Lane(("recipes",), ("-m", "not long"), 2, BY_TEST),
     "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST),
     "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, ()),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Scripts that divide their model over the ranks of a replica themselves, with process groups of their own: parts of
-layers with an all-reduce in the forward and the backward pass, and a pipeline of two stages. Two replicas of two
-processes each, with a rank killed: they end with the bits of the undisturbed run, which are those under torchrun."""
+layers with an all-reduce in the forward and the backward pass, and a pipeline of two stages, by hand and as torch has
+it. Two replicas of two processes each, with a rank killed: they end with the bits of the undisturbed run, which are
+those under torchrun."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from everstep.storage import open_store
 
 pytestmark = pytest.mark.timeout(360)
 PARTS, STAGES, FOUR = "own_tensor_parallel", "own_pipeline", "own_four_stages"
-SCALED, UNEVEN = "own_scaled", "own_uneven"
+SCALED, UNEVEN, TORCHS = "own_scaled", "own_uneven", "torch_pipeline"
 NAMES = (PARTS, STAGES)
 
 
@@ -44,6 +45,8 @@ def began(folder: Path) -> int:
         (STAGES, "3@5:gradients"),
         (SCALED, "1@5:backward"),
         (UNEVEN, "1@5:optimizer"),
+        (TORCHS, "0@5:gradients"),
+        (TORCHS, "3@5:begin"),
         *(
             pytest.param(name, kill, marks=pytest.mark.long)
             for name in NAMES
@@ -121,7 +124,7 @@ def test_process_that_is_given_another_place_ends_and_a_new_one_builds_that(tmp_
     assert second["found"]["tracked model"]["0.weight"].shape == (16,)
 
 
-@pytest.mark.parametrize("name", [*NAMES, FOUR, SCALED, UNEVEN])
+@pytest.mark.parametrize("name", [*NAMES, FOUR, SCALED, UNEVEN, TORCHS])
 def test_undisturbed_run_has_the_bits_of_one_under_torchrun(name: str, tmp_path: Path, folder: Path) -> None:
     parent_is_ready()
     environ = {**os.environ, **_environ(tmp_path, "")}
@@ -166,12 +169,30 @@ REFUSED = {
         'torch.amp.GradScaler("cpu", init_scale=64.0)',
         r"in step 3 ranks 1, 3 left the optimizer's step out.*ShardedGradScaler\(",
     ),
+    "shapes": (
+        TORCHS, "input_args=ends[0], output_args=ends[1], ", "",
+        r"PipelineStage \(script\.py:\d+\): a stage that is not told its shapes.*input_args= and output_args=",
+    ),
+    "schedule": (
+        TORCHS, "return Schedule1F1B(made, PARTS, loss_fn=loss_of)", "return made", "make.. returned a Pipeline",
+    ),
+    "no-replicas": (
+        TORCHS, "    mesh = run.mesh(model=STAGES)\n", "    run.pipeline(list)\n",
+        r"run\.pipeline\(make\): write `run\.mesh\(model=N\)` before it",
+    ),
     "untracked": (
         PARTS, "run.track(model=model, ", "run.track(model=model[0], ",
         r"model\.1\.up\) is trained by the tracked optimizer.*nothing that is tracked holds it",
     ),
 }  # fmt: skip
-ALWAYS = ("unaveraged", "half", "ddp", "names", "scaled")  # the others in `make soak`: each starts four processes
+ALWAYS = (
+    "unaveraged",
+    "half",
+    "ddp",
+    "names",
+    "scaled",
+    "shapes",
+)  # the others in `make soak`: each starts four processes
 
 
 @pytest.mark.parametrize(

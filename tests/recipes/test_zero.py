@@ -34,7 +34,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     assert differences(calm, hit) == []
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_rank_holds_its_share(tmp_path: Path, stage: int) -> None:
     whole: dict[str, int] = {}
     for ranks in (1, 2, 4):

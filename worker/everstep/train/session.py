@@ -36,7 +36,7 @@ from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import UNKNOWN
 from everstep.recovery.state.randomness import STATE, Rng, source_of
-from everstep.recovery.state.shape import SHARD, shape_of
+from everstep.recovery.state.shape import MODEL, SHARD, shape_of
 from everstep.recovery.state.switches import SWITCHES
 from everstep.train import asked, ending, evaluation, mistakes, once
 from everstep.train.averaging import average
@@ -44,6 +44,7 @@ from everstep.train.boundary import Boundary
 from everstep.train.covered import OWN_NAMES
 from everstep.train.loops import Loops
 from everstep.train.parting import leave_group
+from everstep.train.pipelines import PipelineSchedule
 from everstep.train.report import Reporter
 from everstep.train.world import most_processes, take_place
 
@@ -162,6 +163,19 @@ class Run(Loops):
         if self._asked != shape:
             raise LoopError(f"{shape}: this run has {self._asked}; use one mesh for all modules")
         return self._mesh
+
+    def pipeline(self, make: Callable[[], Any]) -> PipelineSchedule:
+        """A pipeline of `torch.distributed.pipelining` over the ranks of a replica of `run.mesh(model=N)`: `make` makes
+        its stages and returns the schedule, whose `step` and `eval` what this returns has. It is called in the first
+        step of each round, by all ranks, because torch's stages cannot take in a new peer. Stages are told their shapes
+        (`input_args=`, `output_args=`); the gradients `run.average_gradients` averages."""
+        if self._recovery is not None and (self._mesh is None or self._shape.kind != MODEL):
+            raise LoopError("run.pipeline(make): write `run.mesh(model=N)` before it, where N stages are one replica")
+        return PipelineSchedule(make, self._round_number)
+
+    def _round_number(self) -> int | None:
+        round_ = self._recovery.round if self._recovery is not None else None
+        return round_.number if round_ is not None else None
 
     def average_gradients(self, *modules: torch.nn.Module) -> None:
         """Average the gradients of these over the replicas of `run.mesh(tensor=N)` or `model=N`, in place, as

@@ -157,9 +157,8 @@ UNKNOWN = (
 )
 NO_PIPELINE = (
     "torch's stages agree on their shapes once, in their first step, and a process that comes later would ask when "
-    "nobody answers: they cannot go on when a peer is lost. Send and receive between stages yourself, in a group of "
-    "`run.mesh(model=N)`; cut the layers by tensor parallelism over `run.mesh(tensor=N)`, or by FSDP2 over "
-    "`run.mesh(shard=N)`; or run it under torchrun, which starts all processes again from the last commit"
+    "nobody answers. Have the stage and its schedule made anew in each round: write `run.mesh(model=N)`, and behind it "
+    "`schedule = run.pipeline(make)`, where make() returns the schedule, and `schedule.step(…)` in the step"
 )
 NO_SUBGROUPS = (
     "a group of some ranks can follow a world whose ranks change when a peer is lost, if it says what a replica is. "

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -30,6 +32,10 @@ _NO_MESH = (
     "cannot go on when a peer is lost: run them under torchrun, which starts all processes again from the last commit"
 )
 _PIPELINING = "torch.distributed.pipelining."
+_NO_SHAPES = (
+    "a stage that is not told its shapes runs its layers once more to find them out, on the step's random numbers. "
+    "Give it input_args= and output_args=, tensors of one micro-batch's shapes"
+)
 _NO_RPC = (
     "it has a world of its own, whose members cannot change, and a call to a peer that is lost is not repeated. Leave "
     "it out, and use collectives, or dist.send and dist.recv, inside `with step:`; or run the script under torchrun, "
@@ -45,6 +51,19 @@ _NO_JOIN = (
     "uneven inputs are taken by run.loader, whose batch.scale weights them: leave `join` out, because a rank that has "
     "joined answers for others in collectives that nobody could repeat"
 )
+
+
+_making: list[bool] = []  # a schedule that lasts as long as its round
+
+
+@contextmanager
+def making_schedule() -> Iterator[None]:
+    """Stages of torch's pipelines may be made in it: whoever makes them makes them anew in each round."""
+    _making.append(True)
+    try:
+        yield
+    finally:
+        _making.pop()
 
 
 def check_first() -> None:
@@ -84,7 +103,7 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
         """torch looks the default group's rank up in a table, which does not know a place before the first round."""
         asking = sys._getframe(1)
         if here() and str(asking.f_globals.get("__name__")).startswith(_PIPELINING):
-            _refuse(type(asking.f_locals.get("self")).__name__, NO_PIPELINE)  # the stage that is being made
+            _check_stage(asking)
         if isinstance(group, RecoverableGroup) and group.knows_place:
             return group.rank()
         return int(rank_in(group))
@@ -111,6 +130,16 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
         if hasattr(distributed_c10d, kind):
             _not_by_hand(getattr(distributed_c10d, kind), here)
     _meshes(here)
+
+
+def _check_stage(asking: FrameType) -> None:
+    """`asking` makes a stage."""
+    name = type(asking.f_locals.get("self")).__name__
+    if not _making:
+        _refuse(name, NO_PIPELINE)
+    made = asking.f_back.f_locals if asking.f_back is not None else {}
+    if "input_args" in made and (made["input_args"] is None or made["output_args"] is None):
+        _refuse(name, _NO_SHAPES)
 
 
 def _of_table(torchs: Any) -> Any:

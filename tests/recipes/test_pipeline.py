@@ -1,0 +1,57 @@
+"""examples/pipeline: the model's own loss, the bubble of the schedule, and kills that leave no trace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from recipes import differences, disturbed, kill, undisturbed
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "pipeline"
+ARGUMENTS = ("--steps", "60", "--every-steps", "20")
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.long)])
+def test_a_killed_worker_leaves_no_trace(tmp_path: Path, schedule: str) -> None:
+    arguments = (*ARGUMENTS, "--schedule", schedule)
+    calm = undisturbed(NAME, tmp_path / "calm", arguments, processes=4)
+    hit = disturbed(NAME, tmp_path / "hit", arguments, processes=4, at=[kill(NAME + schedule, 15, 40, workers=4)])
+    assert hit.status()["restarts"] >= 1, hit.output
+    assert differences(calm, hit) == []
+
+
+@pytest.mark.parametrize(
+    "schedule", [*(pytest.param(s, marks=pytest.mark.long) for s in ("gpipe", "1f1b")), "interleaved"]
+)
+def test_the_loss_is_that_of_the_model_in_one_piece(tmp_path: Path, schedule: str) -> None:
+    """By the parameters that twenty steps make of it."""
+    whole = undisturbed(NAME, tmp_path / "whole", ("--steps", "20"), 1, [HERE / "pipeline_whole.py"])
+    divided = undisturbed(NAME, tmp_path / "divided", ("--steps", "20", "--schedule", schedule), 2)
+    found = {}
+    for place in range(2):
+        for name, value in divided.state[f"model@{place}of2"].items():
+            found[_in_whole(name, place, schedule)] = value
+    assert found.keys() == whole.state["model"].keys()
+    for name, value in whole.state["model"].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+
+
+def _in_whole(name: str, place: int, schedule: str) -> str:
+    """`module.part.layer.weight` of a rank, in the model that has all parts in a row."""
+    module, part, rest = name.split(".", 2)
+    index = int(module) * 2 + place if schedule == "interleaved" else place * 2 + int(part)
+    return f"{index}.{rest}"
+
+
+def test_a_rank_is_idle_as_long_as_the_schedule_says(tmp_path: Path) -> None:
+    """(p - 1) / (m + p - 1) of a step, of p stages and m micro-batches."""
+    for micro_batches in (2, 8):
+        script = [HERE / "pipeline_bubble.py"]
+        ended = undisturbed(NAME, tmp_path / str(micro_batches), (str(micro_batches),), 2, script)
+        idle = [float(n) for n in re.findall(r"idle ([\d.]+)", ended.output)]
+        assert len(idle) == 2, ended.output
+        assert idle == pytest.approx([1 / (micro_batches + 1)] * 2, abs=0.1)
