@@ -161,8 +161,8 @@ def arm(folder: Path) -> Points:
     """In a training process, before its run begins."""
     from everstep.checkpoint import exchange  # noqa: PLC0415  imports torch
     from everstep.recovery.announcements import AgentAnnouncements  # noqa: PLC0415
+    from everstep.recovery.current_round import CurrentRound  # noqa: PLC0415
     from everstep.recovery.ddp.reducers import Reducers  # noqa: PLC0415
-    from everstep.recovery.engine import Recovery  # noqa: PLC0415
     from everstep.recovery.forming import forming  # noqa: PLC0415
     from everstep.recovery.group.members import Members  # noqa: PLC0415
     from everstep.recovery.group.recoverable import RecoverableGroup  # noqa: PLC0415
@@ -170,11 +170,11 @@ def arm(folder: Path) -> Points:
     from everstep.train.keeper import Keeper  # noqa: PLC0415
 
     points = Points(folder)
-    _know(points, AgentAnnouncements, RecoverableGroup, Recovery, forming)
+    _know(points, AgentAnnouncements, RecoverableGroup, CurrentRound, forming)
     wrap(points, AgentAnnouncements, "ready", "ready", "is ready")
     wrap(points, AgentAnnouncements, "coming", "coming")
     wrap(points, forming, "_form", "forming", "connected")
-    wrap(points, Recovery, "_join", "formed")
+    wrap(points, CurrentRound, "_join", "formed")
     wrap(points, Members, "gather", "agreeing", "agreed")
     wrap(points, broadcast, "apply", "applying", "applied")
     wrap(points, Reducers, "rebuild", "rebuilding")
@@ -190,10 +190,10 @@ def arm(folder: Path) -> Points:
     return points
 
 
-def _know(points: Points, rounds: Any, group: Any, recovery: Any, forming: Any) -> None:
+def _know(points: Points, rounds: Any, group: Any, current: Any, forming: Any) -> None:
     """Which round this process is in, and whether it is its first."""
     wait_newer, joined, join, run, gloo, form = (
-        rounds.wait_newer, rounds.joined, recovery._join, group._run, forming._gloo, forming._form,
+        rounds.wait_newer, rounds.joined, current._join, group._run, forming._gloo, forming._form,
     )  # fmt: skip
 
     def newer(self: Any, *arguments: Any) -> Any:
@@ -207,7 +207,7 @@ def _know(points: Points, rounds: Any, group: Any, recovery: Any, forming: Any) 
         points.joined = True
 
     def enters(self: Any, formed: Any) -> None:
-        points.main = self.main
+        points.main = self.program.main
         join(self, formed)
 
     def collective(self: Any, *arguments: Any) -> Any:
@@ -228,7 +228,7 @@ def _know(points: Points, rounds: Any, group: Any, recovery: Any, forming: Any) 
     inside = FunctionType(
         collective.__code__, {**globals(), "__name__": group.__module__}, closure=collective.__closure__
     )
-    rounds.wait_newer, rounds.joined, recovery._join, group._run = newer, has_joined, enters, inside
+    rounds.wait_newer, rounds.joined, current._join, group._run = newer, has_joined, enters, inside
     forming._gloo, forming._form = connect, forms
 
 

@@ -152,7 +152,7 @@ def deafen(run: Any, wanted: Wanted, diary: Diary) -> None:
         vote(step, round_, can_undo)
         recovery._sharded._made = before
         diary.write(kind="deaf", step=step)
-        recovery._abandon("the connection was lost just now")
+        recovery._round.abandon("the connection was lost just now")
         raise PeerLost("the connection was lost just now")
 
     recovery._sharded.vote = broken

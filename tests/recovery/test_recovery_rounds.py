@@ -219,7 +219,7 @@ def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds:
     assert recovery.lost is None
     other = forming.form(AnnouncedRound(1, 1, 2, place), lambda: False, 30.0)
     eventually(lambda: recovery.boundary_wanted)
-    assert recovery._meet(3) == AnnouncedRound(1, 0, 2, place)
+    assert recovery._round.meet(3) == AnnouncedRound(1, 0, 2, place)
     assert recovery.round is not None
     assert recovery.round.number == 1
     recovery.part()

@@ -200,7 +200,7 @@ class Recovering:
         self._enter(validity)
 
     def between(self) -> None:
-        if self._recovery.met:
+        if self._recovery.to_settle:
             self._enter(Validity.WHOLE)  # whose members wait for us, and agree on nothing else before
             return
         try:
@@ -272,7 +272,7 @@ class Recovering:
         self._all_meet(ending.all_leave)
 
     def finish(self, *, save: bool = True) -> bool:
-        if self._recovery.met:
+        if self._recovery.to_settle:
             self._enter(Validity.WHOLE)
             return False
         before = self._boundary.step

@@ -1,0 +1,264 @@
+"""The round that this process is in, and the next one. This is the one owner of what that is.
+
+Three kinds of threads come here. The training thread leaves a round and joins the next: `meet`, `leave`. The thread
+that hears of rounds abandons the present one, or has the next formed in the background. One of gloo's threads says that
+a collective has failed. All that they decide by is kept here, and nobody else sets it.
+
+Invariants: the number of the round only grows; after `leave` no collective of the round before is felt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from everstep.contract import env
+from everstep.recovery.announcements import AnnouncedRound, Announcements, StepStatus
+from everstep.recovery.forming import forming
+from everstep.recovery.forming.background import BackgroundForming
+from everstep.recovery.group.in_flight import PeerLost
+from everstep.recovery.group.program_groups import ProgramGroups
+from everstep.recovery.group.recoverable import RecoverableGroup
+from everstep.recovery.sharding.mesh import RecoverableMesh
+
+log = logging.getLogger("everstep.train")
+
+T = TypeVar("T")
+
+# A round that takes newcomers in forms when its members come to the end of their step. A newer round ends it sooner.
+FORM_SECONDS = 600.0
+JOIN_SECONDS = 2 * 24 * 3600.0  # the agent knows what is waited for, and ends the process if none will come
+ATTEMPTS = 100
+
+
+class CurrentRound:
+    """`program` has the groups that the script uses, `control` is for our own agreements and transfers."""
+
+    def __init__(self, announcements: Announcements) -> None:
+        self._announcements = announcements
+        self._changing = threading.Lock()  # whoever attaches or abandons groups
+        self._formed: forming.FormedRound | None = None
+        self._number = -1  # of the newest round that this process has begun to join
+        self._in_background = BackgroundForming()
+        self._heard_at = 0.0  # when this process began to form the round
+        self._stuck: forming.FormingFailed | None = None  # something of a round before may still write into tensors
+        self._to_settle = False
+        self._boundary_wanted = False
+        self._mesh: RecoverableMesh | None = None
+        self._left: Callable[[], None] = _nothing
+        self.program = ProgramGroups(self._failed)
+        self.control = RecoverableGroup(self._failed)
+        if path := os.environ.get(env.CALLS_FILE):
+            self.program.main.write_calls(path)
+
+    @property
+    def formed(self) -> forming.FormedRound | None:
+        """The round that this process is in; None between two."""
+        return self._formed
+
+    @property
+    def number(self) -> int:
+        """Of the newest round that this process has begun to join."""
+        return self._number
+
+    @property
+    def to_settle(self) -> bool:
+        """The newest round has formed in the middle of a step, for a vote, and its members have yet to agree on one
+        state."""
+        return self._to_settle
+
+    @property
+    def boundary_wanted(self) -> bool:
+        """Whether a newer round waits for this process to come to the end of a step."""
+        return self._boundary_wanted
+
+    @property
+    def lost(self) -> str | None:
+        """Why collectives of the present round fail; None while they work."""
+        return next((group.lost for group in self.groups if group.lost is not None), None)
+
+    @property
+    def programs(self) -> tuple[RecoverableGroup, ...]:
+        """The groups in which the script's collectives run, in the order in which they are formed."""
+        of_mesh = self._mesh.groups if self._mesh is not None else ()
+        return (self.program.main, *of_mesh, *self.program.own)
+
+    @property
+    def groups(self) -> tuple[RecoverableGroup, ...]:
+        """All groups of a round."""
+        return (*self.programs, self.control)
+
+    def divide(self, mesh: RecoverableMesh) -> None:
+        """The state is sharded over this mesh. Once, before `listen`."""
+        self._mesh = mesh
+
+    def listen(self, left: Callable[[], None], step_status: Callable[[], StepStatus]) -> None:
+        """Be told of rounds from now on, and tell the agent of steps. `left` is called in the training thread when it
+        has left a round."""
+        self._left = left
+        self._announcements.on_round(self._heard)
+        self._announcements.on_step_status(step_status)
+        self._announcements.on_over(self.abandon)  # else gloo may never say that those who went on are gone
+        self._announcements.ready()
+
+    def check(self) -> None:
+        """Raises `PeerLost` if the round is over."""
+        if (reason := self.lost) is not None:
+            raise PeerLost(reason)
+
+    def in_newest(self, step: int, work: Callable[[AnnouncedRound], T]) -> T:
+        """`work` in the newest round, once its members have met; in the next one if a peer is lost in it. Raises what
+        `meet` raises, and `FormingFailed` if none of many rounds comes about."""
+        for _ in range(ATTEMPTS):
+            round_ = self.meet(step)
+            if round_ is None:
+                continue
+            try:
+                return work(round_)
+            except PeerLost as e:
+                self._did_not_come(round_, e)
+        raise forming.FormingFailed(f"{ATTEMPTS} rounds in a row did not come about")
+
+    def meet(self, step: int) -> AnnouncedRound | None:
+        """Form the newest round, so that its members can agree; None if that failed, or is of no use."""
+        to_settle, self._to_settle = self._to_settle, False
+        if to_settle and self.control.lost is None and self._formed is not None:
+            return self._formed.round
+        if self._stuck is not None:
+            raise self._stuck
+        round_ = self._announcements.wait_newer(self._number, JOIN_SECONDS)
+        self._heard_at = time.monotonic()
+        self.leave("a newer round began")
+        self._left()
+        self._number, self._boundary_wanted = round_.number, False
+        self._announcements.coming(round_.number)
+        if self._mesh is not None and not self._mesh.fits(round_):
+            self._announcements.joined(round_.number, step, 0.0, 0.0, "waiting for whole replicas")
+            return None
+        if self._mesh is not None and (why := self._mesh.misplaced(round_)):
+            self._stuck = forming.FormingFailed(why)
+            raise self._stuck
+        try:
+            formed = self._in_background.take(round_.number)
+            self._join(formed if formed is not None else self._form(round_))
+        except (forming.FormingFailed, PeerLost) as e:
+            self._did_not_come(round_, e)
+            return None
+        return round_
+
+    def open(self) -> None:
+        """The program's collectives work from now on. Of sharded state not before the members have agreed: one that has
+        voted still ends its step."""
+        with self._changing:
+            formed = self._formed
+            assert formed is not None
+            if self.control.lost is not None:
+                return  # and they fail still: the members are at one state, and must not tell the next round another
+            self.program.main.attach(formed.main, formed.round.rank, formed.round.world_size, formed.abort)
+            self.program.place(formed.round.rank, formed.round.world_size)
+            for group, (inner, abort) in zip(self.programs[1:], formed.parts, strict=True):
+                group.attach(inner, group.rank(), group.size(), abort)
+
+    def settle_later(self) -> None:
+        """The members have met for a vote: the state is settled when the step in hand is over."""
+        self._to_settle = True
+
+    def settled(self, step: int, met_at: float, how: str) -> None:
+        """The members, which had met at `met_at`, are at one state, of `step` completed steps."""
+        assert self._formed is not None
+        round_, formed, settled = self._formed.round, met_at - self._heard_at, time.monotonic() - met_at
+        log.info(
+            "round %d: rank %d of %d, step %d, formed in %.0f ms, in sync in %.0f ms%s",
+            round_.number, round_.rank, round_.world_size, step, formed * 1e3, settled * 1e3,
+            f", {how}" if how else "",
+        )  # fmt: skip
+        self._announcements.joined(round_.number, step, formed, settled, how)
+
+    def abandon(self, reason: str) -> None:
+        """End every collective under way. Any thread."""
+        with self._changing:
+            for group in self.groups if self._formed is not None else ():
+                group.abandon(reason)
+
+    def leave(self, reason: str) -> None:
+        """In the training thread: nothing of the round before is felt afterwards. Raises `FormingFailed` if gloo or a
+        device does not let go of it."""
+        self.abandon(reason)
+        with self._changing:
+            formed, self._formed = self._formed, None
+            works = [work for group in self.groups for work in group.left]
+            on_device = [work for group in self.groups for work in group.left_on_device]
+        if formed is None:
+            self.program.abandon(reason)
+            return
+        try:
+            forming.close(formed, works, on_device)
+        except forming.FormingFailed as e:
+            self._stuck = e  # a script that is in its step may keep the error to itself
+            raise
+
+    def refuse(self, why: str) -> None:
+        """No member can go on: to join the next round raises `LoopError` on all of them."""
+        self.program.refusal = why
+        self._failed(why)
+
+    def _join(self, formed: forming.FormedRound) -> None:
+        with self._changing:
+            self._formed = formed
+            self.control.attach(formed.control, formed.round.rank, formed.round.world_size)
+        if self._mesh is None:
+            self.open()
+        if self._overtaken(formed.round.number):
+            self.abandon("a newer round began")
+            raise PeerLost("a newer round began")
+
+    def _form(self, round_: AnnouncedRound) -> forming.FormedRound:
+        of_mesh = self._mesh.parts(round_.rank, round_.world_size) if self._mesh is not None else ()
+        parts = (*of_mesh, *self.program.parts(round_.rank, round_.world_size))
+        return forming.form(round_, partial(self._overtaken, round_.number), FORM_SECONDS, parts, self.program.made)
+
+    def _overtaken(self, number: int) -> bool:
+        if self._announcements.drained:
+            return True
+        newest = self._announcements.newest()
+        return newest is not None and newest.number > number
+
+    def _did_not_come(self, round_: AnnouncedRound, why: Exception) -> None:
+        log.warning("round %d did not come about here: %s", round_.number, why)
+        self._announcements.broken(round_.number, str(why))
+
+    def _heard(self, round_: AnnouncedRound, whole: bool) -> None:
+        """In the thread that hears of rounds."""
+        with self._changing:
+            if self._formed is None or self._formed.round.number >= round_.number:
+                return  # the training thread has heard of it sooner, and leaves, or has left, by itself
+            if not whole or self.lost is not None:
+                for group in self.groups:
+                    group.abandon(f"round {round_.number} began")
+            elif self._mesh is None:
+                self._in_background.start(
+                    round_.number, partial(self._form, round_), partial(self._formed_in_background, round_.number)
+                )
+            else:
+                self._boundary_wanted = True
+
+    def _formed_in_background(self, number: int) -> None:
+        with self._changing:
+            self._boundary_wanted = self._boundary_wanted or self._number < number
+
+    def _failed(self, reason: str) -> None:
+        """In one of gloo's threads: a collective failed before we heard of anything."""
+        formed = self._formed
+        self.abandon(reason)
+        if formed is not None:
+            main = self.program.main
+            self._announcements.broken(formed.round.number, reason, main.recent(), main.lost_at or self.control.lost_at)
+
+
+def _nothing() -> None:
+    pass
