@@ -22,7 +22,7 @@ from figures import Better, Figure, finish, parser, quantile
 
 from everstep.contract import labels
 from everstep.contract.messages import REPORT_PATH, Phase, Report
-from everstep.train.report import Reporter
+from everstep.reporting.report import Reporter
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.endpoint.auth import LeaderHere, RequestAuth, RequestLimits
 from everstep_operator.endpoint.reports import ReportEndpoint

@@ -37,7 +37,7 @@ from figures import Better, Figure, finish, parser, quantile
 
 import everstep
 from everstep.recovery.state.randomness import Randomness
-from everstep.train.boundary import Boundary
+from everstep.train.coordination.step_coordinator import Boundary
 
 STEPS, TURNS = 100, 6
 SCRIPT = ROOT / "benchmarks" / "session_parts" / "step_script.py"

@@ -167,7 +167,7 @@ def arm(folder: Path) -> Points:
     from everstep.recovery.group.members import Members  # noqa: PLC0415
     from everstep.recovery.group.recoverable import RecoverableGroup  # noqa: PLC0415
     from everstep.recovery.transfer import broadcast  # noqa: PLC0415
-    from everstep.train.keeper import Keeper  # noqa: PLC0415
+    from everstep.train.coordination.save_schedule import Keeper  # noqa: PLC0415
 
     points = Points(folder)
     _know(points, AgentAnnouncements, RecoverableGroup, CurrentRound, forming)

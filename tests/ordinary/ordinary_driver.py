@@ -251,7 +251,9 @@ def install(findings: Findings, killer: Killer) -> None:
         backward(loss, *arguments, **options)
 
     def left_group(*arguments: Any, **options: Any) -> None:
-        groups.append(dist.group.WORLD)  # as `everstep.train.world.leave_group` says; here for plain scripts, too
+        groups.append(
+            dist.group.WORLD
+        )  # as `everstep.train.process_place.leave_group` says; here for plain scripts, too
         destroy(*arguments, **options)
 
     session.Run.track, session.Run.steps, session.Run.close = tracked, stepping, closed  # type: ignore[method-assign]

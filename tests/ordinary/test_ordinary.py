@@ -11,7 +11,7 @@ import pytest
 from ordinary_play import SIZE, Played, difference, refusal, under_agents, under_torchrun
 from ordinary_rows import ALL, EXACT, ROWS, SCRIPTS, Row
 
-from everstep.train.bodies import UNREAD
+from everstep.train.guards.script_text.loop_check import UNREAD
 
 pytestmark = pytest.mark.timeout(360)
 

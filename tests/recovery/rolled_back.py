@@ -2,7 +2,7 @@
 
 Each rank computes the same, so a collective changes nothing: what a member ends with is what it would have alone. So
 each member reads the batches of all ranks of its world. A peer is lost at a collective of one's choice, or between two
-steps. `Member` does between its steps what `everstep.train.changing` does.
+steps. `Member` does between its steps what `everstep.train.recovering_world` does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.rollback.rollback import Rollback
 from everstep.recovery.transfer.agreement import MemberState, agree
 from everstep.recovery.validity import Validity
-from everstep.train.feeding import Feed, feed_of
+from everstep.train.feeding.feed import Feed, feed_of
 
 STEPS = 9
 BETWEEN = 0  # in place of a collective's number, from 1

@@ -18,8 +18,8 @@ from everstep.recovery.sharding import tensor_parallel
 from everstep.recovery.sharding.fsdp import NotRecoverable, ShardedObjects, check
 from everstep.recovery.sharding.mesh import RecoverableMesh
 from everstep.recovery.state.shape import MODEL, SHARD, TENSOR, Shape
-from everstep.train.meshes import likely_rank, make_mesh
-from everstep.train.world import Place
+from everstep.train.mesh import likely_rank, make_mesh
+from everstep.train.process_place import Place
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.recovery.ddp.checks import check_hooks
 from everstep.recovery.ddp.reducers import Reducers, rebuild
 from everstep.recovery.errors import LoopError
-from everstep.train.census import Census
-from everstep.train.reduction import Reduction
-from everstep.train.replicas import Replicas
+from everstep.train.guards.gradient_reduction import Reduction
+from everstep.train.guards.replicas import Replicas
+from everstep.train.guards.untracked.untracked_state import Census
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

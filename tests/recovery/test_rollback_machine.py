@@ -23,7 +23,7 @@ from everstep.recovery.rollback.snapshots import TensorSnapshot
 from everstep.recovery.state.gradients import Gradients
 from everstep.recovery.transfer.agreement import NoState
 from everstep.recovery.validity import Validity
-from everstep.train.feeding import Feed
+from everstep.train.feeding.feed import Feed
 
 REPLAYS = int(os.environ.get("EVERSTEP_REPLAYS", "60"))
 pytestmark = pytest.mark.timeout(60 + REPLAYS)

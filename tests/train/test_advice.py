@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from everstep.train.advice import text_of
-from everstep.train.carried import Carried
-from everstep.train.covered import OWN_NAMES, keyword
+from everstep.train.guards.script_text.advice import text_of
+from everstep.train.guards.script_text.loop_carried import Carried
+from everstep.train.guards.untracked.covered import OWN_NAMES, keyword
 
 
 def carried(name: str, line: int = 3, *, bound: bool = True) -> Carried:

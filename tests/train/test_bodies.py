@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from everstep.recovery.errors import LoopError
-from everstep.train.bodies import check_loop
+from everstep.train.guards.script_text.loop_check import check_loop
 
 BEFORE = """
 import torch

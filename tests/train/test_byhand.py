@@ -16,8 +16,8 @@ import everstep
 from everstep.data import Batch, ElasticLoader, ElasticSampler
 from everstep.data.assignment import World
 from everstep.recovery.errors import LoopError
-from everstep.train.cuts import Cuts
-from everstep.train.feeding import Feed, feed_of
+from everstep.train.feeding.feed import Feed, feed_of
+from everstep.train.feeding.resharding import Cuts
 
 DATA = TensorDataset(torch.arange(40.0))
 OTHER = TensorDataset(torch.arange(100.0, 124.0))

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.train.carried import PLAIN, Carried, carried
-from everstep.train.known import constant, held, kind_of
-from everstep.train.patterns import path_of
-from everstep.train.scripts import Script, Unknown
-from everstep.train.taints import SAVED
+from everstep.train.guards.script_text.known_values import constant, held, kind_of
+from everstep.train.guards.script_text.loop_carried import PLAIN, Carried, carried
+from everstep.train.guards.script_text.scripts import Script, Unknown
+from everstep.train.guards.script_text.syntax_patterns import path_of
+from everstep.train.guards.script_text.value_origins import SAVED
 
 ROOT = Path(__file__).parents[2]
 

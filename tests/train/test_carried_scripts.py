@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from everstep.recovery.errors import LoopError
-from everstep.train import holdings
-from everstep.train.bodies import UNREAD
+from everstep.train.guards import script_objects
+from everstep.train.guards.script_text.loop_check import UNREAD
 
 BEFORE = """
 import collections, functools, itertools
@@ -130,8 +130,8 @@ def library(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     (folder / "everstep_test_timm.py").write_text(TIMM)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "everstep_test_timm", raising=False)
-    monkeypatch.setattr(holdings, "_LIBRARIES", (*holdings._LIBRARIES, str(folder)))
-    holdings.is_script.cache_clear()
+    monkeypatch.setattr(script_objects, "_LIBRARIES", (*script_objects._LIBRARIES, str(folder)))
+    script_objects.is_script.cache_clear()
 
 
 @pytest.fixture(autouse=True)

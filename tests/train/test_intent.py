@@ -11,7 +11,7 @@ import pytest
 from torch._C import _distributed_c10d as c10d
 
 from everstep.recovery.errors import LoopError
-from everstep.train.intent import MAX_STRIDE, Intent, Wish
+from everstep.train.coordination.step_agreement import MAX_STRIDE, Intent, Wish
 
 
 def test_a_wish_for_a_save_that_lasts_until_it_is_granted_is_granted_once_and_at_one_boundary_on_all_ranks() -> None:

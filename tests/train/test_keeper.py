@@ -11,7 +11,7 @@ import torch
 
 from everstep.checkpoint import Checkpointer
 from everstep.storage.memory import MemoryStore
-from everstep.train.keeper import Keeper
+from everstep.train.coordination.save_schedule import Keeper
 
 
 class Held(MemoryStore):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from everstep.train.holdings import Held
-from everstep.train.marks import HEAD, SPREAD
-from everstep.train.verdicts import Seen, look
+from everstep.train.guards.script_objects import Held
+from everstep.train.guards.untracked.change_marks import HEAD, SPREAD
+from everstep.train.guards.untracked.verdicts import Seen, look
 
 ELEMENTS = 4 * (HEAD + SPREAD)
 

@@ -9,7 +9,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.train.pace import EVERY, FIRST, Even, Pace, Slow, slowest
+from everstep.train.coordination.straggler import EVERY, FIRST, Even, Pace, Slow, slowest
 
 
 def compared(ranks: int, own: dict[int, float], steps: int, change: dict[int, dict[int, float]]) -> list[list[object]]:

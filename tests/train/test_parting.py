@@ -8,7 +8,7 @@ import sys
 SCRIPT = """
 import sys, time
 import torch, torch.distributed as dist
-from everstep.train.world import take_place
+from everstep.train.process_place import take_place
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 take_place()

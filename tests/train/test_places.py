@@ -11,7 +11,7 @@ import torch
 from everstep.checkpoint import Checkpointer, StateMismatch
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.places import Placed, advice, check
-from everstep.train.boundary import Boundary
+from everstep.train.coordination.step_coordinator import Boundary
 
 
 def trained(seed: int) -> dict[str, Any]:

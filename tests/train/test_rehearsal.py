@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from everstep.train.guards.comparison.local_gradients import LocalGradients
 from everstep.train.guards.comparison.shadow_step import ShadowStep
-from everstep.train.plain import differences, plain_values
-from everstep.train.playable import may_be_left
+from everstep.train.guards.leavable_block import may_be_left
+from everstep.train.guards.plain_values import differences, plain_values
 
 Block = Callable[[torch.nn.Module, LocalGradients], None]
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))

@@ -9,9 +9,9 @@ import torch
 
 from everstep.checkpoint.state import apply
 from everstep.recovery.errors import LoopError
-from everstep.train.covered import Covered
+from everstep.train.guards.replicas import Replicas
+from everstep.train.guards.untracked.covered import Covered
 from everstep.train.once import KEY, Onces
-from everstep.train.replicas import Replicas
 
 
 class Averaged:

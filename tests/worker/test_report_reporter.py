@@ -19,8 +19,8 @@ import torch
 
 from everstep.checkpoint import Occupied
 from everstep.contract.messages import MAX_METRICS, REPORT_PATH, Phase, Report
-from everstep.train import report as module
-from everstep.train.report import MAX_PENDING, Reporter
+from everstep.reporting import report as module
+from everstep.reporting.report import MAX_PENDING, Reporter
 
 
 class Operator:
@@ -425,7 +425,7 @@ def test_forked_child_reports_for_itself_and_never_hangs(operator: Operator) -> 
 
 def test_last_report_is_sent_when_the_script_just_ends(operator: Operator) -> None:
     script = """
-import everstep.train.report as r
+import everstep.reporting.report as r
 r.FLUSH_SECONDS = 30.0  # the machine may be busy
 for i in range(1, 101):
     r.report(step=i, metrics={'loss': 1 / i})
@@ -437,7 +437,7 @@ for i in range(1, 101):
 
 def test_module_imports_nothing_beyond_the_standard_library() -> None:
     script = (
-        "import sys; before = set(sys.modules); import everstep.train.report, json\n"
+        "import sys; before = set(sys.modules); import everstep.reporting.report, json\n"
         "new = {m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names) - {'everstep'}\n"
         "print(json.dumps(sorted(new)))"
     )

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from everstep.data.loader import ElasticLoader
     from everstep.data.sampler import ElasticSampler
     from everstep.recovery.errors import LoopError
+    from everstep.reporting.report import report
     from everstep.storage.errors import StoreUnusable
-    from everstep.train.report import report
+    from everstep.train.coordination.stop_signal import Preempted
     from everstep.train.session import Run, current, start
-    from everstep.train.stopping import Preempted
 
 __all__ = [
     "Checkpointer",
@@ -52,7 +52,7 @@ _HOME = {
     "ElasticSampler": "data.sampler",
     "Fenced": "checkpoint.errors",
     "LoopError": "recovery.errors",
-    "Preempted": "train.stopping",
+    "Preempted": "train.coordination.stop_signal",
     "RngState": "checkpoint.rng",
     "Run": "train.session",
     "StoreUnusable": "storage.errors",
@@ -60,7 +60,7 @@ _HOME = {
     "current": "train.session",
     "load": "checkpoint.readonly",
     "open_commit": "checkpoint.opened",
-    "report": "train.report",
+    "report": "reporting.report",
     "start": "train.session",
 }
 

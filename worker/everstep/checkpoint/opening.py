@@ -198,7 +198,7 @@ def quiet(hook: Events) -> Events:
 
 def default_events() -> Events:
     """Progress reports to the operator; nothing outside a TrainingJob."""
-    from everstep.train.report import default_reporter  # noqa: PLC0415  the engine works without the session layer
+    from everstep.reporting.report import default_reporter  # noqa: PLC0415  the engine works without the session layer
 
     return default_reporter().on_event
 

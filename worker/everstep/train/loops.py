@@ -23,24 +23,26 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.state.randomness import STATE, Randomness, Rng
 from everstep.recovery.state.shape import Shape
 from everstep.recovery.state.switches import SWITCHES, Switches
-from everstep.train import asked, bodies, ending, mistakes, once
-from everstep.train.between import Between
-from everstep.train.boundary import Boundary
-from everstep.train.byhand import ByHand
-from everstep.train.census import Census
-from everstep.train.changing import Recovering
-from everstep.train.cuts import Cuts
+from everstep.train import asked, early_exit, once
+from everstep.train.between_steps import Between
+from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.stop_signal import Left, Preempted
 from everstep.train.evaluation import Evaluations
-from everstep.train.feeding import Feed, feed_of
+from everstep.train.feeding.feed import Feed, feed_of
+from everstep.train.feeding.resharding import Cuts
+from everstep.train.feeding.unmanaged_loaders import ByHand
+from everstep.train.guards import call_mistakes
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.comparison.shadow_step import ShadowStep
-from everstep.train.meshes import make_mesh
-from everstep.train.nesting import Nesting
-from everstep.train.one_more import OneMore
-from everstep.train.playable import may_be_left
+from everstep.train.guards.leavable_block import may_be_left
+from everstep.train.guards.script_text import loop_check
+from everstep.train.guards.step_after_stop import OneMore
+from everstep.train.guards.untracked.untracked_state import Census
+from everstep.train.mesh import make_mesh
+from everstep.train.nested_loops import Nesting
+from everstep.train.process_place import Place
+from everstep.train.recovering_world import Recovering
 from everstep.train.step import Phase, Step, StepScope, failed
-from everstep.train.stopping import Left, Preempted
-from everstep.train.world import Place
 from everstep.train.worlds import Steady, World
 
 log = logging.getLogger("everstep.train")
@@ -101,7 +103,7 @@ class Loops:
         if self._nesting.nested:
             yield from self._steps_of_epoch(loader, until, epochs)
             return
-        mistakes.check_goal(loader, until, epochs)
+        call_mistakes.check_goal(loader, until, epochs)
         with self._looping(loader, until, epochs) as (world, _):
             while True:
                 while self.step < self._goal:
@@ -326,13 +328,13 @@ class Loops:
         if self._recovery is None and not self._boundary.saves:
             return
         function = self._function if self._nesting.nested is nested else None
-        bodies.check_loop(
+        loop_check.check_loop(
             sys._getframe(1), function, self._state, self._census.is_untracked, self._called,
             self._feed.datasets if self._feed is not None else (),
             changes=self._recovery is not None, nested=nested,
         )  # fmt: skip
         if not nested:
-            bodies.check_modules(self._state, self._census.is_untracked)
+            loop_check.check_modules(self._state, self._census.is_untracked)
 
     def _evaluate_now(self, call: Callable[[], Any]) -> None:
         world, nesting = self._world, self._nesting
@@ -354,8 +356,8 @@ class Loops:
     def _end_early(self, world: World) -> None:
         """The script has left its loop. Raises `LoopError` unless all ranks have, after the same step."""
         refused = self._recovery.program.scope.refused if self._recovery is not None else None
-        ending.check_error(self._ended_by or refused, self.step, self._goal)
-        ending.check_step(self._taken)
+        early_exit.check_error(self._ended_by or refused, self.step, self._goal)
+        early_exit.check_step(self._taken)
         if self._taken is not None and self._taken.phase is Phase.LOST:
             world.go_on(self._taken.phase)
         try:

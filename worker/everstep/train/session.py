@@ -38,15 +38,16 @@ from everstep.recovery.group.script_location import UNKNOWN
 from everstep.recovery.state.randomness import STATE, Rng, source_of
 from everstep.recovery.state.shape import MODEL, SHARD, shape_of
 from everstep.recovery.state.switches import SWITCHES
-from everstep.train import asked, ending, evaluation, mistakes, once
+from everstep.reporting.report import Reporter
+from everstep.train import asked, early_exit, evaluation, once
 from everstep.train.averaging import average
-from everstep.train.boundary import Boundary
-from everstep.train.covered import OWN_NAMES
+from everstep.train.coordination.group_shutdown import leave_group
+from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.guards import call_mistakes
+from everstep.train.guards.untracked.covered import OWN_NAMES
 from everstep.train.loops import Loops
-from everstep.train.parting import leave_group
 from everstep.train.pipelines import PipelineSchedule
-from everstep.train.report import Reporter
-from everstep.train.world import most_processes, take_place
+from everstep.train.process_place import most_processes, take_place
 
 log = logging.getLogger("everstep.train")
 
@@ -125,15 +126,15 @@ class Run(Loops):
         """Name what makes up the training state: modules, optimizers, schedulers, scalers, tensors, anything with
         `state_dict` and `load_state_dict`, and random generators. Before the first step."""
         if unnamed:
-            raise LoopError(mistakes.unnamed(unnamed, objects, sys._getframe(1)))
+            raise LoopError(call_mistakes.unnamed(unnamed, objects, sys._getframe(1)))
         if self._loop:
-            raise LoopError(mistakes.tracked_late(objects))
+            raise LoopError(call_mistakes.tracked_late(objects))
         for name, value in objects.items():
             if name in RESERVED or name in self._state or name in self._random:
                 what = "reserved" if name in RESERVED else "tracked already"
                 raise LoopError(f"track({name}=…): the name {name!r} is {what}; use another")
             if isinstance(value, Union):
-                raise LoopError(mistakes.marked(name))
+                raise LoopError(call_mistakes.marked(name))
             held = value if source_of(value) is None else self._random.track(name, value)
             if held is not None:
                 self._state[name] = held
@@ -267,7 +268,7 @@ class Run(Loops):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not ending.is_done(error):
+        if not early_exit.is_done(error):
             return
         if self._world is not None:
             self._end_early(self._world)

@@ -23,15 +23,15 @@ from everstep.recovery.state.optimizers import before_step, has_closure
 from everstep.recovery.state.randomness import settle
 from everstep.recovery.state.scalers import Scales
 from everstep.recovery.state.shape import Shape
-from everstep.train import ending
-from everstep.train.between import Between
-from everstep.train.boundary import Boundary
-from everstep.train.census import Census
-from everstep.train.feeding import Feed
+from everstep.train import early_exit
+from everstep.train.between_steps import Between
+from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.feeding.feed import Feed
 from everstep.train.guards.comparison.restart_check import RestartCheck
-from everstep.train.hooks import Hooks
-from everstep.train.reduction import Reduction
-from everstep.train.replicas import Replicas
+from everstep.train.guards.gradient_reduction import Reduction
+from everstep.train.guards.replicas import Replicas
+from everstep.train.guards.untracked.hooks import Hooks
+from everstep.train.guards.untracked.untracked_state import Census
 from everstep.train.step import Phase, StepScope
 
 
@@ -143,7 +143,7 @@ class Steady:
     def _all_left_out(self) -> None:
         self._scales.check(self._boundary.step, self._boundary.gather)
         if self._gradients.take_left_out():
-            self._all_meet(ending.all_left_out)
+            self._all_meet(early_exit.all_left_out)
 
     def _ranks(self) -> Ranks:
         return join(None, None, None) if self._size > 1 else Alone()
@@ -191,7 +191,7 @@ class Steady:
         return 0
 
     def all_leave(self) -> None:
-        self._all_meet(ending.all_leave)
+        self._all_meet(early_exit.all_leave)
 
     def _all_meet(self, meet: Callable[..., None]) -> None:
         if self._size > 1:

@@ -38,7 +38,7 @@ from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
 from everstep.data import ElasticLoader
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import LateRng
-from everstep.train.boundary import Boundary
+from everstep.train.coordination.step_coordinator import Boundary
 from everstep.train.evaluation import figures
 
 try:
@@ -51,7 +51,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.order import known_order
 from everstep.train.adapters.own_loop import held, trained_loader
-from everstep.train.adapters.prepared import Prepared
+from everstep.train.adapters.prepared import Prepared, unwrapped
 
 accelerated.follow(loops=True)
 
@@ -278,13 +278,3 @@ def _check(accelerator: Any) -> None:
             f"Accelerate trains with {kind.value}, whose engine keeps parameters and optimizer state that no commit "
             "would hold: leave that plugin out, for DistributedDataParallel, or save with accelerator.save_state()"
         )
-
-
-def unwrapped(accelerator: Any, value: Any) -> Any:
-    """What is in a prepared object, and goes into a commit."""
-    if hasattr(value, "forward"):
-        return accelerator.unwrap_model(value)
-    for inner in ("optimizer", "scheduler"):
-        if type(value).__module__.startswith("accelerate.") and hasattr(value, inner):
-            return getattr(value, inner)
-    return value

@@ -27,7 +27,7 @@ from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import ScriptPhase
-from everstep.train.world import most_processes
+from everstep.train.process_place import most_processes
 
 
 class _Process:

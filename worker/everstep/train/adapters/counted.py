@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from everstep.recovery.errors import LoopError
-from everstep.train.holdings import is_script
-from everstep.train.sources import tree_of
+from everstep.train.guards.script_objects import is_script
+from everstep.train.guards.script_text.sources import tree_of
 
 _ADDS = frozenset({"append", "extend"})
 _GUARD = "sync_gradients"

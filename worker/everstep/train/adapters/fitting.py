@@ -38,15 +38,15 @@ from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.validity import Validity
 from everstep.train.adapters.logged import Logged
 from everstep.train.adapters.uncounted import Uncounted
-from everstep.train.between import Between
-from everstep.train.boundary import Boundary
-from everstep.train.changing import Recovering
-from everstep.train.cuts import Cuts
+from everstep.train.between_steps import Between
+from everstep.train.coordination.step_coordinator import Boundary
 from everstep.train.evaluation import Evaluations
-from everstep.train.nesting import Nesting
+from everstep.train.feeding.resharding import Cuts
+from everstep.train.nested_loops import Nesting
 from everstep.train.once import Onces
+from everstep.train.process_place import most_processes
+from everstep.train.recovering_world import Recovering
 from everstep.train.step import Phase
-from everstep.train.world import most_processes
 
 INSTEAD = "or say EverstepCallback(in_process=False): then all processes end with a lost peer, and go on from a commit"
 

@@ -31,7 +31,7 @@ from typing import Any
 from everstep.checkpoint import Checkpointer, CheckpointError
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng
-from everstep.train.boundary import Boundary
+from everstep.train.coordination.step_coordinator import Boundary
 
 try:
     from transformers import TrainerCallback

@@ -27,7 +27,7 @@ from everstep.recovery.errors import LoopError
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng, RngAt
 from everstep.train.adapters.logged import Logged
-from everstep.train.boundary import Boundary
+from everstep.train.coordination.step_coordinator import Boundary
 
 try:
     from lightning.pytorch import Callback

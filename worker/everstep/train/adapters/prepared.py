@@ -26,10 +26,10 @@ from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.own_loop import OwnLoop
-from everstep.train.boundary import Boundary
+from everstep.train.coordination.step_coordinator import Boundary
 from everstep.train.evaluation import figures
+from everstep.train.process_place import take_place
 from everstep.train.session import Run
-from everstep.train.world import take_place
 
 
 class Session(Run):
@@ -221,8 +221,6 @@ def _base(loader: Any) -> Any:
 
 
 def _inner(accelerator: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
-    from everstep.train.adapters.accelerate import unwrapped  # noqa: PLC0415  which imports this
-
     if getattr(accelerator, "split_batches", False):
         raise LoopError(
             "split_batches=True: a batch of the loader is that of all processes. Leave it out, and say the batch of "
@@ -259,3 +257,13 @@ def _cut_anew(accelerator: Any, made: Any, original: Any, arguments: Mapping[str
     for name in ("base_dataloader", "rng_types", "synchronized_generator"):
         if hasattr(fresh, name):
             setattr(made, name, getattr(fresh, name))
+
+
+def unwrapped(accelerator: Any, value: Any) -> Any:
+    """What is in a prepared object, and goes into a commit."""
+    if hasattr(value, "forward"):
+        return accelerator.unwrap_model(value)
+    for inner in ("optimizer", "scheduler"):
+        if type(value).__module__.startswith("accelerate.") and hasattr(value, inner):
+            return getattr(value, inner)
+    return value

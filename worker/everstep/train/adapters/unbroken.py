@@ -35,13 +35,13 @@ from everstep.recovery.group.script_location import ScriptPhase
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.uncounted import Uncounted
-from everstep.train.between import Between
-from everstep.train.boundary import Boundary
-from everstep.train.changing import Recovering
-from everstep.train.cuts import Cuts
+from everstep.train.between_steps import Between
+from everstep.train.coordination.step_coordinator import Boundary
 from everstep.train.evaluation import Evaluations
-from everstep.train.nesting import Nesting
+from everstep.train.feeding.resharding import Cuts
+from everstep.train.nested_loops import Nesting
 from everstep.train.once import Onces
+from everstep.train.recovering_world import Recovering
 from everstep.train.step import Phase
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from everstep.train.census import Census
+from everstep.train.guards.untracked.untracked_state import Census
 
 
 class Uncounted(Census):

@@ -27,11 +27,11 @@ from typing import Any, Final
 import torch
 
 from everstep.recovery.errors import LoopError
-from everstep.train.boundary import Boundary
+from everstep.train.coordination.step_coordinator import Boundary
 from everstep.train.guards.comparison.local_gradients import LocalGradients, pack, unpack
 from everstep.train.guards.comparison.optimizer_updates import OptimizerUpdates
-from everstep.train.plain import TRACK, Values, differences, listed, plain_values
-from everstep.train.sources import program
+from everstep.train.guards.plain_values import TRACK, Values, differences, listed, plain_values
+from everstep.train.guards.script_text.sources import program
 
 log = logging.getLogger("everstep.train")
 

@@ -37,9 +37,9 @@ from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.group.members import Members
 from everstep.recovery.group.script_location import script_call_site
 from everstep.train.guards.comparison.local_gradients import LocalGradients, is_own, pack, unpack
-from everstep.train.holdings import variables, walk
-from everstep.train.plain import TRACK, Values, differences, listed, plain_values
-from everstep.train.playable import may_be_left
+from everstep.train.guards.leavable_block import may_be_left
+from everstep.train.guards.plain_values import TRACK, Values, differences, listed, plain_values
+from everstep.train.guards.script_objects import variables, walk
 
 log = logging.getLogger("everstep.train")
 

@@ -1,0 +1,381 @@
+"""Progress reports: how a training process tells the operator where it is, at no cost to training.
+
+The operator measures recovery time, goodput and checkpoint age from these reports, so each process announces its start,
+its restore and its first step after a (re)start at once; afterwards only rank 0 goes on, at most twice a second.
+
+It may not know torch, the operator or the checkpoint engine: standard library and `everstep.contract` only. Invariants:
+nothing here raises into training, blocks it, or synchronises a device; memory is bounded; an operator that is away for
+an hour costs one log line. Without EVERSTEP_REPORT_URL every call does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from everstep.contract import env, redact, termination
+from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS, Phase, Report
+from everstep.reporting.http_post import PostError, Refused, post
+
+log = logging.getLogger("everstep.report")
+
+MIN_INTERVAL = 0.5  # seconds between two steady progress reports
+MAX_PENDING = 16  # reports kept while the operator is away; the oldest go first
+BACKOFF_FIRST, BACKOFF_MAX = 0.25, 5.0  # seconds
+FLUSH_SECONDS = 2.0
+# The contract cuts longer texts; cutting here keeps the report under its size bound.
+MAX_ERROR = 500
+
+
+@dataclass(slots=True)
+class _Pending:
+    report: Report
+    metrics: dict[str, Any] = field(default_factory=dict)
+    steady: bool = False  # may be replaced by a newer one and waits for MIN_INTERVAL
+
+
+class Reporter:
+    """Sends the reports of one training process from a thread of its own.
+
+    Reports leave in order; of several steady ones only the newest is kept. What could not be delivered is retried with
+    back-off while it fits in MAX_PENDING, so a recovery is still measured when the operator itself was being replaced.
+    A forked child starts with an empty queue and its own thread. All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        token_file: str | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        round: int = 0,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._url = url or None
+        self._token_file = token_file or None
+        self._identity = (rank, world_size, round)
+        self._now = now
+        self._reset()
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Reporter:
+        """The reporter of this process, by the variables that the operator and torchrun set."""
+        return cls(
+            environ.get(env.REPORT_URL),
+            environ.get(env.TOKEN_FILE),
+            rank=_number(environ, "RANK", 0),
+            world_size=_number(environ, "WORLD_SIZE", 1),
+            round=_number(environ, env.ROUND, 0),
+        )
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._wake = threading.Condition()
+        self._queue: deque[_Pending] = deque(maxlen=MAX_PENDING)
+        self._thread: threading.Thread | None = None
+        self._in_flight = False
+        self._flushing = False
+        self._away = False  # the operator did not answer the last time; said once
+        self._said: set[str] = set()
+        self._known = Report(Phase.START, self._identity[0], self._identity[1], 0.0, round=self._identity[2])
+        self._started = self._stepped = False
+        self._metrics: dict[str, Any] = {}  # floats or detached CPU tensors, read on the reporter's thread
+        self._mark: tuple[int, float] | None = None  # step and monotonic time of the previous report
+
+    # What happened in training. Each of these returns at once and never raises.
+
+    def started(self) -> None:
+        """The process runs; the process group may not exist yet. Sent once, implied by every other call."""
+        self._offer(Phase.START)
+
+    def restored(self, step: int | None, seconds: float | None = None) -> None:
+        """State was read from the commit of `step` in `seconds`; None: there was no commit."""
+        self._offer(Phase.RESTORE, mark=step or 0, restored_step=step, restore_seconds=seconds, step=step)
+
+    def moved(self, rank: int, world_size: int, round: int) -> None:
+        """The process goes on in another round. Its next step is told at once, whichever rank it is by now."""
+        with self._wake:
+            self._identity = (rank, world_size, round)
+            self._known = replace(self._known, rank=rank, world_size=world_size, round=round, straggler=None)
+            self._stepped, self._mark = False, None
+
+    def step(
+        self,
+        step: int,
+        *,
+        total_steps: int | None = None,
+        epoch: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`step` optimizer steps are complete.
+
+        Metrics (at most 8) are numbers or 0-d CPU tensors; a tensor is detached here and read later on the reporter's
+        thread. One on an accelerator is left out, with one log line, because reading it would wait for the device.
+        """
+        known = {"total_steps": total_steps, "epoch": epoch}
+        self._offer(
+            Phase.TRAIN, step=int(step), metrics=metrics or {}, **{k: v for k, v in known.items() if v is not None}
+        )
+
+    def slow(self, what: str | None) -> None:
+        """Which rank the others wait for, told with the next steps; None: none."""
+        with self._wake:
+            self._known = replace(self._known, straggler=redact.short(what, MAX_ERROR) if what else None)
+
+    def committed(self, step: int, at: float | None = None) -> None:
+        """The commit of `step` exists since `at`, in seconds since the epoch (default: now)."""
+        self._offer(Phase.SAVE, committed_step=step, committed_at=at if at is not None else self._now())
+
+    def save_failed(self, step: int | None, error: object) -> None:
+        """The attempt to commit `step` failed; training goes on."""
+        text = f"step {step}: {error}" if step is not None else str(error)
+        self._offer(Phase.SAVE_FAILED, checkpoint_error=redact.short(text, MAX_ERROR))
+
+    def save_skipped(self) -> None:
+        """A save was due while the one before was still being written; nothing is wrong with that one."""
+        self._offer(Phase.SAVE_SKIPPED)
+
+    def done(self) -> None:
+        """Training is complete. Waits at most FLUSH_SECONDS for what is pending."""
+        self._offer(Phase.DONE)
+        self.flush(FLUSH_SECONDS)
+
+    def on_event(self, kind: str, **fields: Any) -> None:
+        """The hook that `everstep.Checkpointer` calls. Kinds without a report of their own are ignored."""
+        with contextlib.suppress(Exception):
+            match kind:
+                case "restored":
+                    self.restored(fields.get("step"), fields.get("seconds"))
+                case "committed":
+                    self.committed(fields["step"], fields.get("at"))
+                case "save-failed":
+                    self.save_failed(fields.get("step"), fields.get("error", "unknown error"))
+                case "save-skipped":
+                    self.save_skipped()
+                case "stepped-over":
+                    self._damaged(fields["n"], fields.get("error", ""))
+                case "fenced":
+                    # It ends the process: with an exit code of its own, and with its reason where that is read.
+                    termination.write_error(fields["error"])
+                case "unusable":
+                    error = fields["error"]
+                    termination.write_error(error)
+                    self.save_failed(None, f"{type(error).__name__}: {error}")  # the operator knows it by this name
+                    self.flush()
+                case _:
+                    log.debug("no report for checkpoint event %r", kind)
+
+    def _damaged(self, n: int, error: object) -> None:
+        """A commit was passed over for an older one: told together with the restore that this is part of."""
+        self.started()
+        with self._wake:
+            text = f"log record {n} is stepped over: {error}"
+            self._known = replace(self._known, checkpoint_error=redact.short(text, MAX_ERROR))
+
+    def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
+        """Wait until nothing is pending, at most `timeout` seconds; whether that was reached."""
+        if self._url is None or self._pid != os.getpid():
+            return True
+        with self._wake:
+            self._flushing = True
+            self._wake.notify_all()
+            try:
+                return self._wake.wait_for(lambda: not self._queue and not self._in_flight, timeout)
+            finally:
+                self._flushing = False
+
+    # The caller's side: bookkeeping under a lock that is never held during I/O.
+
+    def _offer(
+        self, phase: Phase, *, mark: int | None = None, metrics: Mapping[str, Any] | None = None, **f: Any
+    ) -> None:
+        if self._url is None:
+            return
+        try:
+            if self._pid != os.getpid():
+                # A fork copies neither the thread nor a usable state of the lock, and what is pending is the parent's.
+                self._reset()
+            with self._wake:
+                if not self._started:
+                    self._started = True
+                    self._queue.append(_Pending(replace(self._known, phase=Phase.START, at=self._now())))
+                    self._rouse()
+                if phase is not Phase.START and self._record(phase, mark, metrics or {}, f):
+                    self._rouse()
+        except Exception as e:  # a report is never worth a training step
+            log.debug("report dropped: %s", e)
+
+    def _record(self, phase: Phase, mark: int | None, metrics: Mapping[str, Any], fields: dict[str, Any]) -> bool:
+        """Bring what is known up to date; queue a report of it if this rank is the one to say so."""
+        first = phase is Phase.TRAIN and not self._stepped
+        # After a restore the next step is the end of a recovery, and is told at once.
+        self._stepped = phase is Phase.TRAIN or (self._stepped and phase is not Phase.RESTORE)
+        tick = time.monotonic()
+        seconds = None
+        if phase is Phase.TRAIN and self._mark is not None and fields["step"] > self._mark[0]:
+            seconds = max(0.0, (tick - self._mark[1]) / (fields["step"] - self._mark[0]))
+        if mark is not None:
+            self._mark = (mark, tick)
+        elif phase is Phase.TRAIN and self._mark is None:
+            self._mark = (fields["step"], tick)
+        # What was last said about the run is carried along, so that any one report is a whole picture.
+        self._known = replace(self._known, phase=phase, at=self._now(), step_seconds=seconds, **fields)
+        self._metrics = self._readable(metrics) or self._metrics
+        pending = _Pending(self._known, self._metrics, steady=phase in (Phase.TRAIN, Phase.SAVE) and not first)
+        # Facts of one moment are not repeated: a later report would claim them anew.
+        self._known = replace(self._known, restored_step=None, restore_seconds=None, checkpoint_error=None)
+        if self._identity[0] != 0 and not first and phase in (Phase.TRAIN, Phase.SAVE, Phase.SAVE_SKIPPED):
+            return False  # one voice per job; ranks beyond 0 speak only about (re)starts, failures and the end
+        if pending.steady and self._queue and self._queue[-1].steady:
+            waiting = self._queue.pop().report
+            if phase is Phase.SAVE and waiting.phase is Phase.TRAIN:
+                # A job that commits at every step must still say how fast it steps: one report tells both.
+                known = self._known
+                pending.report = replace(
+                    waiting, committed_step=known.committed_step, committed_at=known.committed_at, at=known.at
+                )
+        self._queue.append(pending)
+        return True
+
+    def _readable(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for name, value in list(metrics.items())[:MAX_METRICS]:
+            device = getattr(value, "device", "cpu")
+            if getattr(device, "type", device) == "cpu":
+                # Detached, else the pending report would keep the whole autograd graph alive.
+                kept[str(name)[:MAX_METRIC_NAME]] = value.detach() if hasattr(value, "detach") else value
+            else:
+                self._say_once(
+                    str(name), f"metric {name!r} is on {device} and not reported: reading it would wait for the device"
+                )
+        return kept
+
+    def _rouse(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="everstep-report", daemon=True)
+            self._thread.start()
+        self._wake.notify_all()
+
+    # The reporter's thread.
+
+    def _run(self) -> None:
+        backoff, earliest, unsteady = 0.0, 0.0, 0.0
+        while True:
+            with self._wake:
+                while not self._due(earliest, unsteady):
+                    self._wake.wait(self._until(earliest, unsteady))
+                pending = self._queue.popleft()
+                self._in_flight = True
+                if pending.report.phase is Phase.TRAIN and pending.report.step is not None:
+                    self._mark = (pending.report.step, time.monotonic())
+            delivered = self._deliver(pending)
+            tick = time.monotonic()
+            with self._wake:
+                self._in_flight = False
+                if delivered:
+                    backoff = 0.0
+                else:
+                    backoff = min(BACKOFF_MAX, backoff * 2 or BACKOFF_FIRST)
+                    self._put_back(pending)
+                unsteady = tick + backoff
+                earliest = tick + max(MIN_INTERVAL, backoff)
+                self._wake.notify_all()
+
+    def _due(self, earliest: float, unsteady: float) -> bool:
+        return bool(self._queue) and (self._until(earliest, unsteady) or 0.0) <= 0.0
+
+    def _until(self, earliest: float, unsteady: float) -> float | None:
+        """Seconds until the head of the queue may leave; None when there is nothing to send."""
+        if not self._queue:
+            return None
+        at = earliest if self._queue[0].steady and not self._flushing else unsteady
+        return max(0.0, at - time.monotonic())
+
+    def _put_back(self, pending: _Pending) -> None:
+        superseded = pending.steady and bool(self._queue)
+        if not superseded and len(self._queue) < MAX_PENDING:
+            self._queue.appendleft(pending)
+
+    def _deliver(self, pending: _Pending) -> bool:
+        """Whether this report is settled: accepted, or refused in a way that repeating cannot mend."""
+        assert self._url is not None
+        try:
+            report = replace(pending.report, metrics=_floats(pending.metrics))
+            post(self._url, self._token(), report.encode())
+        except Refused as e:
+            self._say_once(str(e), f"the operator refuses this process's reports, training goes on: {e}")
+            return True
+        except (PostError, OSError) as e:
+            if not self._away:
+                self._away = True
+                log.warning("cannot report to the operator at %s, training goes on: %s", self._url, e)
+            return False
+        except Exception as e:
+            self._say_once(type(e).__name__, f"report dropped, training goes on: {e}")
+            return True
+        if self._away:
+            self._away = False
+            log.info("reports reach the operator again")
+        return True
+
+    def _token(self) -> str | None:
+        """Read afresh each time: the kubelet replaces a projected token before it expires."""
+        if self._token_file is None:
+            return None
+        with open(self._token_file, encoding="ascii") as f:
+            return f.read(16 * 1024).strip()
+
+    def _say_once(self, key: str, text: str) -> None:
+        if key not in self._said and len(self._said) < 32:
+            self._said.add(key)
+            log.warning("%s", text)
+
+
+def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for name, value in metrics.items():
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            out[name] = float(value)
+    return out
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return max(0, int(environ.get(name, "")))
+    except ValueError:
+        return default
+
+
+_default: Reporter | None = None
+_default_lock = threading.Lock()
+
+
+def default_reporter() -> Reporter:
+    """The reporter of this process, made from the environment at first use and flushed at exit (at most 2 s)."""
+    global _default  # noqa: PLW0603  # one process, one voice
+    with _default_lock:
+        if _default is None:
+            _default = Reporter.from_env()
+            termination.install()
+            atexit.register(_default.flush, FLUSH_SECONDS)
+        return _default
+
+
+def report(
+    *,
+    step: int,
+    total_steps: int | None = None,
+    epoch: int | None = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> None:
+    """Tell the operator that `step` optimizer steps are complete; see `Reporter.step`. Never raises, never blocks."""
+    default_reporter().step(step, total_steps=total_steps, epoch=epoch, metrics=metrics)

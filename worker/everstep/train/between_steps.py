@@ -1,0 +1,100 @@
+"""What a script has asked for between two steps: functions of `run.once`, then those of `run.evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from everstep.checkpoint.ranks import Ranks
+from everstep.recovery.group.members import Members
+from everstep.recovery.state.randomness import STATE, Randomness
+from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.evaluation import Before, Evaluations, figures, unchanged
+from everstep.train.nested_loops import Nesting
+from everstep.train.once import Onces
+
+# Added to the step for the random numbers of its evaluations: half of the numbers that the seeds tell apart.
+EVALUATION = 2**31
+
+
+class Between:
+    """Of one run; `goal` tells of how many steps."""
+
+    def __init__(self, onces: Onces, evaluations: Evaluations, goal: Callable[[], int], nesting: Nesting) -> None:
+        self.nesting = nesting
+        self._onces, self._evaluations, self._goal = onces, evaluations, goal
+        self.asks: list[str] = []  # what the script has asked of the run by now, in words
+        self._before: Before | None = None  # the newest evaluations, while they may have to be called again
+        self.torn: str | None = None  # what the newest have moved, and nobody can put back
+
+    def run(
+        self,
+        boundary: Boundary,
+        state: Mapping[str, Any],
+        ranks: Callable[[], Ranks],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Do what is due after `boundary.step` steps. `check` raises if a peer was lost, which the script may have kept
+        to itself. Collective."""
+        if not self._onces.done:
+            self._onces.run(ranks())
+            check()
+        step, evaluations = boundary.step, self._evaluations
+        evaluations.come(step)
+        if self._before is not None and self._before.step != step:
+            self._before = None
+        if not (due := evaluations.due(step, self._goal())):
+            return
+        self.call(due, boundary, state, check)
+        evaluations.over(step)
+
+    def call(
+        self,
+        functions: Iterable[Callable[[], Any]],
+        boundary: Boundary,
+        state: Mapping[str, Any],
+        check: Callable[[], None],
+    ) -> None:
+        """Evaluate after `boundary.step` steps. If a peer is lost in it, what it has moved is put back. Collective."""
+        step = boundary.step
+        before = Before(state, step)
+        self.torn = None
+        try:
+            for function in functions:
+                with boundary.evaluating():
+                    with unchanged(state, lambda: _seed(state, step)):
+                        found = function()
+                    before.check()
+                    boundary.log(figures(found))
+            check()
+        except BaseException:
+            self.torn = before.put_back()
+            raise
+        self._before = before
+
+    def meet(self, step: int, members: Members) -> None:
+        """A round has formed, and its members are not at one state yet. Where a member has ended the evaluations that
+        another one has not, all call them again, and from the same state. Collective."""
+        if not len(self._evaluations):
+            return
+        mine = self._evaluations.standing(step)
+        told = members.gather((step, mine))
+        if self._before is not None and self._evaluations.reopens(step, mine, told):
+            self._before.put_back()
+            self._before = None
+
+    def agree(self, step: int, members: Members) -> None:
+        """They are at one state. Collective."""
+        if len(self._evaluations):
+            told = members.gather((self._evaluations.standing(step),))
+            self._evaluations.agree(step, [one for (one,) in told])
+        self.nesting.agree(members)
+
+
+def _seed(state: Mapping[str, Any], step: int) -> None:
+    """Let an evaluation draw what it would draw in a process that came later."""
+    found = state.get(STATE)
+    if isinstance(found, Randomness) and found.each_step:
+        found.begin(EVALUATION + step, dist.get_rank() if dist.is_initialized() else 0)

@@ -1,0 +1,325 @@
+"""What happens between two steps of a training loop: report, agree, save, stop.
+
+Knows neither the loop nor a framework: the session and the adapters say what the state is and when a step is complete.
+Invariants: every rank saves and stops after the same step; a process that was asked to stop leaves at a boundary and
+runs nothing of what comes after training, unless that was complete by then; once `leave` was called SIGTERM does what
+it did before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from everstep.checkpoint import Checkpointer, Fenced, SaveFailed, StateMismatch
+from everstep.checkpoint.ranks import Ranks
+from everstep.contract import termination
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.collectives import gather_over, reduce_into
+from everstep.recovery.state import places
+from everstep.reporting.report import Reporter, default_reporter
+from everstep.storage.errors import StoreUnusable
+from everstep.train.coordination.group_shutdown import part
+from everstep.train.coordination.metrics import Metrics
+from everstep.train.coordination.save_schedule import Keeper
+from everstep.train.coordination.step_agreement import Intent, Wish, group_of_its_own
+from everstep.train.coordination.stop_signal import Left, Preempted, StopSignal
+
+log = logging.getLogger("everstep.train")
+
+HANDLER_STEPS = 16  # between two looks at the handler of SIGTERM, which take 10 µs
+ONE_MORE_SECONDS, ONE_MORE_STEPS = 5.0, 3.0  # that must be left, to begin one more step before the process leaves
+PEER_SECONDS = 600.0  # an agreement of the ranks fails after so long
+
+
+class Boundary:
+    """`join` and `restore` once, `completed` after each step, `finish` after the last, `leave` whatever happened."""
+
+    def __init__(self, keeper: Keeper | None, reporter: Reporter) -> None:
+        self._keeper = keeper
+        self._reporter = reporter
+        self._metrics = Metrics()
+        self._evaluates = False
+        self._stop = StopSignal()
+        self._state: Mapping[str, Any] = {}
+        self._group: Any = None
+        self._intent = Intent(None)
+        self._rank = 0
+        self._check: Callable[[], None] = _nothing
+        # The state as a commit names it.
+        self.named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda state: state
+        self.places = 1  # of a replica, each with optimizers of its own
+        self._counted, self._step_seconds = time.monotonic(), 0.0  # of the newest step, with what came before it
+        self.has_time = False  # when the run was asked to stop: for one more step, on all ranks
+        self.step = 0
+
+    @classmethod
+    def find(
+        cls,
+        checkpoint: str | os.PathLike[str] | Checkpointer | None,
+        every_steps: int | None,
+        every_seconds: float | None,
+        options: Mapping[str, Any],
+        reporter: Reporter | None = None,
+    ) -> Boundary:
+        """With the store and policy that were passed, else those of the environment; see `everstep.start`."""
+        with _exit_codes():
+            keeper = Keeper.find(checkpoint, every_steps, every_seconds, options)
+        return cls(keeper, reporter or default_reporter())
+
+    def join(self) -> None:
+        """Meet the other ranks. Collective, and needs the process group where there is to be one."""
+        if dist.is_available() and dist.is_initialized():
+            self._rank = dist.get_rank()
+        self._group = group_of_its_own(PEER_SECONDS)
+        self._intent = Intent(self._group)
+        self._reporter.started()
+        if self._keeper is None and self._rank == 0:
+            log.warning("no checkpoint URL: nothing is saved. Pass one, or set EVERSTEP_CHECKPOINT_URL")
+
+    def track(self, state: Mapping[str, Any]) -> None:
+        """What is saved, in a process that may restore nothing because a peer gives it the state."""
+        self._state = state
+
+    def check_by(self, check: Callable[[], None]) -> None:
+        """Ask this while a save is waited for, of which a rank may be gone: it raises then."""
+        self._check = check
+
+    def move(self, ranks: Ranks, round_: int, rendezvous: str) -> None:
+        """The world is another one. What was agreed on in the one before, and a save in flight, are given up."""
+        self._rank = ranks.rank
+        self._reporter.moved(ranks.rank, ranks.world_size, round_)
+        self._group = ranks.group if ranks.world_size > 1 else None
+        self._intent = self._intent_over(self._group)
+        if self._keeper is not None:
+            self._keeper.move(ranks, round_, rendezvous)
+
+    def divide(self, places: int, named: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        """The script divides its model over the `places` ranks of a replica, and commits name the state so."""
+        self.places, self.named = places, named
+        self._intent = self._intent_over(self._group)
+
+    def _intent_over(self, group: Any) -> Intent:
+        return Intent(group, place=self._rank % self.places, places=self.places)
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Restore `state`, which is also what is saved from now on; completed steps. Collective."""
+        self._state = state
+        if self._keeper is not None:
+            with _exit_codes():
+                named = self.named(state)
+                try:
+                    self.step = self._keeper.restore(named)
+                except StateMismatch as e:
+                    if not (more := places.advice(str(e), named.places if isinstance(named, places.Placed) else 1)):
+                        raise
+                    raise StateMismatch(f"{e}{more}") from e
+        return self.step
+
+    @property
+    def saves(self) -> bool:
+        """Whether there is a store to save to."""
+        return self._keeper is not None
+
+    @property
+    def restored(self) -> bool:
+        """Whether `restore` found a commit."""
+        return self._keeper is not None and self._keeper.restored
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """What saves; None without a store."""
+        return self._keeper
+
+    def newest_commit(self) -> int:
+        """Its step; -1 if there is none, or none is known. Not collective."""
+        found = self._keeper.newest() if self._keeper is not None else None
+        return -1 if found is None else found
+
+    def begin(self, state: Mapping[str, Any]) -> int:
+        """`join` and `restore`."""
+        self.join()
+        return self.restore(state)
+
+    def watch(self) -> None:
+        """Note SIGTERM from here on. After the framework has set its own handler, which it takes the place of."""
+        self._stop.__enter__()
+
+    def check_handler(self, step: int) -> None:
+        """Raises `LoopError` if SIGTERM would go to a handler that the script has set in its loop. At some steps."""
+        if step % HANDLER_STEPS == 0 and self._stop.replaced:
+            raise LoopError(
+                "signal.signal(SIGTERM, …) in the loop: the run would not hear that it is to stop, and would not save. "
+                "Leave that handler out: at SIGTERM all ranks finish the step, save and end with exit code 86"
+            )
+
+    def log(self, metrics: Mapping[str, Any], *, of_state: bool = False) -> None:
+        """Numbers or 0-d tensors of the step that `agree` ends, for the progress report and the step's commit; never
+        waits for a device. `of_state`: of the state between two steps, whose save may have begun by now."""
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float | torch.Tensor)}
+        self._metrics.log(numbers, of_state=of_state or self._evaluates)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """What is logged in it belongs to the state as it is, and to no step that follows."""
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self._evaluates = False
+
+    def completed(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
+        """`step` steps are complete, and the state is what it was after them: `count` and `agree`."""
+        self.count(step, total=total, epoch=epoch)
+        self.agree()
+
+    def count(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
+        """`step` steps are complete: report it."""
+        self.step = step
+        self._metrics.counted()
+        now = time.monotonic()
+        self._counted, self._step_seconds = now, now - self._counted
+        self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
+
+    def slow(self, what: str | None) -> None:
+        """What is to be said of the rank that the others wait for; None: there is none any more."""
+        self._reporter.slow(what)
+
+    def agree(self, *, move: bool = False, updates: int = 0, calls: int = 0) -> bool:
+        """Save if it is time to. Whether all leave this round now, because a rank said `move`. Raises `Preempted` (exit
+        code 86) on every rank, after a commit, once any was asked to stop; `SystemExit` if this process was fenced;
+        `LoopError` on every rank if they have made other numbers of `updates`, optimizer steps, or of `calls`,
+        collectives of the program's. Collective."""
+        try:
+            return self._agree(move, updates, calls)
+        finally:
+            self._metrics.over()
+
+    def _agree(self, move: bool, updates: int, calls: int) -> bool:
+        with _exit_codes():
+            keeper = self._keeper
+            wanted = keeper is not None and self._rank == 0 and keeper.due()
+            agreed = self._intent.at_boundary(Wish(self._stop.asked, wanted, move, updates, calls))
+            if agreed.stop:
+                self._preempt()
+            if keeper is not None and (keeper.due_at(self.step) or agreed.save):
+                self._begin_save(keeper)
+        if agreed.move:
+            self._intent.settle()  # or those that leave first break it for the others
+        return agreed.move
+
+    def save(self, step: int) -> None:
+        """Begin to save the state after the last step now, because later it will be another. Collective."""
+        self.step = step
+        if self._keeper is not None and not self._all(self._keeper.durable(step, None, self._check)):
+            with _exit_codes():
+                self._begin_save(self._keeper)
+
+    def _begin_save(self, keeper: Keeper) -> None:
+        keeper.save(self.step, self.named(self._state), self._metrics.of_step() if self._rank == 0 else None)
+
+    def same(self, number: int) -> bool:
+        """Whether all ranks say this number, of at most 63 bits. Collective."""
+        if self._group is None:
+            return True
+        ends = torch.tensor([number, -number], dtype=torch.int64)
+        reduce_into(ends, dist.ReduceOp.MAX, self._group).wait()
+        most, least = ends.tolist()
+        return bool(most == -least)
+
+    def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every rank's values, by rank; as many of each, of at most 63 bits. Collective."""
+        return [tuple(values)] if self._group is None else gather_over(values, self._group)
+
+    def first(self, number: int) -> int:
+        """Rank 0's number, of at most 64 bits. Collective."""
+        high, low = self.gather(divmod(number, 2**32))[0]
+        return high << 32 | low
+
+    def finish(self, step: int, *, save: bool = True) -> None:
+        """Training is complete after `step` steps: commit them, and report it. Collective."""
+        if step != self.step:
+            self.count(step)
+        self._intent.settle()
+        with _exit_codes():
+            if self._keeper is not None and save and not self._save_now(lambda: None):
+                raise SaveFailed(f"the last step, {step}, could not be committed")
+        self.close()
+        self._reporter.done()
+
+    def close(self) -> None:
+        """Let the save in flight end. May be called again."""
+        if self._keeper is not None:
+            with _exit_codes():
+                self._keeper.checkpointer.close()
+
+    def leave(self) -> None:
+        """Put the handler of SIGTERM back that was there before."""
+        self._stop.__exit__(None, None, None)
+
+    def part(self) -> NoReturn:
+        """The others go on without this process, from the state that it has too. Raises `Left` (exit code 86)."""
+        self._end(Left(self.step))
+
+    def _preempt(self) -> NoReturn:
+        try:
+            self._intent.settle()
+            committed = self._save_now(self._stop.remaining)
+            enough = self._stop.remaining() > ONE_MORE_SECONDS + ONE_MORE_STEPS * self._step_seconds
+            self.has_time = self._all(committed and enough)
+        except RuntimeError:
+            # The others leave as soon as the commit exists, maybe before this rank has heard that it does.
+            if self.newest_commit() != self.step:
+                raise
+            committed = True
+        self._end(Preempted(self.step, committed))
+
+    def _end(self, error: Preempted) -> NoReturn:
+        termination.write(str(error), error.code if isinstance(error.code, int) else 1, [])
+        if self._rank == 0 or isinstance(error, Left):
+            log.warning("%s", error)
+        self._reporter.flush()
+        self._group, self._intent = None, Intent(None)  # the frames of `error` would keep them till Python is half gone
+        atexit.register(part)
+        raise error
+
+    def _save_now(self, remaining: Callable[[], float | None]) -> bool:
+        """Commit the present state, unless it is; whether it is durable, the same answer on every rank."""
+        if self._keeper is None:
+            return False
+        if self._all(self._keeper.durable(self.step, remaining(), self._check)):
+            return True
+        self._begin_save(self._keeper)
+        return self._all(self._keeper.durable(self.step, remaining(), self._check))
+
+    def _all(self, done: bool) -> bool:
+        """Whether every rank says so; rank 0 does only when the commit exists, so nobody leaves before."""
+        if self._group is None:
+            return done
+        answer = torch.tensor([int(done)], dtype=torch.int32)
+        reduce_into(answer, dist.ReduceOp.MIN, self._group).wait()
+        return bool(answer.item())
+
+
+def _nothing() -> None:
+    """In a world whose launcher ends its processes when a peer is gone."""
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """End the process with the code that the operator reads for an error that has one of its own."""
+    try:
+        yield
+    except (Fenced, StoreUnusable) as error:
+        termination.write_error(error)
+        print(f"everstep: {error}", file=sys.stderr)  # noqa: T201  its last line
+        raise SystemExit(error.exit_code) from error

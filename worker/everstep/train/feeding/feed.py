@@ -1,0 +1,273 @@
+"""What a run trains on: one loader or several, elastic ones or ordinary DataLoaders that are taken over.
+
+The loop and the worlds see one `Feed`, which moves all its loaders together. Invariant: each of them is at the same
+step; what cannot be cut for every world is refused before the first step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from everstep.data import Batch, DataError, ElasticLoader, Stream
+from everstep.data.assignment import World
+from everstep.data.batch import Weight
+from everstep.data.stream import Mark
+from everstep.data.takeover import TakenOver, name_of
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.randomness import Gather
+from everstep.train.guards import call_mistakes
+
+
+class Feed:
+    """`loaders` by name; "" alone is a single one. What `pack` makes of their batches is what a step gives. `sizes`: of
+    the worlds that the run may be in."""
+
+    def __init__(
+        self,
+        loaders: Mapping[str, ElasticLoader],
+        pack: Callable[[list[Any]], Any],
+        asked: Any = None,
+        sizes: Collection[int] = (),
+    ) -> None:
+        self._asked = asked
+        self._loaders = dict(loaders)
+        self._pack = pack
+        self._streams = [_Endless(loader) for loader in self._loaders.values()]
+        self._first = next(iter(self._loaders.values()))
+        self._needs = {id(loader): loader.needs_weights(sizes) for loader in self._loaders.values()}
+        self._given: list[tuple[ElasticLoader, Weight]] = []  # in the step in hand
+        self._agreed: tuple[int, ...] = ()  # the epochs whose drawn orders are known to be the same on all ranks
+        self._read_alike: tuple[tuple[int, int], ...] = ()  # of each stream, the epoch and the mark's number, likewise
+        if len(self._loaders) > 1 and (cut := [n for n, loader in self._loaders.items() if loader.micro_batch]):
+            raise LoopError(
+                f"steps(): loader {cut[0]} has micro_batch=, and a run of several loaders takes one batch of each in a"
+                " step: leave it out"
+            )
+
+    @property
+    def saved(self) -> Any:
+        """What holds the position, with `state_dict` and `load_state_dict`."""
+        return self if len(self._loaders) > 1 else self._first
+
+    @property
+    def whole(self) -> bool:
+        """Whether a step is one batch, and not several micro-batches."""
+        return self._first.micro_batch is None
+
+    @property
+    def epoch(self) -> int:
+        """That of the first loader; the others have their own."""
+        return self._first.epoch
+
+    @property
+    def epoch_begins(self) -> bool:
+        """Whether no step of that epoch is complete."""
+        return self._first.cursor.index == 0
+
+    def __len__(self) -> int:
+        """Steps of an epoch of the first loader."""
+        return len(self._first)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, of whatever epoch; of several loaders one each."""
+        try:
+            batches = [next(stream) for stream in self._streams]
+        except BaseException as e:
+            self.rewind()  # those that were asked before the one that failed give theirs again
+            if isinstance(e, DataError):
+                raise LoopError(str(e)) from e
+            raise
+        for loader, batch in zip(self._loaders.values(), batches, strict=True):
+            if isinstance(batch, Batch):
+                self._given.append((loader, batch.weighing))
+        return self._pack(batches)
+
+    def check_weights(self, step: int) -> None:
+        """An optimizer has stepped in the step in hand. Raises `LoopError` if the loss of a batch was not weighted."""
+        for loader, weight in self._given:
+            if weight.asked or (weight.value == 1 and not self._needs[id(loader)]):
+                continue
+            why = f"{weight.value:.6g} in this step" if weight.value != 1 else "1 now, and not in each step and world"
+            raise LoopError(
+                f"step {step}: the loss was not weighted by its batch's weight, which is {why} (ranks or micro-batches "
+                "with other numbers of samples): the gradient is not that of the mean over the global batch. Write "
+                "`batch.scale(loss).backward()`, or `run.scale(loss)` where there is no batch at hand; the loss is a "
+                "mean over the batch's rows, and is not divided by the number of micro-batches. A loss that is "
+                "weighted in another way (a sum over the rows) says so by reading batch.weight"
+            )
+
+    def _compare_streams(self, gather: Gather) -> None:
+        """When the position, which is the same on all ranks, has come to another mark. What a rank knows of the streams
+        depends on when it began to read them, so only marks of one number are compared."""
+        streams = [loader for loader in self._loaders.values() if isinstance(loader.dataset, Stream)]
+        at = tuple((one.cursor.epoch, one.cursor.index // one.dataset.every) for one in streams)
+        if at == self._read_alike:
+            return
+        told = gather([number for one in streams for number in _said_of(one.mark)])
+        for i in range(len(streams)):
+            known = {(said[3 * i], said[3 * i + 1], said[3 * i + 2]) for said in told if said[3 * i] >= 0}
+            if len({(epoch, index) for epoch, index, _ in known}) < len(known):
+                raise LoopError(
+                    "the ranks read other samples than each other from the same Stream, so that some samples are"
+                    " trained twice and others not at all. Let its source give the same in the same order on each rank:"
+                    " whole, not split by rank, and shuffled by set_epoch(epoch) and a seed alone"
+                )
+        self._read_alike = at
+
+    def acknowledge(self) -> None:
+        """The step is in the parameters."""
+        self._given.clear()
+        for loader in self._loaders.values():
+            loader.acknowledge()
+
+    def rewind(self) -> None:
+        """The step in hand comes again."""
+        self._given.clear()
+        for loader in self._loaders.values():
+            loader.rewind()
+
+    def moved(self) -> None:
+        """The world has changed: all its members compare anew what they read."""
+        self._agreed, self._read_alike = (), ()
+
+    def reshard(self, rank: int, world_size: int) -> None:
+        """Read as this rank, which may be another's part: that is no reason to compare, because the others do not."""
+        for loader in self._loaders.values():
+            loader.reshard(rank, world_size)
+
+    def reads(self, dataset: Any) -> bool:
+        """Whether one of the loaders' own DataLoaders reads from this."""
+        return any(loader.reads(dataset) for loader in self._loaders.values())
+
+    @property
+    def datasets(self) -> set[int]:
+        """The ids of those that the loaders read, with those inside of them (subsets, concatenations)."""
+        found = [loader.dataset for loader in self._loaders.values()]
+        for one in found:
+            inside = [getattr(one, "dataset", None), *(getattr(one, "datasets", None) or ())]
+            found += [d for d in inside if d is not None and not any(d is f for f in found)]
+        return {id(one) for one in found}
+
+    def is_of(self, asked: Any) -> bool:
+        """Whether this is what was passed to `steps`."""
+        return asked is self._asked
+
+    def agree(self, first: Callable[[int], int] | None, same: Callable[[int], bool]) -> None:
+        """Before the first step: compare what the ranks have. `first`: what rank 0 says, to take its seeds; None where
+        a position was restored. `same`: whether all say this number. Both are collective. Raises LoopError."""
+        for name, loader in self._loaders.items():
+            if first is not None and isinstance(loader, TakenOver):
+                loader.agree(first(loader.cursor.seed))
+            cursor = loader.cursor
+            if not same(zlib.crc32(repr(cursor).encode())):
+                raise LoopError(
+                    f"steps(): the ranks' loaders{f' {name}' if name else ''} are not alike; here it has seed="
+                    f"{cursor.seed}, global_batch={cursor.global_batch} and {cursor.dataset}. Pass the same dataset,"
+                    " whole, with the same seed and batch on each rank: the session gives each rank its share"
+                )
+
+    def completed(self, world_size: int, same: Callable[[int], bool], gather: Gather) -> None:
+        """A step is complete on all ranks. Compares once an epoch of a world what a sampler has drawn, and what streams
+        have read. `same`: whether all ranks say this number; `gather`: what each says; collective. Raises LoopError."""
+        if world_size == 1:
+            return
+        self._compare_streams(gather)
+        drawn = [loader.drawn for loader in self._loaders.values()]
+        epochs = tuple(d[0] for d in drawn if d is not None)
+        if not epochs or epochs == self._agreed:
+            return
+        said = sum(int(d[1], 16) for d in drawn if d is not None) % 2**62
+        if not same(said):
+            names = " and ".join(loader.cursor.order.removeprefix("drawn-1/") for loader in self._loaders.values())
+            raise LoopError(
+                f"{names}: the ranks' samplers draw other samples than each other in epoch {epochs[0]}, so that some"
+                " samples are trained twice and others not at all. Let a sampler draw by set_epoch(epoch) and its"
+                " generators alone, from the same weights and arguments on each rank"
+            )
+        self._agreed = epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loaders": {name: loader.state_dict() for name, loader in self._loaders.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state.get("loaders")
+        if not isinstance(saved, Mapping) or set(saved) != set(self._loaders):
+            names = ", ".join(saved) if isinstance(saved, Mapping) else "a single loader's position"
+            raise LoopError(
+                f"the saved run has {names}, and this one has loaders {', '.join(self._loaders)}: pass steps() those"
+                " that the run began with, in the same order or by the same names"
+            )
+        for name, loader in self._loaders.items():
+            loader.load_state_dict(saved[name])
+
+
+def feed_of(asked: Any, ranks: int, world: World, told: frozenset[int], sizes: Collection[int] = ()) -> Feed | None:
+    """The feed for what was passed to `steps`: None, a loader, or a tuple, list or mapping of them. `told`:
+    `sizes` of `TakenOver`; `sizes`: of `Feed`. Raises LoopError, DataError."""
+    if asked is None:
+        return None
+    if isinstance(asked, Mapping):
+        names, several, pack = [str(name) for name in asked], list(asked.values()), _by_name(tuple(asked))
+    elif isinstance(asked, list | tuple):
+        names, several, pack = [str(i) for i in range(len(asked))], list(asked), tuple
+    else:
+        return Feed({"": _loader_of(asked, "", ranks, world, told)}, _alone, asked, sizes)
+    if not several:
+        raise LoopError("steps(): no loader in what was passed; leave it out for a run without data")
+    if len({id(one) for one in several}) < len(several):
+        raise LoopError("steps(): the same loader twice; each has one position. Make one for each place")
+    found = [_loader_of(one, f" {name}", ranks, world, told) for name, one in zip(names, several, strict=True)]
+    return Feed(dict(zip(names, found, strict=True)), pack, asked, sizes)
+
+
+def _loader_of(asked: Any, name: str, ranks: int, world: World, told: frozenset[int]) -> ElasticLoader:
+    if isinstance(asked, ElasticLoader):
+        return asked
+    if not isinstance(asked, DataLoader):
+        raise LoopError(call_mistakes.no_loader(asked, name))
+    try:
+        return TakenOver(asked, ranks=ranks, world=world, sizes=told)
+    except DataError as e:
+        raise LoopError(
+            f"steps(): {name_of(asked)} cannot be taken over: {e}. Or write run.steps(run.loader(dataset,"
+            " global_batch=…), …), where `dataset[i]` is one sample"
+        ) from e
+
+
+def _alone(batches: list[Any]) -> Any:
+    return batches[0]
+
+
+def _by_name(names: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
+    return lambda batches: dict(zip(names, batches, strict=True))
+
+
+class _Endless(Iterator[Any]):
+    """A loader's batches, epoch after epoch. Goes on after an error."""
+
+    def __init__(self, loader: ElasticLoader) -> None:
+        self._loader = loader
+        self._epoch: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        while True:
+            if self._epoch is None:
+                self._epoch = iter(self._loader)
+            try:
+                return next(self._epoch)
+            except StopIteration:
+                self._epoch = None
+
+
+def _said_of(mark: Mark | None) -> tuple[int, int, int]:
+    """Epoch, index and digest of a mark, the first -1 if there is none."""
+    if mark is None or not mark.digest:
+        return -1, 0, 0
+    return mark.epoch, mark.index, int(mark.digest, 16) % 2**62

@@ -1,0 +1,130 @@
+"""DataLoaders that a script iterates by itself while the session's steps run.
+
+For an evaluation that is right. For training it is not: nobody knows the position in such a loader, so that a restart,
+or a new process, begins it anew, and where worlds change all ranks may train on the same samples. What tells them
+apart: an evaluation begins and ends between two steps, or inside of one; training goes on with the same iterator in
+later steps, or leaves one unfinished in each. Iteration without gradients is never training.
+
+Invariant: ranks that run the same script are refused after the same step. Uses names of torch's that are not public;
+tests/train/test_byhand.py watches them.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from everstep.data import ElasticLoader
+from everstep.data.fetching import Fetching
+from everstep.recovery.errors import LoopError
+from everstep.train.feeding.feed import Feed
+
+_advance = _BaseDataLoaderIter.__next__
+
+
+class ByHand:
+    """From `begin` to `end`; `step_over` after each step. `worlds_change`: a script that tracks a loader's position
+    itself is right only where they do not."""
+
+    def __init__(self, *, worlds_change: bool) -> None:
+        self._worlds_change = worlds_change
+        self._feed: Feed | None = None
+        self._tracked: tuple[Any, ...] = ()
+        # Unfinished iterators of this step: each with its sampler, and the dataset that it reads.
+        self._now: dict[int, tuple[weakref.ref[Any], Any, Any]] = {}
+        self._before = weakref.WeakSet[Any]()  # unfinished iterators of steps before
+        self._last: dict[int, Any] = {}  # samplers whose iterators the last step left unfinished
+
+    def begin(self, feed: Feed | None, state: Mapping[str, Any]) -> None:
+        """Watch, but for what `feed` reads itself. `state`: what is tracked."""
+        self._feed = feed
+        if not self._worlds_change:
+            self._tracked = tuple(state.values())
+        watch = self
+
+        def advance(iterator: Any) -> Any:
+            return watch._next(iterator)
+
+        _BaseDataLoaderIter.__next__ = advance  # type: ignore[method-assign,assignment]
+
+    def end(self) -> None:
+        _BaseDataLoaderIter.__next__ = _advance  # type: ignore[method-assign]
+
+    def steps_begin(self) -> None:
+        """Of an epoch: what the script has read before them, to look at a batch say, it was not trained on."""
+        self._now.clear()
+
+    def step_over(self, number: int) -> None:
+        """Step number `number` is complete. Raises LoopError."""
+        if not self._now and not self._last:
+            return
+        drawn = list(self._now.values())
+        found = [(s, data) for it, s, data in drawn if it() in self._before or id(s) in self._last]
+        if found:
+            raise LoopError(
+                f"steps {number - 1} and {number}: {_name(*found[0])} is iterated by the script itself, to train on."
+                " Its position is not saved, so a new process would start it from the front, and it is not cut for"
+                " the processes of the present world, which may all train on the same samples. Pass it to the"
+                " session: `for step in run.steps(loader, …):`,"
+                " then `with step as batch:` and `x, y = batch.data`; several as"
+                " run.steps((a, b), …). Or make it by run.loader(dataset, global_batch=…). (A loader to evaluate on is"
+                " iterated under torch.no_grad())"
+            )
+        self._last = {id(s): s for _, s, _ in drawn}
+        for it, _, _ in drawn:
+            if (alive := it()) is not None:
+                self._before.add(alive)
+        self._now.clear()
+
+    def _next(self, iterator: Any) -> Any:
+        try:
+            data = _advance(iterator)
+        except StopIteration:
+            self._now.pop(id(iterator), None)
+            self._before.discard(iterator)
+            raise
+        if iterator._num_yielded == 1:  # of persistent workers the same iterator begins again
+            self._before.discard(iterator)
+        if id(iterator) not in self._now and torch.is_grad_enabled() and not self._position_is_kept(iterator):
+            self._now[id(iterator)] = weakref.ref(iterator), iterator._index_sampler, iterator._dataset
+        return data
+
+    def _position_is_kept(self, iterator: Any) -> bool:
+        if self._feed is not None and self._feed.reads(iterator._dataset):
+            return True
+        sampler = iterator._index_sampler
+        parts = (sampler, getattr(sampler, "sampler", None), iterator._dataset)
+        return any(
+            any(one is part for part in parts) or (isinstance(one, DataLoader) and one._index_sampler is sampler)
+            for one in self._tracked
+        )
+
+
+def _name(sampler: Any, dataset: Any) -> str:
+    """A loader by the script's variable that holds it, if there is one, and by what is in it."""
+    if isinstance(dataset, Fetching):
+        kind, what = ElasticLoader.__qualname__, type(dataset.source).__qualname__
+    else:
+        order = type(getattr(sampler, "sampler", sampler)).__qualname__
+        kind, what = DataLoader.__qualname__, f"{type(dataset).__qualname__}, {order}"
+    for name, value in _variables():
+        own = isinstance(value, DataLoader) and value._index_sampler is sampler
+        if own or (isinstance(value, ElasticLoader) and value.reads(dataset)):
+            return f"{name} = {kind}({what})"
+    return f"a {kind}({what})"
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    """Of the functions that are being run, innermost first."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield from list(frame.f_locals.items())
+        if frame.f_code.co_name != "<module>":
+            yield from list(frame.f_globals.items())
+        frame = frame.f_back

@@ -1,0 +1,80 @@
+"""What to write instead, for calls that a script makes in another way than the session takes them. Texts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from everstep.recovery.errors import LoopError
+from everstep.train.guards.script_objects import variables, walk
+from everstep.train.guards.untracked.covered import word
+
+
+def unnamed(objects: Iterable[Any], named: Mapping[str, Any], frame: FrameType) -> str:
+    """For `track(model, optimizer)`, called from `frame`."""
+    written = dict[str, str]()
+    held = {id(h.value): h.name for h in reversed(list(walk(variables(frame))))}
+    for one in objects:
+        name = held.get(id(one))
+        key = word(name) if name is not None else type(one).__name__.lower()
+        while key in written or key in named:
+            key += "_2"
+        written[key] = name if name is not None else "…"
+    call = ", ".join([f"{key}={name}" for key, name in written.items()] + [f"{name}={name}" for name in named])
+    return f"track() takes each object with a name, under which it is saved and found again: write `run.track({call})`"
+
+
+def no_loader(passed: Any, name: str) -> str:
+    """For `steps(passed, …)`, or one of several, called `name`."""
+    kind = type(passed).__qualname__
+    said = f"steps(): loader{name} is of type {kind}"
+    if isinstance(passed, range | int) and not name:
+        return f"{said}: the number of steps is said as until=. Write `run.steps(until={_count(passed)})`"
+    said += ", whose position cannot be saved"
+    if isinstance(passed, Dataset):
+        return f"{said}: write `loader = run.loader(dataset, global_batch=…)`, and pass that"
+    if isinstance(passed, Iterator) or kind == "tqdm":
+        said += (
+            ", and which cannot be iterated again: pass the DataLoader itself. A progress bar goes around the "
+            "loop, `for step in tqdm(run.steps(loader, epochs=3)):`. Or"
+        )
+    else:
+        said += ":"
+    return (
+        f"{said} pass a torch.utils.data.DataLoader, or run.loader(dataset, global_batch=…); several as a tuple or a "
+        "mapping, run.steps((a, b), …)"
+    )
+
+
+def _count(passed: range | int) -> int:
+    return passed if isinstance(passed, int) else len(passed)
+
+
+def tracked_late(objects: Mapping[str, Any]) -> str:
+    """For `track` in the loop or after it."""
+    call = ", ".join(f"{name}={name}" for name in objects)
+    return (
+        f"track() after the loop began, where the saved state is restored already, and would miss {', '.join(objects)}."
+        f" Make it, and write `run.track({call})`, before the loop: before `for step in run.steps(…):`, run.epochs(…) "
+        "or run.train(…)"
+    )
+
+
+def check_goal(loader: Any, until: int | None, epochs: int | None) -> None:
+    """Raises `LoopError` for a loop that does not say how long it is."""
+    if (until is None) == (epochs is None):
+        raise LoopError("steps(): say either until=STEPS or epochs=N")
+    if until is None and loader is None:
+        raise LoopError("steps(epochs=…) needs a loader, whose length is an epoch; without one say until=STEPS")
+
+
+def marked(name: str) -> str:
+    """Somebody tracks what each rank holds another part of."""
+    return (
+        f"track({name}=…): everstep.Union marks what each rank holds other names of, and a run's replicas all hold the "
+        "same: a process that is lost gets its state from another. Save experts or pipeline stages with "
+        "everstep.Checkpointer alone, without a run"
+    )

@@ -1,0 +1,110 @@
+"""Refuses a step in which an optimizer moves by gradients that DistributedDataParallel has not averaged.
+
+DDP decides when it is made which parameters it averages: those that require gradients then. One that is thawed later is
+trained by each rank apart, without an error. One that is frozen later is waited for, and none of that step's gradients
+are averaged; torch says so a step later. Each is found here when an optimizer is about to step, on all ranks alike.
+
+Invariant: nothing has moved when this raises. A step costs one look at each parameter that DDP knows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.modules import bare
+from everstep.recovery.ddp.averaged import parameters_of
+from everstep.recovery.ddp.reducers import Reducers, parallel
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.optimizers import before_step
+from everstep.train.guards.replicas import cared_for
+from everstep.train.guards.untracked.untracked_state import Census
+
+
+class Reduction:
+    """Of the DDP objects of a process, and the optimizers of the tracked `state`, in the steps that `census` sees.
+    `lasts`: the world does, so that the script may make DDP objects in its loop too."""
+
+    def __init__(self, state: Mapping[str, Any], reducers: Reducers, census: Census, *, lasts: bool) -> None:
+        self._census = census
+        self._lasts = lasts
+        self._names = _names(state)
+        self._ddps = [(weakref.ref(ddp), reducers.reduced(ddp)) for ddp in reducers.alive()]
+        self._averaged = {id(p) for _, reduced in self._ddps for p in reduced}
+        self._sizes: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+        if self._ddps:
+            for optimizer in state.values():
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    before_step(optimizer, self._check)
+
+    def _check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not self._census.in_step:
+            return
+        for p in self._left_out(optimizer):
+            if p.requires_grad and p.grad is not None and not (self._lasts and self._is_averaged_by_now(p)):
+                raise LoopError(
+                    f"{self._name(p)}: requires_grad was switched on after DistributedDataParallel was made, which "
+                    "averages the gradients of what required them then: each rank would train this parameter apart. "
+                    "Make DistributedDataParallel while it requires gradients, and freeze it afterwards: `model = "
+                    "DistributedDataParallel(net, find_unused_parameters=True)`, then `….requires_grad_(False)`"
+                )
+        for reference, reduced in self._ddps:
+            flags = [p.requires_grad for p in reduced]
+            if all(flags) or not any(flags):  # a module that is frozen as a whole is waited for by nobody
+                continue
+            ddp: Any = reference()
+            if ddp is None or ddp.find_unused_parameters or not _is_waiting(ddp):
+                continue
+            raise LoopError(
+                f"{self._name(reduced[flags.index(False)])}: requires_grad was switched off after "
+                "DistributedDataParallel was made, which waits for its gradient, and so averages none of this step. "
+                "Freeze it before DistributedDataParallel is made, or let that look for what is unused: "
+                "`DistributedDataParallel(net, find_unused_parameters=True)`"
+            )
+
+    def _left_out(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """What it moves of modules in DDP, and DDP does not average."""
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._sizes.get(optimizer) != size:
+            inside = {id(p) for reference, _ in self._ddps if (ddp := reference()) for p in cared_for(ddp)}
+            listed = [p for group in optimizer.param_groups for p in group["params"]]
+            self._others[optimizer] = [p for p in listed if id(p) in inside and id(p) not in self._averaged]
+            self._sizes[optimizer] = size
+        return self._others[optimizer]
+
+    def _is_averaged_by_now(self, parameter: torch.Tensor) -> bool:
+        """Whether a DDP object that was made in the loop averages it."""
+        known = [reference() for reference, _ in self._ddps]
+        later = [ddp for ddp in parallel() if not any(ddp is one for one in known)]
+        self._averaged |= {id(p) for ddp in later for p in parameters_of(ddp)}
+        self._sizes.clear()
+        return id(parameter) in self._averaged
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        if id(parameter) in self._names:
+            return self._names[id(parameter)]
+        modules = (ddp.module for reference, _ in self._ddps if (ddp := reference()) is not None)
+        return next((n for m in modules for n, p in m.named_parameters() if p is parameter), "a parameter")
+
+
+def _names(state: Mapping[str, Any]) -> dict[int, str]:
+    """Of the tracked modules' parameters, by identity."""
+    modules = ((key, bare(value)) for key, value in state.items() if isinstance(value, torch.nn.Module))
+    return {id(p): f"{key}.{name}" for key, module in modules for name, p in module.named_parameters()}
+
+
+def _is_waiting(ddp: Any) -> bool:
+    """Whether its last backward pass has averaged some gradients, and waits for others. What it has ordered by then it
+    orders now instead of in its next forward pass."""
+    try:
+        if ddp.reducer._rebuild_buckets():
+            ddp._has_rebuilt_buckets = True
+    except RuntimeError as e:
+        if "finished reduction" in str(e):
+            return True
+        raise
+    return False

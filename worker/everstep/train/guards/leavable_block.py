@@ -1,0 +1,68 @@
+"""Whether the block of a step can be left in the middle, and nothing behind it notices.
+
+An error that ends the block, and that the session keeps to itself, lets the script go on behind it. What stands there
+may read what the block has not come to, by name or by any other way. So a block can be left where nothing follows it in
+its loop but what waits for `step.completed`. A step that is repeated after a lost peer is left anywhere; but before a
+process's first step nothing was ever made.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+
+from everstep.train.guards.script_objects import is_script
+from everstep.train.guards.script_text.sources import definition, tree_of
+
+SESSION = "everstep.train.session"
+
+
+def may_be_left(frame: types.FrameType | None) -> bool:
+    """The block of the step that the loop above `frame` is about to be given. False where there is no text."""
+    while frame is not None:
+        if is_script(frame.f_code.co_filename):
+            found = _loop(frame)
+            if found is None:
+                return False
+            if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                return _is_last(found)
+            if not all(isinstance(part, ast.Expr) and isinstance(part.value, ast.Yield) for part in found.body):
+                return False
+        elif frame.f_code.co_name == "train" and frame.f_globals.get("__name__") == SESSION:
+            return True  # nothing of the script's follows
+        frame = frame.f_back
+    return False
+
+
+def _loop(frame: types.FrameType) -> ast.For | None:
+    """That asks for a step in this frame."""
+    tree = tree_of(frame.f_code.co_filename)
+    around: ast.AST | None = tree
+    if tree is not None and frame.f_code.co_name != "<module>":
+        around = definition(tree, frame.f_code)
+    loops = [n for n in ast.walk(around) if isinstance(n, ast.For)] if around is not None else []
+    line = frame.f_lineno
+    return next((n for n in loops if n.iter.lineno <= line <= (n.iter.end_lineno or 0)), None)
+
+
+def _is_last(loop: ast.For) -> bool:
+    """Whether the step's block is the last that the loop does for a step that does not count."""
+    steps = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    for i, part in enumerate(loop.body):
+        if isinstance(part, ast.With) and any(
+            isinstance(item.context_expr, ast.Name) and item.context_expr.id in steps for item in part.items
+        ):
+            behind = loop.body[i + 1 :]
+            return all(isinstance(p, ast.If) and not p.orelse and _asks(p.test) for p in behind)
+    return False
+
+
+def _asks(test: ast.expr) -> bool:
+    """Whether it can be true of a step alone that counts."""
+    match test:
+        case ast.BoolOp(op=ast.And(), values=values):
+            return _asks(values[0])
+        case ast.Attribute(attr="completed"):
+            return True
+    return False

@@ -1,0 +1,102 @@
+"""The script's plain values, by which a refusal can name what a new process lacks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from itertools import islice
+
+import torch
+
+from everstep.train.guards.script_objects import Held, children, is_open, variables, walk
+
+log = logging.getLogger("everstep.train")
+
+Values = dict[str, str]
+
+VISITS = 2000  # objects that are looked at: it is done while others wait
+MOST = 4000  # values
+FEW = 16  # elements of a container
+LONG = 60  # characters of a value
+MOST_NAMED = 8  # variables in a text for a person
+# What to do about them.
+TRACK = (
+    "What steps change is tracked (`run.track(name=value)`; a number in a dictionary of its own), or computed anew in "
+    "each step from run.step"
+)
+_KINDS = frozenset({bool, int, float, complex, str})  # not what is derived from them: it has code of its own
+
+
+def plain_values(frame: types.FrameType | None) -> Values:
+    """Numbers, texts, names of functions and sizes of containers that the script holds, by name. They only make a
+    refusal plainer, so nothing is raised."""
+    try:
+        return _values(frame)
+    except Exception:  # the script's own classes, when they are looked at
+        log.debug("the script's values could not be read", exc_info=True)
+        return {}
+
+
+def _values(frame: types.FrameType | None) -> Values:
+    roots = [(name, value) for name, value in variables(frame) if name.isidentifier()]
+    found: Values = {}
+    for name, value in roots:
+        _add(found, name, value)
+        if isinstance(value, type) and is_open(value):
+            for key, part in list(vars(value).items()):
+                _add(found, f"{name}.{key}", part)
+    for held in islice(walk(roots), VISITS):
+        if isinstance(held.value, torch.nn.Module) and type(held.value).__module__.startswith("torch."):
+            continue
+        for child in (*children(held), *_elements(held)):
+            _add(found, child.name, child.value)
+        if len(found) > MOST:
+            break
+    return found
+
+
+def _elements(held: Held) -> list[Held]:
+    """Of a small container of numbers and texts."""
+    value = held.value
+    if type(value) is dict:
+        return [Held(f"{held.name}[{key!r}]", part) for key, part in islice(value.items(), FEW) if _is_plain(key)]
+    if type(value) in (list, tuple):
+        return [Held(f"{held.name}[{i}]", part) for i, part in enumerate(value[:FEW])]
+    return []
+
+
+def differences(theirs: Values, mine: Values) -> list[str]:
+    """What both have, and is another value, as `alpha (0.5 there, 1.0 here)`; the shortest names first."""
+    names = [name for name, value in theirs.items() if name in mine and mine[name] != value]
+    return [f"{name} ({theirs[name]} there, {mine[name]} in the new process)" for name in sorted(names, key=_order)]
+
+
+def listed(differing: list[str]) -> str:
+    """The first few of `differences`, for a person."""
+    more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+    return f"{'; '.join(differing[:MOST_NAMED])}{more}"
+
+
+def _order(name: str) -> tuple[int, int, str]:
+    return name.count(".") + name.count("["), len(name), name
+
+
+def _add(found: Values, name: str, value: object) -> None:
+    if name in found or name.rpartition(".")[2].startswith("__"):
+        return
+    if isinstance(value, staticmethod | classmethod | functools.partial):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    if _is_plain(value):
+        found[name] = repr(value)[:LONG]
+    elif value is None:
+        found[name] = "None"
+    elif isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        found[name] = value.__qualname__
+    elif type(value) in (list, dict, set, tuple):
+        assert isinstance(value, list | dict | set | tuple)
+        found[name] = f"{len(value)} elements"
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in _KINDS

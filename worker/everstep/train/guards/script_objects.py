@@ -1,0 +1,202 @@
+"""What a training script holds, by the names under which the script would write it: `ema.shadow['weight']`.
+
+The variables of the functions that run, from the training loop outwards, and the globals of their modules; then what
+those hold, breadth first, so that a thing has its shortest name. Libraries' own objects are left alone, except for what
+training loops keep state in. Reads attributes and never calls the script's code.
+
+Invariants: at most `VISITS` objects are looked at; no reference to the script's objects outlives the caller's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+VISITS = 20_000
+DEPTH = 7
+WIDE = 4096  # elements of one container of tensors or modules
+NARROW = 512  # of another
+FRAMES = 64
+
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+_PLAIN = (int, float, complex, str, bytes, bytearray, type(None), type, range, torch.dtype, torch.device, torch.Size)
+_OURS = str(Path(__file__).parents[2])  # the folder of the package everstep
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# Their objects hold no training state, or much that changes and means nothing.
+_CLOSED = frozenset(sys.stdlib_module_names) | {
+    "everstep", "numpy", "torch", "tensorboard", "wandb", "mlflow", "tqdm", "PIL", "pandas", "matplotlib", "rich",
+    "pytest", "_pytest", "pluggy", "hydra", "omegaconf", "sklearn", "scipy", "gym", "gymnasium",
+}  # fmt: skip
+_OPEN = ("torch.utils.data", "torch.optim", "torch.amp", "torch.cuda.amp")
+_MODULE_PARTS = frozenset(vars(torch.nn.Module()))  # of a module's, what is read in another way
+_OPTIMIZER_PARTS = frozenset({"state", "param_groups", "defaults"})
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """`value` under `name`. `owner`: the name of what holds it, empty for a variable of the script's."""
+
+    name: str
+    value: Any
+    owner: str = ""
+
+
+def variables(frame: types.FrameType | None) -> Iterator[tuple[str, Any]]:
+    """The script's variables that `frame` and its callers see, the nearest first."""
+    scopes: list[Mapping[str, Any]] = []
+    for _ in range(FRAMES):
+        if frame is None:
+            break
+        if is_script(frame.f_code.co_filename):
+            yield from _locals(frame)
+            if not any(frame.f_globals is scope for scope in scopes):
+                scopes.append(frame.f_globals)
+        elif frame.f_code.co_filename.startswith(_OURS):
+            # A function of the script's that a loop of ours calls.
+            functions = ((k, v) for k, v in _locals(frame) if isinstance(v, types.FunctionType))
+            yield from ((k, v) for k, v in functions if is_script(v.__code__.co_filename))
+        frame = frame.f_back
+    for scope in scopes:
+        yield from _public(scope)
+
+
+def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[Held]:
+    """All that `roots` hold, each once, under its shortest name."""
+    waiting = deque((Held(name, value), 0) for name, value in roots)
+    seen = set[int]()
+    while waiting and len(seen) < VISITS:
+        held, depth = waiting.popleft()
+        if isinstance(held.value, _PLAIN) or id(held.value) in seen:
+            continue
+        seen.add(id(held.value))
+        yield held
+        if depth < DEPTH:
+            waiting.extend((child, depth + 1) for child in children(held))
+
+
+def _items(value: Mapping[Any, Any]) -> list[Any]:
+    try:
+        return list(_first(value.items()))
+    except Exception:  # of a configuration, say, whose values are computed when they are asked for
+        return []
+
+
+def children(held: Held) -> Iterator[Held]:
+    name, value = held.name, held.value
+    match value:
+        case torch.Tensor() | np.ndarray() | torch.Generator() | np.random.Generator() | random.Random():
+            return
+        case torch.nn.Module():
+            yield from _of_module(name, value)
+        case Mapping():
+            if _worth(items := _items(value)):
+                yield from (Held(f"{name}[{key!r}]", v, name) for key, v in items)
+        case list() | tuple() | set() | frozenset() | deque():
+            if _worth(elements := list(enumerate(_first(value)))):
+                yield from (Held(f"{name}[{i}]", v, name) for i, v in elements)
+        case types.FunctionType() | types.MethodType() | functools.partial():
+            yield from _of_function(name, value)
+        case types.ModuleType():
+            if is_script(getattr(value, "__file__", None) or "<built-in>", named=True):
+                yield from (Held(f"{name}.{k}", v, name) for k, v in _public(vars(value)))
+        case _ if is_open(type(value)):
+            yield from (Held(f"{name}.{k}", v, name) for k, v in _attributes(value))
+
+
+def _of_function(name: str, value: Any) -> Iterator[Held]:
+    match value:
+        case types.FunctionType():
+            for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                if cell != types.CellType():  # nothing is in it yet
+                    yield Held(variable, cell.cell_contents)
+        case types.MethodType():
+            yield Held(name.rpartition(".")[0] or name, value.__self__)
+        case _:
+            yield from (Held(f"{name}.args[{i}]", v, name) for i, v in enumerate(value.args))
+            yield from (Held(f"{name}.keywords[{k!r}]", v, name) for k, v in value.keywords.items())
+
+
+def _of_module(name: str, module: torch.nn.Module) -> Iterator[Held]:
+    yield from (Held(f"{name}.{k}", v, name) for k, v in module._modules.items())
+    yield from (Held(f"{name}.{k}", v, name) for k, v in module._parameters.items())
+    # What normalisation counts while it trains, it does not read: it is of use to an evaluation alone.
+    if not isinstance(module, torch.nn.modules.batchnorm._NormBase):
+        yield from (Held(f"{name}.{k}", v, name) for k, v in module._buffers.items())
+    if not type(module).__module__.startswith("torch."):
+        extra = ((k, v) for k, v in list(vars(module).items()) if k not in _MODULE_PARTS)
+        yield from (Held(f"{name}.{k}", v, name) for k, v in extra)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    skipped: frozenset[str] = _OPTIMIZER_PARTS if isinstance(value, torch.optim.Optimizer) else frozenset()
+    for k, v in list(getattr(value, "__dict__", {}).items()):
+        if k not in skipped:
+            yield k, v
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for k in (slots,) if isinstance(slots, str) else slots:
+            member = kind.__dict__.get(k)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield k, member.__get__(value)
+                except AttributeError:  # not set
+                    continue
+
+
+def _locals(frame: types.FrameType) -> list[tuple[str, Any]]:
+    found = frame.f_locals
+    variables = _public(found)
+    # The frame keeps this copy, and with it each tensor that the step lets go. Two references are the frame's and ours,
+    # one is the call's; a script that has called `locals()` holds another.
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(found) == 3:
+        found.clear()
+    return variables
+
+
+def _public(scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(k, v) for k, v in list(scope.items()) if not k.startswith("__")]
+
+
+def _first(values: Any) -> Iterator[Any]:
+    """The first elements, or pairs of a key and an element."""
+    bound = NARROW
+    values = values if isinstance(values, Sized) else list(values)  # a weak dictionary's
+    for i, value in enumerate(list(values) if len(values) <= WIDE else values):
+        element = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+        if i < 8 and isinstance(element, torch.Tensor | torch.nn.Module):
+            bound = WIDE
+        if i == bound:
+            return
+        yield value
+
+
+def _worth(pairs: list[tuple[Any, Any]]) -> bool:
+    """Not numbers or texts alone, by the first of them."""
+    return any(not isinstance(value, _PLAIN) for _, value in pairs[:8])
+
+
+def is_open(kind: type) -> bool:
+    """Whether its objects may hold state of the script's."""
+    module = kind.__module__ or ""
+    return module.startswith(_OPEN) or module.partition(".")[0] not in _CLOSED
+
+
+@functools.lru_cache(maxsize=4096)
+def is_script(path: str, *, named: bool = False) -> bool:
+    """Whether the file is the user's own. `named`: it must be a file."""
+    if path.startswith("<"):
+        return not (named or path.startswith("<frozen"))
+    return not path.startswith((*_LIBRARIES, _OURS))

@@ -1,0 +1,379 @@
+"""Which plain variables of a script are carried from one step to the next, and reach what is trained: by its text.
+
+A number, a list or a flag that the loop changes and reads again in the next step is in no checkpoint: a process that
+begins anew has what stood there before the loop. This walks through the body of the loop as it would run, once for each
+branch, with the functions and methods of the same file that it calls, and notes for each name from which variables of
+the step before its value comes. Of these it tells only those that reach the gradients, a hyperparameter, the
+parameters, a schedule, the end of the loop, or what the script itself saves. What is only printed or summed up for a
+log is none of them, nor a constant that is made in the first step, nor what is bound anew in each step before it is
+read.
+
+Pure: a syntax tree in, findings out. What is not understood is passed over: a finding is to be near certain.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from everstep.train.guards.script_text.caches import Caches
+from everstep.train.guards.script_text.calls import Calls
+from everstep.train.guards.script_text.changes import Change, behind, states_of
+from everstep.train.guards.script_text.scripts import Called, Script, parameters_of
+from everstep.train.guards.script_text.syntax_patterns import or_itself, path_of
+from everstep.train.guards.script_text.value_origins import (
+    DATA,
+    DRAWN,
+    ENDS,
+    FORWARD,
+    ITERATORS,
+    NONE,
+    NUMBER,
+    RETURNED,
+    VARYING,
+    Scope,
+    Spent,
+    Taint,
+)
+
+# Of what the loop begins with. Tensors, modules and what holds them are watched while they train (`census`).
+PLAIN = frozenset({
+    "int", "float", "bool", "str", "NoneType", "list", "tuple", "dict", "set", "deque", "defaultdict", "Counter",
+})  # fmt: skip
+_HARM = (
+    "the gradients",
+    "the parameters",
+    "load_state_dict",
+    "a hyperparameter",
+    FORWARD,
+    DRAWN,
+    "step",
+    "whether",
+    RETURNED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """`name` is changed by the loop in `line`, and `use` in line `at` depends on what the step before left in it.
+    `bound`: the loop gives the name to another object. `counts`: it is the index of an enumeration of steps."""
+
+    name: str
+    line: int
+    use: str
+    at: int
+    bound: bool = True
+    counts: bool = False
+    file: str = ""  # of `line`, if it is not the loop's
+    at_file: str = ""
+    own: bool = False  # comes from data, of which each rank has its own
+
+
+def carried(
+    script: Script,
+    loop: ast.stmt,
+    begin: Mapping[str, Taint] | None = None,
+    also: Collection[tuple[ast.FunctionDef, str]] = (),
+) -> list[Carried]:
+    """Of a loop over steps, or of a function that takes one step; by name, in order. `begin`: what else is known.
+    `also`: functions that are called between two steps, and of methods the name of what they are called on."""
+    walk = _Walk(script, begin or {}, (), frozenset())
+    try:
+        walk.run(loop, also)
+        names = {n for n in walk.changes if _is_plain(script, n)} | walk.counts
+        flags: frozenset[str] = frozenset()
+        for _ in range(2):
+            walk = _Walk(script, begin or {}, names, flags)
+            walk.run(loop, also)
+            flags = frozenset(names - states_of(walk.changes) - walk.counts)
+    except (Spent, RecursionError):
+        return [] if script.alone else carried(script.without_others(), loop, begin, also)
+    found: dict[str, Carried] = {}
+    for taint, use, at, file in sorted(walk.uses, key=lambda u: harm(u[1])):
+        for name in sorted(behind(taint, walk.changes) & names):
+            change = walk.changes.get(name, Change(at, file))
+            if not change.made:
+                counts = name in walk.counts
+                one = Carried(name, change.line, use, at, change.bound, counts, change.file, file, "*" in change.kept)
+                found.setdefault(name, one)
+    return sorted(found.values(), key=lambda f: (harm(f.use), f.name))
+
+
+def _is_plain(script: Script, name: str) -> bool:
+    """Or an element that a dictionary of plain values does not have yet, or an attribute that a function has not."""
+    kind = script.kind(name)
+    owner, dot, _ = name.rpartition(".")
+    if kind is None and name.endswith("]"):
+        kind = script.kind(name[: name.rindex("[")])
+    elif kind is None and dot and script.kind(owner) == "function":
+        return True
+    return kind in PLAIN | ITERATORS
+
+
+def harm(use: str) -> int:
+    """What is summed up in gradients or parameters is lost for good; what the script saves can be saved again."""
+    return next((i for i, what in enumerate(_HARM) if what in use), len(_HARM))
+
+
+class _Walk(Calls, Caches):
+    """`names`: variables that the loop changes. `flags`: those of them that hold a constant, made once."""
+
+    def __init__(self, script: Script, begin: Mapping[str, Taint], names: Iterable[str], flags: frozenset[str]) -> None:
+        super().__init__(script)
+        self._flags = flags
+        self.env |= begin
+        self.env |= {n: frozenset({f"?{n}" if n in flags else n}) for n in names}
+        self.elements |= {n for n in names if n.endswith("]")}
+        self.changes: dict[str, Change] = {}
+        self.counts = set[str]()  # indices of an enumeration of steps
+        self._calls = []
+        self._attributes: dict[str, tuple[str, int, str]] = {}  # of modules and datasets, that are read elsewhere
+        self._inside = False  # a step, whose batch was read before
+
+    def run(self, loop: ast.stmt, also: Iterable[tuple[ast.FunctionDef, str]]) -> None:
+        match loop:
+            case ast.For():
+                self._loop_target(loop)
+                self._block(loop.body)
+            case ast.While():
+                self._block(loop.body)
+            case ast.FunctionDef():
+                self._inside = True
+                self._scopes.append(Scope(inner=True))
+                self._bind_locals(loop)
+                for parameter in parameters_of(loop):
+                    if parameter != "self":
+                        self._write(self._scopes[-1].names[parameter], VARYING, loop.lineno)
+                self._block(loop.body)
+                self._scopes.pop()
+        for function, owner in also:
+            self._enter(Called(function, owner), [], dict.fromkeys(parameters_of(function), VARYING))
+        for key, use in self._attributes.items():  # as the next step finds them
+            self.uses.append((self.env.get(key, NONE), *use))
+
+    def _loop_target(self, loop: ast.For) -> None:
+        call, target = loop.iter, loop.target
+        if isinstance(call, ast.Call) and path_of(call.func) == "enumerate" and isinstance(target, ast.Tuple):
+            index, target = target.elts
+            if isinstance(index, ast.Name):
+                self.counts.add(index.id)
+                self.env[index.id] = frozenset({index.id})
+        nested = isinstance(call, ast.Call) and (path_of(call.func) or "").endswith("epochs")
+        self._assign(target, NUMBER if nested else VARYING, None)
+
+    # Statements.
+
+    def _block(self, body: Iterable[ast.stmt]) -> None:
+        before = self._control
+        for statement in body:
+            self._statement(statement)
+            if isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Continue | ast.Return):
+                self._control |= self._left_by(statement)
+        self._control = before
+
+    def _left_by(self, s: ast.If) -> Taint:
+        """What decides whether the rest of the block is reached."""
+        return NONE if self._decided(s.test) is not None else self._test(s.test)
+
+    def _statement(self, s: ast.stmt) -> None:  # noqa: PLR0912
+        self._spend()
+        match s:
+            case ast.Expr():
+                self._value(s.value)
+            case ast.Assign():
+                for target in s.targets:
+                    self._assign_to(target, s.value)
+            case ast.AnnAssign(value=ast.expr() as source):
+                self._assign_to(s.target, source)
+            case ast.AugAssign():
+                self._augment(s)
+            case ast.If():
+                self._branches(s)
+            case ast.For():
+                self._for(s)
+            case ast.While():
+                with self._under(self._test(s.test)), self._in_loop():
+                    self._twice(s.body)
+            case ast.With():
+                for item in s.items:
+                    value = self._value(item.context_expr)
+                    if item.optional_vars is not None:
+                        self._assign(item.optional_vars, value, None)
+                before, self._inside = self._inside, True
+                self._block(s.body)
+                self._inside = before
+            case ast.Try():
+                self._block(s.body)
+                for handler in s.handlers:
+                    self._either(NONE, handler.body, [])
+                self._block((*s.orelse, *s.finalbody))
+            case ast.Match():
+                test = self._test(s.subject)
+                for case in s.cases:
+                    self._either(test, case.body, [])
+            case ast.Break() if not self._scopes[-1].inner and not self._scopes[-1].loops:
+                self._use(self._control, ENDS, s.lineno)
+            case ast.Return():
+                self._return(s)
+            case ast.FunctionDef():
+                self._scopes[-1].functions[s.name] = s
+            case _:
+                pass
+
+    def _return(self, s: ast.Return) -> None:
+        value = self._value(s.value)
+        scope = self._scopes[-1]
+        scope.returned |= value | self._control
+        if not scope.inner:
+            self._use(self._control, ENDS, s.lineno)
+        elif not self._calls:
+            self._use(value | self._control, RETURNED, s.lineno)
+
+    def _for(self, s: ast.For) -> None:
+        """Taken once at least: an empty one is rare, and its variables would all seem to be carried."""
+        of = path_of(s.iter.func) if isinstance(s.iter, ast.Call) else path_of(s.iter)
+        value = self._value(s.iter)
+        for part in ast.walk(s.iter):
+            if isinstance(part, ast.Name | ast.Attribute):
+                self._advance(part)
+        if not value and of != "range" and self.script.kind(of or "") not in ("list", "tuple", "dict"):
+            value = VARYING
+        if (of or "").endswith(".steps"):
+            self._loop_target(s)
+        else:
+            self._assign(s.target, value, None)
+        with self._in_loop():
+            self._twice(s.body)
+        self._block(s.orelse)
+
+    def _twice(self, body: list[ast.stmt]) -> None:
+        self._block(body)
+        self._block(body)
+
+    def _branches(self, s: ast.If) -> None:
+        test = self._test(s.test)
+        said = self._decided(s.test)
+        if said is not None or self._is_of_current(s):
+            self._block(s.orelse if said is False else s.body)
+        else:
+            self._either(test, s.body, s.orelse)
+
+    def _either(self, test: Taint, body: list[ast.stmt], orelse: list[ast.stmt]) -> None:
+        before = dict(self.env)
+        with self._under(test):
+            self._block(body)
+            taken, self.env = self.env, before
+            self._block(orelse)
+        for name in taken.keys() | self.env.keys():
+            self.env[name] = taken.get(name, NONE) | self.env.get(name, NONE)
+
+    @contextmanager
+    def _under(self, test: Taint) -> Iterator[None]:
+        before = self._control
+        self._control = before | test
+        yield
+        self._control = before
+
+    @contextmanager
+    def _in_loop(self) -> Iterator[None]:
+        self._scopes[-1].loops += 1
+        yield
+        self._scopes[-1].loops -= 1
+
+    # What is changed.
+
+    def _assign_to(self, target: ast.expr, value: ast.expr) -> None:
+        if (
+            isinstance(target, ast.Tuple | ast.List)
+            and isinstance(value, ast.Tuple | ast.List)
+            and len(target.elts) == len(value.elts)
+        ):
+            taints = [self._value(v) for v in value.elts]
+            for t, taint, v in zip(target.elts, taints, value.elts, strict=True):
+                self._assign(t, taint, v)
+        else:
+            self._assign(target, self._value(value), value)
+
+    def _augment(self, s: ast.AugAssign) -> None:
+        target = s.target
+        held = ast.Name(target.id, ast.Load()) if isinstance(target, ast.Name) else target
+        value = self._value(held) | self._value(s.value)
+        self._assign(target, value, None)
+        if (key := self._key(target)) is not None and key in self.changes:
+            self.changes[key].state = True
+
+    def _assign(self, target: ast.expr, value: Taint, source: ast.AST | None) -> None:
+        match target:
+            case ast.Tuple() | ast.List():
+                for t in target.elts:
+                    self._assign(t, value, None)
+            case ast.Starred():
+                self._assign(target.value, value, None)
+            case ast.Name():
+                self._write(self._scopes[-1].names.get(target.id, target.id), value, target.lineno, source)
+            case ast.Attribute() if (key := self._key(target)) is not None:
+                if "@parameters" in self._value(target.value):
+                    self._use(value | self._control, "the parameters", target.lineno)
+                self._write(key, value, target.lineno, source)
+                self._set_of_module(target, key, value)
+            case ast.Subscript():
+                held = self._value(target.value)
+                if "@groups" in held:
+                    if value or not self._is_once(value):
+                        self._use(value | self._control, "a hyperparameter", target.lineno)
+                elif "@parameters" in held:
+                    self._use(value | self._control, "the parameters", target.lineno)
+                elif (key := self._key(target)) is not None:
+                    self._write(key, value, target.lineno, source)
+                elif (root := self._root(target)) is not None and not self._is_memo(target, source):
+                    self._mutate(root, value | self._value(target.slice), target.lineno)
+
+    def _set_of_module(self, target: ast.Attribute, key: str, value: Taint) -> None:
+        """The switches of a module are part of the state. What it sets itself, its own text says (`check_modules`)."""
+        own = isinstance(target.value, ast.Name) and target.value.id == "self"
+        if (own and any(name.endswith(".forward") for name in self._calls)) or target.attr in (
+            "training",
+            "requires_grad",
+        ):
+            return
+        holder = self._key(target.value) or ""
+        if self.script.known.gives_by(holder, target.attr):
+            self._attributes[key] = DATA, target.lineno, self._file
+            if self._inside and (value or self._control):
+                self.uses.append((frozenset({key}), *self._attributes[key]))
+            return
+        if self.script.known.computes_with(holder, target.attr):
+            self._attributes.setdefault(key, (FORWARD, target.lineno, self._file))
+        elif "@modules" not in self._value(target.value):
+            return
+        self._use(value | self._control, FORWARD, target.lineno)
+
+    def _write(self, key: str, value: Taint, line: int, source: ast.AST | None = None) -> None:
+        """A constant that is made in the first step, and kept, is not another one for what decided that."""
+        change = self._change(key, value - {key, f"?{key}"} if or_itself(source, key) else value, line)
+        change.bound |= source is not None
+        change.made |= isinstance(source, ast.Call) and (path_of(source.func) or "").rpartition(".")[2][:1].isupper()
+        self.env[key] = value if self._is_once(value) else value | self._control
+        if key.endswith("]"):
+            self.elements.add(key)
+        for part in [k for k in self.env if k.startswith((f"{key}.", f"{key}["))]:
+            del self.env[part]
+
+    def _is_once(self, value: Taint) -> bool:
+        return not value & VARYING and all(t in self._flags or t == "#" for t in self._control)
+
+    def _mutate(self, key: str, value: Taint, line: int) -> None:
+        self._change(key, value, line).state = True
+        for part in (key, *(k for k in self.env if k.startswith(f"{key}["))):
+            self.env[part] = self.env.get(part, NONE) | value | self._control
+
+    def _change(self, key: str, value: Taint, line: int) -> Change:
+        change = self.changes.setdefault(key, Change(line, self._file))
+        change.kept |= frozenset(t.lstrip("?") for t in value if t[0] not in "#@")
+        change.control |= frozenset(t for t in self._control if t[0] not in "#@")
+        return change
+
+    def _is_changed(self, key: str) -> bool:
+        return key in self.changes

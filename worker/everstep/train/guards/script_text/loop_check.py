@@ -1,0 +1,314 @@
+"""Reads the text of the script's loop before its first step, and refuses what a new process could not go on with.
+
+`carried` says which plain variables are carried from step to step and reach what is trained; this finds the loop among
+the frames that run, and what its variables hold now. Found there too: a generator function that hands out a step's
+batch from within the step, and a rank that was read from the environment before the loop. Where there is no text (a
+prompt, a library's loop) nothing is said.
+
+Invariant: none of the script's code is called, and nothing of the script's is kept alive.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everstep.recovery.errors import LoopError
+from everstep.train.guards.script_objects import is_script, variables
+from everstep.train.guards.script_text.advice import text_of
+from everstep.train.guards.script_text.known_values import PARTS, Known, constant, held, kind_of
+from everstep.train.guards.script_text.loop_carried import Carried, carried
+from everstep.train.guards.script_text.read_ranks import bound, read_ranks
+from everstep.train.guards.script_text.scripts import Script
+from everstep.train.guards.script_text.sources import code_of, definition, tree_of
+from everstep.train.guards.script_text.syntax_patterns import path_of
+from everstep.train.guards.script_text.value_origins import PARAMETERS, RETURNED, SAVED
+from everstep.train.guards.untracked.covered import Covered, word
+
+log = logging.getLogger("everstep.train")
+
+UNREAD = "the text of the loop could not be read for variables that it carries"
+MODULES = 10_000
+_TALKS = frozenset({"print", "info", "debug", "warning", "log", "write", "set_postfix", "set_description"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The loop over steps, or the function that takes one, in `file`; and the variables seen there."""
+
+    file: str
+    tree: ast.Module
+    loop: ast.stmt
+    values: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return Path(self.file).name
+
+
+def check_loop(
+    frame: types.FrameType | None,
+    function: Any,
+    state: Mapping[str, Any],
+    is_untracked: Callable[..., bool],
+    evaluations: Collection[Any] = (),
+    data: Collection[int] = (),
+    *,
+    changes: bool,
+    nested: bool,
+) -> None:
+    """Raises `LoopError` for what is wrong by the text of the loop that `frame` is called from, or of the `function`
+    that takes a step. `evaluations`: functions that are called between two steps; `data`: ids of the datasets that are
+    trained on. `changes`: the world may change.
+    `nested`: it is called from a loop over epochs."""
+    with _never_in_the_way():
+        for place in _of_function(function) if function is not None else _of_frame(frame):
+            if changes:
+                _check_generator(place)
+                _check_rank(place)
+            texts = _texts_of_loop(place, state, is_untracked, evaluations, data, nested=nested)
+            texts += [] if nested else _texts_of_modules(state, is_untracked)
+            if texts:
+                raise LoopError(". ".join(texts))
+
+
+def check_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> None:
+    """Raises `LoopError` for plain attributes by which a tracked module's forward pass sets its parameters up, or that
+    it counts with."""
+    with _never_in_the_way():
+        if texts := _texts_of_modules(state, is_untracked):
+            raise LoopError(". ".join(texts))
+
+
+@contextmanager
+def _never_in_the_way() -> Iterator[None]:
+    """A script that cannot be read for a reason that nobody has thought of trains as it would without this."""
+    try:
+        yield
+    except LoopError:
+        raise
+    except Exception:
+        log.warning(UNREAD, exc_info=True)
+
+
+# Where the loop is.
+
+
+def _of_frame(frame: types.FrameType | None) -> Iterator[_Place]:
+    """The script's frame that asks for the step; and where that is a generator function, those that ask it for one."""
+    while frame is not None:
+        if is_script(frame.f_code.co_filename):
+            if (place := _of_script(frame)) is not None:
+                yield place
+            if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                return
+        frame = frame.f_back
+
+
+def _of_script(frame: types.FrameType) -> _Place | None:
+    tree, line = tree_of(frame.f_code.co_filename), frame.f_lineno
+    nodes = list(ast.walk(tree)) if tree is not None else []
+    loops = [n for n in nodes if isinstance(n, ast.For) and n.iter.lineno <= line <= _end(n.iter)]
+    taken = [n for n in nodes if isinstance(n, ast.While) and n.lineno <= line <= _end(n) and _takes(n, line)]
+    found = max((*loops, *taken), key=lambda n: n.lineno, default=None)
+    if tree is None or found is None:
+        return None
+    values: dict[str, Any] = {}
+    for name, value in variables(frame):
+        values.setdefault(name, value)
+    return _Place(frame.f_code.co_filename, tree, found, values)
+
+
+def _of_function(function: Any) -> Iterator[_Place]:
+    values: dict[str, Any] = {}
+    if isinstance(function, types.MethodType):
+        values["self"], function = function.__self__, function.__func__
+    code = code_of(function)
+    tree = tree_of(code.co_filename) if code is not None else None
+    if code is None or tree is None:
+        return
+    if (found := definition(tree, code)) is not None:
+        function = inspect.unwrap(function)
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        values |= {k: cell.cell_contents for k, cell in cells if cell != types.CellType()}
+        yield _Place(code.co_filename, tree, found, {**function.__globals__, **values})
+
+
+def _between(place: _Place, functions: Collection[Any]) -> Iterator[tuple[ast.FunctionDef, str]]:
+    """Of `functions`, those of the same file; and the variable that a method is called on."""
+    for function in functions:
+        own = function.__self__ if isinstance(function, types.MethodType) else None
+        owner = next((name for name, value in place.values.items() if value is own), "") if own is not None else ""
+        code = code_of(function.__func__ if isinstance(function, types.MethodType) else function)
+        if code is None or Path(code.co_filename).name != place.name or (own is not None and not owner):
+            continue
+        if (found := definition(place.tree, code)) is not None:
+            yield found, owner
+
+
+def _end(node: ast.stmt | ast.expr) -> int:
+    return node.end_lineno or node.lineno
+
+
+def _takes(loop: ast.While, line: int) -> bool:
+    """Whether it takes its steps by `next` there."""
+    calls = (n for n in ast.walk(loop) if isinstance(n, ast.Call) and n.lineno <= line <= _end(n))
+    return any((path_of(n.func) or "").rpartition(".")[2] in ("next", "__next__") for n in calls)
+
+
+# What is refused.
+
+
+def _texts_of_loop(
+    place: _Place,
+    state: Mapping[str, Any],
+    is_untracked: Callable[..., bool],
+    evaluations: Collection[Any],
+    data: Collection[int],
+    *,
+    nested: bool,
+) -> list[str]:
+    covered, values = Covered(state), place.values
+    known = Known(values, place.file, covered.objects, data)
+    # A loader is tracked for its position, and not for what it reads.
+    kept = covered.objects - (set(data) - {id(target) for target in state.values()})
+
+    def is_tracked(name: str) -> bool:
+        parts = PARTS.findall(name)
+        if known.leaves_out(name):
+            return False
+        owners = (held(values, "".join(parts[: i + 1])) for i in range(len(parts)))
+        return any(id(v) in kept for v in owners if not isinstance(v, bool | int | float | str | None))
+
+    script = Script(place.tree, lambda n: kind_of(held(values, n)), lambda n: constant(values, n), known)
+    texts = list[str]()
+    lost, saved = list[Carried](), list[Carried]()
+    for found in carried(script, place.loop, also=list(_between(place, evaluations))):
+        if found.use == RETURNED or is_untracked(found.name) or (nested and _is_of_run(place, found.name)):
+            continue
+        if not is_tracked(found.name):
+            (saved if found.use == SAVED else lost).append(found)
+        elif found.bound and found.name.isidentifier():
+            texts.append(
+                f"{found.name} is tracked, and line {found.line} of {place.name} gives the name to another object, "
+                f"which nothing that is tracked holds; it affects {found.use} (line {found.at}). Change the "
+                f"tracked one in its place: `{found.name}[:] = …` of a list, `{found.name}.update(…)` of a dict, "
+                f"`{found.name}.copy_(…)` of a tensor"
+            )
+    if saved:
+        log.warning("%s", text_of(place.name, saved, values, state))
+    return [text_of(place.name, lost, values, state), *texts] if lost else texts
+
+
+def _is_of_run(place: _Place, name: str) -> bool:
+    """Whether the loop over epochs gives it a value that comes from the run's own count of steps."""
+    given = (value for target, value in bound(place.tree) if path_of(target) == name)
+    return any(isinstance(part, ast.Attribute) and part.attr == "step" for value in given for part in ast.walk(value))
+
+
+def _check_generator(place: _Place) -> None:
+    for block in ast.walk(place.loop):
+        if not isinstance(block, ast.With) or not isinstance(place.loop, ast.For):
+            continue
+        taken = {path_of(item.context_expr) for item in block.items}
+        steps = {n.id for n in ast.walk(place.loop.target) if isinstance(n, ast.Name)}
+        found = next((n for n in ast.walk(block) if isinstance(n, ast.Yield | ast.YieldFrom)), None)
+        if taken & steps and found is not None:
+            raise LoopError(
+                f"line {found.lineno} of {place.name} is in a generator function that yields from within `with step`: "
+                "an error of the code that takes the batches, as when a peer is lost, does not reach the step. Yield "
+                "the step, `for step in run.steps(…): yield step`, and write `with step as batch:` around the work"
+            )
+
+
+def _check_rank(place: _Place) -> None:
+    """A process keeps its variables when it is given another rank."""
+    names = read_ranks(place.tree, (place.loop.lineno, _end(place.loop)))
+    runs = [part for body in _reached(place) for part in ast.walk(body)] if names else []
+    quiet = {id(part) for n in runs if _only_talks(n) for part in ast.walk(n)}
+    for n in runs:
+        if not isinstance(n, ast.Name | ast.Attribute) or not isinstance(n.ctx, ast.Load) or id(n) in quiet:
+            continue
+        if (path := path_of(n)) is not None and path in names:
+            raise LoopError(
+                f"{path} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[path]} of "
+                f"{place.name}), and the loop uses it in line {n.lineno}: after a process was lost the ranks may be "
+                f"others. Write run.rank or run.world_size in the loop in place of {path}, or compute it there"
+            )
+
+
+def _reached(place: _Place) -> list[ast.stmt]:
+    """The loop, and the functions and own methods of the file that it calls."""
+    functions = {n.name: n for n in ast.walk(place.tree) if isinstance(n, ast.FunctionDef)}
+    found: list[ast.stmt] = [place.loop]
+    for body in found:
+        calls = (path_of(n.func) or "" for n in ast.walk(body) if isinstance(n, ast.Call))
+        for name in sorted({path.removeprefix("self.") for path in calls}):
+            if (function := functions.get(name)) is not None and function not in found:
+                found.append(function)
+    return found
+
+
+def _only_talks(n: ast.AST) -> bool:
+    match n:
+        case ast.If(orelse=[]):
+            return all(map(_only_talks, n.body))
+        case ast.Expr(value=ast.Call(func=func)):
+            return (path_of(func) or "").rpartition(".")[2] in _TALKS
+    return False
+
+
+def _texts_of_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> list[str]:
+    seen, texts = set[type](), list[str]()
+    modules = (m for target in state.values() if isinstance(target, torch.nn.Module) for m in target.modules())
+    for module in islice(modules, MODULES):
+        kind = type(module)
+        if kind not in seen and not kind.__module__.startswith("torch."):
+            seen.add(kind)
+            texts += _texts_of_module(module, is_untracked)
+    return texts
+
+
+def _texts_of_module(module: torch.nn.Module, is_untracked: Callable[..., bool]) -> Iterator[str]:
+    kind = type(module)
+    code = code_of(kind.forward)
+    if code is None or kind.get_extra_state is not torch.nn.Module.get_extra_state:
+        return
+    tree = tree_of(code.co_filename)
+    forward = definition(tree, code) if tree is not None else None
+    if tree is None or forward is None:
+        return
+    tensors = {name for name, _ in module.named_parameters()}
+    for name, part in module.named_modules():
+        saved = part._buffers.keys() - part._non_persistent_buffers_set
+        tensors |= {f"{name}.{buffer}".lstrip(".") for buffer in saved}
+    values = {"self": types.SimpleNamespace(**{k: v for k, v in vars(module).items() if k != "training"})}
+
+    def number(name: str) -> str | None:
+        if name == "self":
+            return kind.__name__
+        value = held(values, name)
+        return type(value).__name__ if isinstance(value, int | float) and value is not True else None
+
+    script = Script(tree, number, lambda n: constant(values, n))
+    for found in carried(script, forward, {f"self.{name}": PARAMETERS for name in tensors}):
+        name = word(found.name)
+        if is_untracked(f"{kind.__name__}.{name}", kind.__name__):
+            continue
+        yield (
+            f"{kind.__name__}.{name} is a plain attribute of a module that its forward pass changes (line {found.line} "
+            f"of {Path(inspect.getfile(kind)).name}), and it affects {found.use} (line {found.at}): no checkpoint "
+            f"holds it. Write self.register_buffer({name!r}, torch.tensor({held(values, found.name)!r})) in "
+            f"{kind.__name__}.__init__, and change it by self.{name}.fill_(…); or, if nothing is lost with it, "
+            f"run.untracked({f'{kind.__name__}.{name}'!r})"
+        )

@@ -1,0 +1,84 @@
+"""Which variables of a script hold a rank, or a number of ranks, that was read from the environment.
+
+Read from the text. A variable holds one if it was given one, what was computed from one, or the answer to a question
+about one (`main = RANK == 0`). What a call makes is not a rank (a model that is wrapped, a logger); neither is the
+answer to whether there are ranks at all (`"RANK" in os.environ`, `rank != -1`), which is the same in every world.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+
+from everstep.train.guards.script_text.syntax_patterns import path_of
+
+RANKS = frozenset({"RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
+_CONVERSIONS = frozenset({"int", "str", "float", "bool", "min", "max", "abs"})
+_ABSENT = (None, "", "-1", -1)  # what scripts take for the rank where there is none
+
+
+def read_ranks(tree: ast.Module, within: tuple[int, int]) -> dict[str, int]:
+    """Path of each variable that is bound outside of the lines `within`, and the line where."""
+    found = dict[str, int]()
+    for target, value in bound(tree):
+        if not within[0] <= value.lineno <= within[1] and (path := path_of(target)) is not None and holds(value, found):
+            found[path] = value.lineno
+    return found
+
+
+def bound(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What is assigned to what, in the order of the lines; `a, b = c, d` one by one."""
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AnnAssign)]
+    for n in sorted(found, key=lambda n: n.lineno):
+        if n.value is None:
+            continue
+        for target in n.targets if isinstance(n, ast.Assign) else [n.target]:
+            pair = (target, n.value)
+            if all(isinstance(e, ast.Tuple | ast.List) for e in pair) and len(target.elts) == len(n.value.elts):  # type: ignore[attr-defined]
+                yield from zip(target.elts, n.value.elts, strict=True)  # type: ignore[attr-defined]
+            else:
+                yield pair
+
+
+def holds(value: ast.expr, names: Collection[str]) -> bool:
+    """Whether the expression is a rank, or says something of one. `names`: the variables that hold one."""
+    if (path_of(value) or "") in names:
+        return True
+    match value:
+        case ast.Subscript(value=owner, slice=ast.Constant(value=str() as key)):
+            return key in RANKS and _is_environment(owner)
+        case ast.Call(func=ast.Name(id=name), args=arguments) if name in _CONVERSIONS:
+            return any(holds(a, names) for a in arguments)
+        case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[ast.Constant(value=key), *_]):
+            return key in RANKS and _is_environment(owner)
+        case ast.Call(func=function, args=[ast.Constant(value=key), *_]):
+            return key in RANKS and (path_of(function) or "").endswith("getenv")
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            return not _asks_whether_any(op, right) and (holds(left, names) or holds(right, names))
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            # Of objects the one that fits is chosen once; of values each rank has its own.
+            chosen = not any(isinstance(e, ast.Call) for e in (body, orelse)) and holds(test, names)
+            return chosen or holds(body, names) or holds(orelse, names)
+        case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare():
+            return any(holds(e, names) for e in ast.iter_child_nodes(value) if isinstance(e, ast.expr))
+    return False
+
+
+def _is_environment(owner: ast.expr) -> bool:
+    path = path_of(owner) or ""
+    return path == "environ" or path.endswith(".environ")
+
+
+def _asks_whether_any(op: ast.cmpop, right: ast.expr) -> bool:
+    try:
+        limit = ast.literal_eval(right)
+    except ValueError:
+        return False
+    match op:
+        case ast.Eq() | ast.NotEq() | ast.Is() | ast.IsNot():
+            return limit in _ABSENT
+        case ast.Gt() | ast.LtE():
+            return bool(limit == -1)
+        case ast.GtE() | ast.Lt():
+            return bool(limit == 0)
+    return False

@@ -1,0 +1,67 @@
+"""The text of the script's functions, and where in it they are defined."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import inspect
+import linecache
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from everstep.train.guards.script_objects import is_script
+
+LARGEST = 2**20  # bytes of a file that is read
+DECORATORS = 20  # lines of them
+
+
+def tree_of(path: str) -> ast.Module | None:
+    """None where there is no text."""
+    text = "".join(linecache.getlines(path))
+    if not text or len(text) > LARGEST:
+        return None
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def program() -> str | None:
+    """The digest of the script's arguments, of the files that they name, and of the text of all files of its own that
+    this process has loaded. None where the script is no file (a prompt, a notebook)."""
+    if getattr(sys.modules.get("__main__"), "__file__", None) is None:
+        return None
+    found = hashlib.sha256(repr(sys.argv).encode())
+    paths = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    texts = sorted(path for path in paths if path and is_script(path))
+    named = [part for argument in sys.argv[1:] for part in (argument, argument.rpartition("=")[2])]
+    for path in (*texts, *named):
+        with contextlib.suppress(OSError, ValueError):
+            if Path(path).is_file() and Path(path).stat().st_size <= LARGEST:
+                found.update(path.encode() + b"\0" + Path(path).read_bytes())
+    return found.hexdigest()
+
+
+def code_of(function: Any) -> types.CodeType | None:
+    """Of a function of the script's, without its decorators."""
+    function = inspect.unwrap(function) if callable(function) else None
+    found = isinstance(function, types.FunctionType) and is_script(function.__code__.co_filename)
+    return function.__code__ if found else None
+
+
+def definition(tree: ast.Module, code: types.CodeType) -> ast.FunctionDef | None:
+    """A lambda, too, is told as a function, if it is the only one of its line."""
+    if code.co_name == "<lambda>":
+        found = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno]
+        return _named(found[0]) if len(found) == 1 else None
+    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name)
+    lines = range(code.co_firstlineno, code.co_firstlineno + DECORATORS)
+    return next((n for n in nodes if n.lineno in lines), None)
+
+
+def _named(e: ast.Lambda) -> ast.FunctionDef:
+    body = ast.copy_location(ast.Return(e.body), e.body)
+    return ast.copy_location(ast.FunctionDef(f"lambda{e.lineno}", e.args, [body], []), e)

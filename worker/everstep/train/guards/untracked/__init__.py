@@ -1,0 +1,1 @@
+"""Watches what training moves, and finds what nothing tracked holds."""

@@ -1,0 +1,134 @@
+"""Whether a thing has changed since it was looked at, without a copy of it.
+
+A tensor's mark is a digest of a part of its bytes, and the version that torch counts with each write: `.data` and numpy
+write without counting, and a write may miss the part. Bounded: `HEAD` and `SPREAD` bytes of each tensor, one copy from
+each device. Not every write is another value: DDP hands a constant buffer out again before each forward. So of a tensor
+that was written to and whose part is the same, all bytes are digested, from the first such write on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.nn.parameter import is_lazy
+
+from everstep.checkpoint.alike import to_bytes
+from everstep.checkpoint.sharding import is_sharded
+from everstep.train.guards.script_objects import Generator
+
+HEAD = 4096
+SPREAD = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """`whole`: the digest is of all bytes, and says all. `full`: the digest of all bytes, where it was asked for."""
+
+    identity: int
+    shape: tuple[int, ...]
+    digest: int
+    version: int
+    whole: bool
+    full: int | None = None
+
+    def moved_to(self, now: Mark) -> bool:
+        """Whether the values are other ones, as far as was looked."""
+        if (self.shape, self.digest) != (now.shape, now.digest):
+            return True
+        return self.full is not None and now.full is not None and self.full != now.full
+
+    def written_to(self, now: Mark) -> bool:
+        """Whether the same tensor was written to, and its part does not say with what."""
+        return not now.whole and self.identity == now.identity and self.version != now.version
+
+
+def marks_of(tensors: Sequence[torch.Tensor]) -> list[Mark | None]:
+    """In order. None: of a tensor that has no bytes to look at (lazy, meta, sparse)."""
+    found: list[Mark | None] = [None] * len(tensors)
+    parts: dict[torch.device, list[tuple[int, torch.Tensor, bool]]] = {}
+    with torch.no_grad():
+        for i, tensor in enumerate(tensors):
+            part = _part(tensor)
+            if part is not None:
+                parts.setdefault(part[0].device, []).append((i, *part))
+        for device, listed in parts.items():
+            # From another device in one piece: each copy waits for it.
+            data = torch.cat([part for _, part, _ in listed]) if device.type != "cpu" else None
+            flat: Any = data.cpu().numpy() if data is not None else None
+            at = 0
+            for i, piece, whole in listed:
+                own: Any = piece.numpy() if flat is None else flat[at : at + piece.numel()]
+                at += piece.numel()
+                tensor = tensors[i]
+                found[i] = Mark(id(tensor), tuple(tensor.shape), xxhash.xxh3_64_intdigest(own), _version(tensor), whole)
+    return found
+
+
+def mark_of_array(array: np.ndarray[Any, Any]) -> Mark | None:
+    """None: of one that holds objects, or is no plain block of memory and large."""
+    if array.dtype.hasobject or not (array.flags.c_contiguous or array.nbytes <= 2**16):
+        return None
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    whole = len(data) <= HEAD + SPREAD
+    part: Any = data if whole else np.concatenate([data[:HEAD], data[:: len(data) // SPREAD]])
+    return Mark(id(array), array.shape, xxhash.xxh3_64_intdigest(part), 0, whole)
+
+
+def state_of_generator(generator: Generator) -> int:
+    """A digest of where it is."""
+    if isinstance(generator, torch.Generator):
+        data: Any = generator.get_state().numpy()
+        return xxhash.xxh3_64_intdigest(data)
+    if isinstance(generator, np.random.Generator):
+        return hash(repr(generator.bit_generator.state))
+    if isinstance(generator, random.SystemRandom):
+        return 0  # it has none
+    return hash(repr(generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()))
+
+
+def full_digest(tensor: torch.Tensor) -> int:
+    """Of all its bytes."""
+    local: Any = tensor.detach()
+    if is_sharded(tensor):
+        local = local.to_local()
+    return xxhash.xxh3_64_intdigest(to_bytes(local))
+
+
+def _part(tensor: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
+    """Bytes of a tensor that tell whether it has changed, and whether these are all; a view of them on the CPU."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    local: Any = tensor.detach()
+    if is_sharded(tensor):
+        local = local.to_local()
+    size = local.numel() * local.element_size()
+    if not size:
+        return None
+    if not local.is_contiguous():
+        if size > HEAD + SPREAD:
+            return local.reshape(-1)[:1].view(torch.uint8) if local.dim() == 0 else _corner(local), False
+        local = local.contiguous()
+    data = torch.empty(0, dtype=torch.uint8, device=local.device).set_(
+        local.untyped_storage(), local.storage_offset() * local.element_size(), (size,), (1,)
+    )
+    if size <= HEAD + SPREAD:
+        return data, True
+    return torch.cat([data[:HEAD], data[HEAD :: size // SPREAD]]), False
+
+
+def _corner(tensor: torch.Tensor) -> torch.Tensor:
+    """A small block, contiguous, of one that is not."""
+    for axis in range(tensor.dim()):
+        tensor = tensor.narrow(axis, 0, min(tensor.shape[axis], 8))
+    found: torch.Tensor = tensor.contiguous().reshape(-1)[: HEAD // tensor.element_size()]
+    return found.view(torch.uint8)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

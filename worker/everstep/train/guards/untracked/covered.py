@@ -1,0 +1,166 @@
+"""What the tracked objects hold, and so what a checkpoint or a member's state brings back.
+
+Strict where it can be: a parameter is held if a tracked module, tensor, list or mapping holds it, or if its memory is
+in the `state_dict` of another tracked object. What else such an object reaches by its attributes is its author's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.sharding import local_of
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.switches import SWITCHES
+from everstep.train.guards.script_objects import walk
+
+OWN_NAMES = ("step", "data", "rng")  # what the session tracks by these names is its own
+
+_OWN = torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler
+
+
+class Covered:
+    """Of `state` as it is now."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.objects = set[int]()
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._tensors = set[int]()
+        self._memory = set[int | None]()
+        for key, target in state.items():
+            self._add(key, target)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether its values are saved and handed on."""
+        return id(tensor) in self._tensors or _memory(tensor) in self._memory
+
+    def _add(self, key: str, target: Any) -> None:
+        self.objects.add(id(target))
+        if isinstance(target, torch.nn.Module):
+            self._add_module(target)
+        elif isinstance(target, torch.Tensor):
+            self._add_tensor(target)
+        elif isinstance(target, torch.optim.Optimizer):
+            self.optimizers[key] = target
+            self._reach(key, target)
+            for state in list(target.state.values()):  # what a checkpoint was loaded into may share its memory
+                for value in state.values() if isinstance(state, Mapping) else ():
+                    if isinstance(value, torch.Tensor):
+                        self._add_tensor(value)
+        elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
+            self._add_schedule(target)
+        elif isinstance(target, Mapping | list | tuple):
+            self._add_container(key, target)
+        else:
+            self._add_other(key, target)
+
+    def _add_module(self, module: torch.nn.Module) -> None:
+        for part in module.modules():
+            self.objects.add(id(part))
+            for tensor in part._parameters.values():
+                self._add_tensor(tensor)
+            for name, buffer in part._buffers.items():
+                if name not in part._non_persistent_buffers_set:
+                    self._add_tensor(buffer)
+            if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+                self._reach("", vars(part))
+
+    def _add_schedule(self, schedule: Any) -> None:
+        """With those that it is made of, and without the optimizer that it moves."""
+        self.objects.add(id(schedule))
+        for part in getattr(schedule, "_schedulers", ()):
+            self._add_schedule(part)
+
+    def _add_container(self, key: str, target: Any) -> None:
+        for held in walk([(key, target)]):
+            if isinstance(held.value, _OWN) or (
+                callable(getattr(held.value, "state_dict", None)) and not isinstance(held.value, torch.Tensor)
+            ):
+                raise LoopError(
+                    f"track({key}=…): {held.name} is a {type(held.value).__name__}, which cannot be saved as a part of "
+                    f"a {type(target).__name__}. Track it by a name of its own: run.track({word(held.name)}="
+                    f"{held.name})" + (f", or all at once: run.track(**{key})" if isinstance(target, Mapping) else "")
+                )
+            self.objects.add(id(held.value))
+            if isinstance(held.value, torch.Tensor):
+                self._add_tensor(held.value)
+
+    def _add_other(self, key: str, target: Any) -> None:
+        if key == SWITCHES:
+            return  # it refers to all modules, and saves other things of them
+        if type(target).__module__.startswith("everstep."):
+            for name, part in vars(target).items():  # a loader's data set, its generators: the loader answers for them
+                self._reach(name, part)
+            return
+        found = self._reach(key, target)
+        if not callable(getattr(target, "state_dict", None)):
+            return
+        try:
+            saved = list(walk([(key, target.state_dict())]))
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+            return  # the first save says so
+        # Of what it saves, what it holds: a copy is gone when this returns, and its memory is another's.
+        reached = {_memory(h.value) for h in walk([(key, target)]) if isinstance(h.value, torch.Tensor)}
+        self._memory |= {_memory(h.value) for h in saved if isinstance(h.value, torch.Tensor)} & reached - {None}
+        # One that only refers to an optimizer, as schedules do, saves none.
+        if any(isinstance(h.value, Mapping) and "param_groups" in h.value for h in saved):
+            self.optimizers |= found
+
+    def _reach(self, key: str, target: Any) -> dict[str, torch.optim.Optimizer]:
+        """All that it reaches is its own, but no module's parameters; the optimizers among it."""
+        found: dict[str, torch.optim.Optimizer] = {}
+        for held in walk([(key, target)]):
+            value = held.value
+            if isinstance(value, torch.nn.Module) and value is not target:
+                continue
+            if isinstance(value, torch.optim.Optimizer):
+                found[held.name] = value
+            elif isinstance(value, torch.nn.Parameter):
+                continue
+            self.objects.add(id(value))
+        if isinstance(target, torch.optim.Optimizer):
+            self.optimizers |= found  # a wrapper that is an optimizer itself
+        return found
+
+    def _add_tensor(self, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
+            self._tensors.add(id(tensor))
+            if (place := _memory(tensor)) is not None:
+                self._memory.add(place)
+
+
+def tensors_of(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """What a step may write to: of modules, and those that are tracked themselves."""
+    for target in state.values():
+        if isinstance(target, torch.nn.Module):
+            yield from target.parameters()
+            yield from target.buffers()
+        elif isinstance(target, torch.Tensor):
+            yield target
+
+
+def word(name: str) -> str:
+    """A keyword for what is called `name`."""
+    for part in reversed(name.replace("[", ".").replace("]", "").replace("'", "").split(".")):
+        if part.isidentifier():
+            return part
+    return "state"
+
+
+def keyword(name: str, taken: Collection[str]) -> str:
+    """The same, and one by which nothing is tracked yet: those of a session's own, and `taken`."""
+    found, used = word(name), {*taken, *OWN_NAMES}
+    if found in used:
+        found = "_".join(part for part in name.replace("[", ".").split(".") if part.isidentifier()) or found
+    while found in used:
+        found = f"{found}_2"
+    return found
+
+
+def _memory(tensor: Any) -> int | None:
+    local = local_of(tensor)
+    if torch.nn.parameter.is_lazy(local) or local.is_meta or local.layout is not torch.strided or not local.numel():
+        return None
+    return int(local.untyped_storage()._cdata)

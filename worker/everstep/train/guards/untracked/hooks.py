@@ -1,0 +1,82 @@
+"""Refuses a hook that the script registers in its loop, on a tracked module, parameter or optimizer, and leaves there:
+a process that comes later, or goes on from a commit, does not have it.
+
+Invariant: a step in which nobody registers a hook costs one comparison; torch numbers all hooks of a process in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from everstep.checkpoint.modules import bare
+from everstep.recovery.errors import LoopError
+from everstep.train.guards.script_objects import is_script
+
+_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class Hooks:
+    """On what is in `state`; made when the loop begins. `is_free`: whether what has this name may be lost."""
+
+    def __init__(self, state: Mapping[str, Any], is_free: Callable[[str], bool]) -> None:
+        self._state = state
+        self._is_free = is_free
+        self._first = self._next = RemovableHandle.next_id
+        self._looks = 0
+
+    def check(self) -> None:
+        """A step is complete. Of the steps in which hooks were registered the 1st, 2nd, 4th, 8th, … are looked at.
+        Raises `LoopError`."""
+        if self._next == RemovableHandle.next_id:
+            return
+        self._next = RemovableHandle.next_id
+        self._looks += 1
+        if self._looks & (self._looks - 1):
+            return
+        for name, hook in self._new():
+            code = _code(hook)
+            if code is None or not is_script(code.co_filename) or self._is_free(name):
+                continue
+            called, file = getattr(hook, "__qualname__", type(hook).__qualname__), Path(code.co_filename).name
+            raise LoopError(
+                f"the hook {called} ({file}:{code.co_firstlineno}) was registered on {name} in the loop: a process "
+                "that replaces a lost one, or goes on from a commit, does not have it. Register it before run.steps(), "
+                "and let it ask run.step whether its time has come; or remove it before the step ends; or, if it "
+                f"changes nothing, run.untracked({name!r})"
+            )
+
+    def _new(self) -> Iterator[tuple[str, Any]]:
+        for key, target in self._state.items():
+            if isinstance(target, torch.optim.Optimizer):
+                yield from ((key, hook) for hook in self._of(target, _OF_OPTIMIZER))
+            if not isinstance(target, torch.nn.Module):
+                continue
+            for path, module in bare(target).named_modules():
+                name = f"{key}.{path}" if path else key
+                yield from ((name, hook) for hook in self._of(module, _OF_MODULE))
+                for own, p in module._parameters.items():
+                    if p is not None:
+                        yield from ((f"{name}.{own}", hook) for hook in self._of(p, _OF_PARAMETER))
+
+    def _of(self, holder: Any, tables: tuple[str, ...]) -> Iterator[Any]:
+        for table in tables:
+            for number, hook in (getattr(holder, table, None) or {}).items():
+                if number >= self._first:
+                    yield hook
+
+
+def _code(hook: Any) -> Any:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    hook = inspect.unwrap(getattr(hook, "__func__", hook))  # `@torch.no_grad()`
+    called = hook if hasattr(hook, "__code__") else inspect.getattr_static(type(hook), "__call__", None)
+    return getattr(called, "__code__", None)

@@ -1,0 +1,314 @@
+"""All that training moves is tracked, or refused by name: what is not tracked is lost with its process.
+
+What can be told before the first step is told there: a parameter of a tracked optimizer that nothing tracked holds, a
+schedule of such an optimizer, a gradient scaler, an average of weights, a module in DDP or FSDP. An optimizer is judged
+when it steps. The rest is watched at the 1st, 2nd, 4th, 8th, … step of a world (`verdicts`).
+
+Knows no process group: who asks says how ranks compare a number. Invariants: nothing is moved by looking at it, and
+nothing of the script's is kept alive; all ranks raise after the same step; a step that is not watched costs one look-up
+for each optimizer that steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from everstep.recovery.errors import LoopError
+from everstep.train.guards.script_objects import Generator, Held, variables, walk
+from everstep.train.guards.untracked.change_marks import state_of_generator
+from everstep.train.guards.untracked.covered import Covered, tensors_of
+from everstep.train.guards.untracked.tensor_flow import Flow, is_safe
+from everstep.train.guards.untracked.verdicts import Finding, Looks, Seen, judge, look, subject_of, track
+
+log = logging.getLogger("everstep.train")
+
+NAMED = 8  # names in one text
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+# Another kernel, with other last bits, is chosen for these in evaluation where functions are seen.
+_FUSED = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
+_live: weakref.WeakSet[Census] = weakref.WeakSet()  # of this process: its threads may be several runs
+
+
+class Census:
+    """Of the tracked `state`. `untracked`: names of what may be lost; it may grow."""
+
+    def __init__(self, state: Mapping[str, Any], untracked: Collection[str] = ()) -> None:
+        self._state = state
+        self._untracked = untracked
+        self._covered = Covered({})
+        self._thread = threading.get_ident()
+        self._steps = 0
+        self.in_step = False
+        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of those judged good
+        self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # when the loop began
+        self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # not tracked, and older than the loop
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # when they stepped
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # not tracked, and perhaps without a name
+        self._first: dict[str, Seen] = {}
+        self._begin: dict[str, Seen] = {}
+        self._generators: list[tuple[str, Any, int]] = []
+        self._drawn: list[str] = []
+        self._flow: Flow | None = None
+        self._told = set[str]()
+        self._hook: Any = None
+
+    def start(self) -> None:
+        """The script has built its objects. Raises `LoopError` for what is wrong by now."""
+        self._thread = threading.get_ident()
+        self._covered = Covered(self._state)
+        for optimizer in self._covered.optimizers.values():
+            self._check_parameters(optimizer)
+            self._groups[optimizer] = len(optimizer.param_groups)
+        self._find()
+        _live.add(self)
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """No step is taken any more."""
+        _live.discard(self)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._end_flow()
+
+    def moved(self) -> None:
+        """The world is another one."""
+        self._steps = 0
+
+    def uncount(self) -> None:
+        """The newest step was not one of the run's."""
+        self._steps -= 1
+
+    def begins(self) -> None:
+        """A step begins."""
+        self._end_flow()
+        self._steps += 1
+        self.in_step = True
+        if self._hook is None or not self._is_watched():
+            return
+        self._covered = Covered(self._state)
+        held = self._held()
+        free = [h for h in held.values() if self._is_free(h)]
+        self._begin = look(free, self._first)
+        self._generators = [(h.name, h.value, state_of_generator(h.value)) for h in _generators(free)]
+        if self._steps > 1 and is_safe() and not any(_is_fused(h.value) for h in held.values()):
+            tensors = {h.name: h.value for h in free if h.name in self._begin and isinstance(h.value, torch.Tensor)}
+            self._flow = Flow(tensors)
+            self._flow.begin()
+
+    def over(self) -> None:
+        """The step's block has ended, well or not."""
+        self._end_flow()
+        self.in_step = False
+        self._drawn = [name for name, generator, at in self._generators if state_of_generator(generator) != at]
+        self._generators = []
+
+    def completed(self, world_size: int, same: Callable[[int], bool]) -> None:
+        """A step is complete on all ranks. `same`: whether all ranks say this number of 63 bits; collective. Raises
+        `LoopError` on all ranks if one of them holds something that moves and is not tracked."""
+        if self._hook is None or not self._is_watched():
+            return
+        self._end_flow()
+        found = self._judge()
+        self._flow, self._begin, self._drawn = None, {}, []
+        text = "; ".join(map(str, found[:NAMED]))
+        number = xxhash.xxh3_64_intdigest(text.encode()) >> 1 if found else 0
+        agreed = world_size == 1 or same(number)
+        if found:
+            raise LoopError(text)
+        if not agreed:
+            raise LoopError("another rank holds something that training moves and that is not tracked; it names it")
+
+    def _is_watched(self) -> bool:
+        return self._steps & (self._steps - 1) == 0
+
+    def _judge(self) -> list[Finding]:
+        self._covered = Covered(self._state)
+        held = self._held()
+        now = look((h for h in held.values() if self._is_free(h)), self._first)
+        flow = self._flow if self._flow is not None else Flow({})
+        looks = Looks(
+            self._first,
+            self._begin,
+            now,
+            held,
+            flow.reached,
+            flow.overwritten,
+            self._drawn,
+            self._shapes(),
+            self._state,
+        )
+        found, others = judge(looks)
+        new = [name for name in others if name not in self._told and not self.is_untracked(name)]
+        self._told.update(new)
+        if new:
+            log.warning(
+                "%s change%s in the steps, and nothing that is tracked holds %s. If the parameters depend on it, %s; "
+                "if not, run.untracked(%s) says so",
+                ", ".join(new[:NAMED]), "" if len(new) > 1 else "s", "them" if len(new) > 1 else "it",
+                track(new[0], self._state),
+                ", ".join(map(repr, new[:NAMED])),
+            )  # fmt: skip
+        return [f for f in found if not self.is_untracked(f.name)]
+
+    def _shapes(self) -> list[Counter[tuple[int, ...]]]:
+        modules = [list(t.parameters()) for t in self._state.values() if isinstance(t, torch.nn.Module)]
+        optimizers = [[p for g in o.param_groups for p in g["params"]] for o in self._covered.optimizers.values()]
+        own = [t for t in self._state.values() if isinstance(t, torch.Tensor)]
+        return [Counter(tuple(p.shape) for p in listed if p.requires_grad) for listed in (*modules, *optimizers, own)]
+
+    def _end_flow(self) -> None:
+        if self._flow is not None:
+            self._flow.end(tensors_of(self._state))
+
+    def _held(self) -> dict[str, Held]:
+        """What the script holds, by name; and modules that are older than the loop and that it holds in hidden ways."""
+        found = list(walk(variables(sys._getframe(1))))
+        seen = {id(h.value) for h in found}
+        hidden = [m for m in self._modules if id(m) not in seen]
+        inner = {id(c) for m in hidden for c in m._modules.values()}
+        more = walk((type(m).__name__, m) for m in hidden if id(m) not in inner)
+        names: dict[str, Held] = {}
+        for h in (*found, *(h for h in more if id(h.value) not in seen)):
+            names.setdefault(h.name, h)
+        return names
+
+    def _is_free(self, held: Held) -> bool:
+        """Whether nothing tracked holds it, in this run or in another of this process."""
+        return not (
+            any(c._holds(held.value) for c in {*_live, self}) or self.is_untracked(held.name, type(held.value).__name__)
+        )
+
+    def _holds(self, value: Any) -> bool:
+        return id(value) in self._covered.objects or (isinstance(value, torch.Tensor) and self._covered.holds(value))
+
+    def is_untracked(self, *names: str) -> bool:
+        """Whether the script has said that it may be lost: by its name, that of what holds it, or its class's."""
+        return any(
+            name == said or name.startswith((f"{said}.", f"{said}[")) for name in names for said in self._untracked
+        )
+
+    # Before the first step.
+
+    def _find(self) -> None:
+        """What is there to move, whether it has moved or not."""
+        named = {id(h.value): h for h in walk(variables(sys._getframe(1)))}
+        kinds = (Optimizer, LRScheduler, torch.nn.Module, torch.amp.GradScaler)
+        found = [h.value for h in named.values() if isinstance(h.value, kinds)]
+        listed = gc.get_objects()
+        wanted = {kind for kind in set(map(type, listed)) if issubclass(kind, kinds)}
+        found += [o for o in listed if type(o) in wanted and id(o) not in named]
+        del listed
+        for o in found:
+            name = named[id(o)].name if id(o) in named else type(o).__name__
+            if not self._is_free(Held(name, o)):
+                continue
+            if isinstance(o, Optimizer):
+                self._early.add(o)
+                continue
+            if isinstance(o, torch.nn.Module):
+                self._modules.add(o)
+            if (what := self._known(o, id(o) in named)) is not None:
+                raise LoopError(str(Finding(name, f"is {what}", track(name, self._state))))
+
+    def _known(self, value: Any, named: bool) -> str | None:
+        """What it is, if it is of use for training alone. One without a name may be garbage of something earlier."""
+        if isinstance(value, LRScheduler):
+            tracked = any(value.optimizer is o for o in self._covered.optimizers.values())
+            return f"a learning-rate scheduler ({type(value).__name__}) of a tracked optimizer" if tracked else None
+        if isinstance(value, torch.amp.GradScaler):
+            return "a gradient scaler" if named and value.is_enabled() else None
+        average = isinstance(value, torch.optim.swa_utils.AveragedModel)
+        if not average and not any(kind.__name__ in _WRAPPERS for kind in type(value).__mro__):
+            return None
+        if not named or not any((average or p.requires_grad) and self._is_lost(p) for p in value.parameters()):
+            return None
+        return "an average of weights" if average else f"a module in {type(value).__name__}"
+
+    def _is_lost(self, tensor: torch.Tensor) -> bool:
+        return not any(c._holds(tensor) for c in {*_live, self})
+
+    # An optimizer steps.
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._flow is not None:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            self._flow.note(g for g in gradients if g is not None)
+        if self._sizes.get(optimizer) == _size(optimizer):
+            return
+        if self.in_step:
+            self._covered = Covered(self._state)
+            if any(optimizer is o for o in self._covered.optimizers.values()):
+                self._check_parameters(optimizer)
+                self._check_groups(optimizer)
+            elif threading.get_ident() == self._thread or not any(optimizer in c._sizes for c in _live):
+                self._check_stranger(optimizer)
+
+    def _check_parameters(self, optimizer: Optimizer) -> None:
+        """Of a tracked optimizer: all of them are held by something tracked."""
+        name = next(name for name, o in self._covered.optimizers.items() if o is optimizer)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if self._covered.holds(parameter) or self.is_untracked(name):
+                continue
+            held = {h.name: h for h in walk(variables(sys._getframe(1)))}
+            found = next((n for n, h in held.items() if h.value is parameter), None)
+            subject = subject_of(found, held) if found is not None else "the_module"
+            what = f"({found or f'of shape {list(parameter.shape)}'}) is trained by the tracked optimizer {name}"
+            raise LoopError(str(Finding(subject, what, track(subject, self._state))))
+        self._sizes[optimizer] = _size(optimizer)
+
+    def _check_groups(self, optimizer: Optimizer) -> None:
+        """A new process makes the optimizer as it was before the loop: it cannot hold the state of another group."""
+        before, now = self._groups.get(optimizer), len(optimizer.param_groups)
+        name = next(name for name, o in self._covered.optimizers.items() if o is optimizer)
+        if before is None or now <= before or self.is_untracked(name):
+            return
+        raise LoopError(
+            f"{name}.add_param_group was called in the loop: {name} had {before} groups when run.steps() began, and "
+            f"has {now}. A process that replaces a lost one makes it with {before}, and what was saved does not fit. "
+            f"Call {name}.add_param_group({{'params': …, 'lr': 0.0}}) before run.steps(), and set the group's "
+            f"'lr' in the step from which it is to be trained; or, if nothing is lost with it, run.untracked({name!r})"
+        )
+
+    def _check_stranger(self, optimizer: Optimizer) -> None:
+        """One that was made in this step of parameters that were too leaves nothing behind."""
+        name = next(
+            (h.name for h in walk(variables(sys._getframe(1))) if h.value is optimizer), type(optimizer).__name__
+        )
+        if self.is_untracked(name, type(optimizer).__name__):
+            self._sizes[optimizer] = _size(optimizer)
+            return
+        moves = any(self._covered.holds(p) for group in optimizer.param_groups for p in group["params"])
+        older = optimizer in self._early or self._strangers.setdefault(optimizer, self._steps) != self._steps
+        if moves or older:
+            what = f"is an optimizer ({type(optimizer).__name__}) that steps"
+            raise LoopError(str(Finding(name, what, track(name, self._state))))
+
+
+def _size(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _generators(held: list[Held]) -> Iterator[Held]:
+    """Those of the script's own: the global ones are saved, and have their own rules."""
+    common = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}
+    common |= {id(g) for g in torch.cuda.default_generators}
+    return (h for h in held if isinstance(h.value, Generator) and id(h.value) not in common)
+
+
+def _is_fused(value: Any) -> bool:
+    return isinstance(value, _FUSED) and not value.training

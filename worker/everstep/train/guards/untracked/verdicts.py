@@ -1,0 +1,172 @@
+"""What is wrong with what a step has moved: from two looks at what the script holds and nothing tracked does.
+
+Harmless, or not to be told: what does not change; a variable that is bound anew in each step and not read before; what
+is overwritten before it is read; what changes and, as far as was seen, reaches no parameter. That last is the reader's
+to judge, and comes as a name for a warning. Pure: reads the objects it is given, and nothing else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.train.guards.script_objects import Held
+from everstep.train.guards.untracked.change_marks import Mark, full_digest, mark_of_array, marks_of
+from everstep.train.guards.untracked.covered import keyword, word
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A tensor, array or queue under a name when it was looked at. Not kept alive."""
+
+    held: weakref.ref[Any]
+    mark: Mark
+
+    def moved_to(self, now: Seen) -> bool:
+        """Whether it is the same object, with other values."""
+        return self.held() is not None and self.held() is now.held() and self.mark.moved_to(now.mark)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`line`: what to write instead."""
+
+    name: str
+    what: str
+    line: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} {self.what}, and nothing that is tracked holds it: a process that replaces a lost one starts "
+            f"without it. Write {self.line}; or, if nothing is lost with it, run.untracked({self.name!r})"
+        )
+
+
+def track(name: str, taken: Collection[str] = ()) -> str:
+    """The line that tracks `name`; `taken`: what is tracked by now."""
+    return f"run.track({keyword(name, taken)}={name}) before run.steps()"
+
+
+def look(held: Iterable[Held], first: dict[str, Seen]) -> dict[str, Seen]:
+    """By name, those that can be compared. `first`: when each was first seen, or first written to; it is added to."""
+    listed = list(held)
+    tensors = [h for h in listed if isinstance(h.value, torch.Tensor)]
+    marked = [(h, m) for h, m in zip(tensors, marks_of([h.value for h in tensors]), strict=True) if m is not None]
+    for h in listed:
+        if isinstance(h.value, np.ndarray) and (mark := mark_of_array(h.value)) is not None:
+            marked.append((h, mark))
+        elif isinstance(h.value, deque) and h.value and not isinstance(h.value[-1], int | float | str):
+            marked.append((h, Mark(id(h.value), (len(h.value),), id(h.value[-1]), 0, True)))
+    found: dict[str, Seen] = {}
+    for h, mark in marked:
+        before = first.get(h.name)
+        known = before is not None and before.held() is h.value
+        if before is not None and known and before.mark.written_to(mark):
+            mark = replace(mark, full=full_digest(h.value))  # noqa: PLW2901
+            if before.mark.full is None and not before.mark.moved_to(mark):
+                known = False
+        found[h.name] = Seen(weakref.ref(h.value), mark)
+        if not known:
+            first[h.name] = found[h.name]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Of what nothing tracked holds: `first`, when it was first seen, `begin` and `now`, before and after a step.
+
+    `held`: all that the script holds, by name. `reached`: what was seen to reach parameters. `overwritten`: what was,
+    before it was read. `drawn`: generators that moved. `shapes`: of what is trained, a count for each tracked object.
+    `taken`: the names of those.
+    """
+
+    first: Mapping[str, Seen]
+    begin: Mapping[str, Seen]
+    now: Mapping[str, Seen]
+    held: Mapping[str, Held]
+    reached: Collection[str]
+    overwritten: Collection[str]
+    drawn: Collection[str]
+    shapes: Collection[Counter[tuple[int, ...]]]
+    taken: Collection[str] = ()
+
+
+def judge(looks: Looks) -> tuple[list[Finding], list[str]]:
+    """What is refused, and the names of what changes and may be of no importance."""
+    moved = sorted(name for name, seen in looks.now.items() if name in looks.first and looks.first[name].moved_to(seen))
+    found: dict[str, Finding] = {}
+    for name in moved:
+        if _is_parameter(looks.held[name].value):
+            subject = subject_of(name, looks.held)
+            found[subject] = Finding(subject, f"holds parameters that move ({name})", track(subject, looks.taken))
+    for name in sorted(looks.reached):
+        if (finding := _reaching(name, looks, moved)) is not None:
+            found.setdefault(finding.name, finding)
+    for subject in _copies(moved, looks):
+        found.setdefault(
+            subject, Finding(subject, "holds copies of the parameters that move", track(subject, looks.taken))
+        )
+    for name in looks.drawn:
+        line = f"{track(name, looks.taken)}, and each step sets it"
+        line += " (or draw from run.shared_rng, which is the same on all ranks)"
+        found.setdefault(name, Finding(name, "is a random generator that moves in a step", line))
+    open_ = sorted({subject_of(name, looks.held) for name in moved if name not in looks.overwritten} - found.keys())
+    return [found[name] for name in sorted(found)], open_
+
+
+def subject_of(name: str, held: Mapping[str, Held]) -> str:
+    """What one tracks to have `name` tracked: the whole module, list or mapping that it is a part of."""
+    for _ in range(32):
+        owner = held.get(held[name].owner) if name in held else None
+        if owner is None or not isinstance(owner.value, torch.nn.Module | Mapping | list | tuple):
+            return name
+        name = owner.name
+    return name
+
+
+def _reaching(name: str, looks: Looks, moved: list[str]) -> Finding | None:
+    """Of a tensor on which the loss of the step depended. It may be constant."""
+    begin, now = looks.begin[name], looks.now.get(name)
+    if name in moved:
+        subject = subject_of(name, looks.held)
+        line = track(subject, looks.taken)
+        if isinstance(looks.held[subject].value, torch.nn.Module) and subject != name:
+            line = f"self.register_buffer({word(name)!r}, …) in {subject}, and {track(subject, looks.taken)}"
+        what = "changes from step to step" + ("" if subject == name else f" ({name})")
+        return Finding(subject, f"{what}, and the loss depends on it", line)
+    if now is not None and now.held() is begin.held():
+        return None
+    if now is not None and not begin.mark.moved_to(now.mark):
+        return None  # made anew with the same values
+    if now is not None and "." in name and now.mark.shape != begin.mark.shape:
+        return None  # a cache that grows, of masks or of positions
+    what = "is carried from one step to the next, and the loss depends on it"
+    kept = word(name)
+    line = (
+        f"carried = {{{kept!r}: {name}}} and run.track({keyword('carried', looks.taken)}=carried) before run.steps(), "
+        f"and use carried[{kept!r}]"
+    )
+    return Finding(name, what, line)
+
+
+def _copies(moved: list[str], looks: Looks) -> list[str]:
+    """What holds a tensor of the shape of each trained parameter: an average of them, or a copy of an earlier step."""
+    groups: dict[str, Counter[tuple[int, ...]]] = {}
+    for name in moved:
+        if isinstance(looks.held[name].value, torch.Tensor) and looks.held[name].value.is_floating_point():
+            subject = subject_of(name, looks.held)
+            groups.setdefault(subject, Counter())[looks.now[name].mark.shape] += 1
+    several = [wanted for wanted in looks.shapes if sum(wanted.values()) > 1]
+    return [subject for subject, shapes in groups.items() if any(shapes >= wanted for wanted in several)]
+
+
+def _is_parameter(value: Any) -> bool:
+    return isinstance(value, torch.nn.Parameter) or (
+        isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+    )

@@ -1,0 +1,68 @@
+"""The mesh that a script shards its model over, in each kind of world.
+
+Where peers may be lost it is ours, and lasts from round to round; elsewhere it is torch's own. Invariant: it has two
+dimensions, "replicate" and "shard", "tensor" or "model", and neighbours in rank hold the shards of one replica.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from everstep.contract import env
+from everstep.recovery.engine import Recovery
+from everstep.recovery.errors import LoopError
+from everstep.recovery.state.places import Naming, naming
+from everstep.recovery.state.shape import REPLICATE, Shape
+from everstep.train.process_place import Place
+
+
+def likely_rank(environ: Mapping[str, str]) -> int:
+    """That of the round in which the process was started; else that of its place in its agent's newest round; else what
+    it would be if all workers were there. Where FSDP2 or tensor parallelism cuts, only a job that begins needs it to be
+    right: later the state comes from others."""
+    if int(environ.get("WORLD_SIZE", "1")) > 1:
+        return int(environ.get("RANK", "0"))
+    if last := environ.get(env.LAST_RANK):
+        return int(last)
+    worker, processes = int(environ.get(env.WORKER_INDEX, "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    return worker * processes + int(environ.get("LOCAL_RANK", "0"))
+
+
+def make_mesh(place: Place, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any, Naming]:
+    """The mesh, its shape, and how commits name the state: a process that runs alone, without a launcher, holds all
+    shards as one."""
+    shape, mesh = _made(place, recovery, shape)
+    return shape, mesh, naming(shape, mesh)
+
+
+def _made(place: Place, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any]:
+    if recovery is not None:
+        if env.MOST_PROCESSES in os.environ and all(size % shape.shards for size in place.sizes):
+            raise LoopError(f"{shape}: the job has {_words(place.sizes)} processes, which are no whole replicas; start "
+                            "a multiple")  # fmt: skip
+        if env.MOST_PROCESSES in os.environ and place.sizes[-1] % shape.places:
+            raise LoopError(f"{shape}: the job may come to have {place.sizes[-1]} processes, which are no whole "
+                            "replicas; let the largest world be a multiple (--nnodes, --nproc-per-node)")  # fmt: skip
+        return shape, recovery.mesh(shape.shards, likely_rank(os.environ), place.device.type, shape.kind)
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  few scripts shard
+
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo" if place.device.type == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1
+        )
+        atexit.register(dist.destroy_process_group)
+        shape = Shape(shape.kind)
+    if place.world_size % shape.shards:
+        raise LoopError(f"{shape}: {place.world_size} processes are no whole replicas; start a multiple")
+    sizes = (place.world_size // shape.shards, shape.shards)
+    return shape, init_device_mesh(place.device.type, sizes, mesh_dim_names=(REPLICATE, shape.kind))
+
+
+def _words(sizes: range) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"

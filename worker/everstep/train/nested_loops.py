@@ -1,0 +1,157 @@
+"""A run in two loops, as most scripts are written: `for epoch in run.epochs(loader, 10):`, and in it the epoch's steps.
+
+What stands in the outer loop before and behind the steps is the script's: a line of the log, a snapshot by rank 0, a
+schedule that moves once an epoch, an evaluation by `run.evaluate(fn)`. A process that comes later begins where the
+others are: in the same epoch, behind as many of its evaluations. What it runs of the outer loop until it is there may
+set schedules and hyperparameters that the others have set before it: they are put back to those that it was given.
+Commits are made where the outer loop begins anew, or in the inner one.
+
+Invariant: a process whose state has come to another place of the loops than the script's frames ends, and a new one
+begins at that place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.recovery.errors import LoopError
+from everstep.recovery.group.members import Members
+from everstep.recovery.rollback.tracked_objects import Tree, tracked_objects
+from everstep.train.feeding.feed import Feed
+
+STEPS = 2**20  # of a place: the steps have begun. What is below: 2n + 1 in evaluation n, 2n behind so many
+_EPOCH = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """An epoch, and the place in the outer loop's body; both grow with what was done."""
+
+    epoch: int
+    place: int = 0
+
+    @property
+    def evaluated(self) -> int:
+        """Evaluations of this epoch that are over."""
+        return self.place % STEPS // 2
+
+
+class Nesting:
+    """Of one run. Does nothing in one that calls `steps` alone."""
+
+    def __init__(self) -> None:
+        self._feed: Feed | None = None
+        self._state: Mapping[str, Any] = {}
+        self._spot: Spot | None = None  # where the state is; None: there is none yet
+        self._epoch: int | None = None  # that the script's outer loop is in
+        self._came = 0  # to so many of its evaluations
+        self._target = 0  # the place of a state that came, which the script is still to come to
+        self._given: list[Tree] = []  # small things as they came with it
+        self.moved = False  # the state has come to a place where the script's frames are not
+        self.in_steps = False  # the script's inner loop runs
+
+    @property
+    def nested(self) -> bool:
+        return self._feed is not None
+
+    def begin(self, feed: Feed, state: Mapping[str, Any]) -> None:
+        """Before the first world is joined. `state`: what is tracked."""
+        self._feed, self._state = feed, state
+
+    def restored(self) -> None:
+        """All ranks have restored a commit, or begin anew."""
+        if self._feed is not None:
+            self._come(self._as_restored(self._feed))
+
+    def agree(self, members: Members) -> None:
+        """A round has formed, and its members are at one state. Collective."""
+        if self._feed is None:
+            return
+        said = -1 if self._spot is None else self._spot.epoch * _EPOCH + self._spot.place
+        spot = Spot(*divmod(max(told for (told,) in members.gather((said,))), _EPOCH))
+        here = self._feed.epoch
+        behind_steps = spot.epoch == here - 1 and self._feed.epoch_begins
+        self._come(spot if spot.epoch == here or behind_steps else self._as_restored(self._feed))
+
+    @staticmethod
+    def _as_restored(feed: Feed) -> Spot:
+        return Spot(feed.epoch, 0 if feed.epoch_begins else STEPS)
+
+    def _come(self, spot: Spot) -> None:
+        before, self._spot = self._spot, spot
+        if self._epoch is not None and spot != before:
+            self.moved = not (self.in_steps and spot.epoch == self._epoch and spot.place >= STEPS)
+
+    def epoch(self) -> int:
+        """The epoch that the outer loop begins, or goes on in, with the state that is there now."""
+        assert self._spot is not None
+        self._epoch, self._came, self.moved = self._spot.epoch, 0, False
+        self._keep()
+        return self._spot.epoch
+
+    @property
+    def steps_left(self) -> bool:
+        """Whether steps of this epoch are left."""
+        assert self._feed is not None
+        return self._feed.epoch == self._epoch
+
+    @property
+    def behind_steps(self) -> bool:
+        """Whether the state is behind the steps of an epoch that is not over."""
+        assert self._feed is not None
+        return self._spot is not None and self._spot.epoch < self._feed.epoch
+
+    def steps_begin(self) -> None:
+        assert self._spot is not None
+        self.in_steps = True
+        if self._target >= STEPS and self.steps_left:
+            self._put_back()  # what stands before the steps had moved them already
+            self._target = 0
+        self._spot = Spot(self._spot.epoch, self._spot.place | STEPS)
+
+    def steps_end(self, *, given: bool) -> None:
+        """No step of this epoch is left. `given`: that is so with the state of a member who was behind the steps."""
+        self.in_steps = False
+        if given:
+            self._keep()
+
+    def evaluates(self) -> bool:
+        """The script comes to an evaluation: whether it is still to be made."""
+        assert self._spot is not None
+        number, self._came = self._came, self._came + 1
+        if number < self._spot.evaluated:
+            return False
+        place = self._spot.place & STEPS | 2 * number + 1
+        if place == self._target:
+            self._put_back()
+        self._spot = Spot(self._spot.epoch, place)
+        return True
+
+    def evaluated(self) -> None:
+        """It is over on this process."""
+        assert self._spot is not None
+        self._spot = Spot(self._spot.epoch, self._spot.place & STEPS | 2 * self._came)
+
+    def leave(self, step: int) -> None:
+        """The script comes to the end of its outer loop's body. Raises LoopError if it has left out steps."""
+        assert self._epoch is not None
+        if self.steps_left:
+            raise LoopError(
+                f"run.epochs(): the script went on to the next epoch after step {step}, and epoch {self._epoch} has "
+                "steps left. Take all of them, by run.train(fn) or `for step in run.steps():` in the loop over epochs. "
+                "To end the run early leave both loops, on all ranks after the same step"
+            )
+        self._spot, self._epoch = Spot(self._epoch + 1), None
+
+    def _keep(self) -> None:
+        assert self._spot is not None
+        self._target = self._spot.place
+        self._given = [t for t in tracked_objects(self._state) if isinstance(t, Tree)] if self._target else []
+        for target in self._given:
+            target.begin()
+
+    def _put_back(self) -> None:
+        for target in self._given:
+            target.put_back()

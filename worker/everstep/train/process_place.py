@@ -1,0 +1,66 @@
+"""Which rank this process is, on which device, and the process group where there should be one.
+
+The same script runs alone and under a launcher: what torchrun and its kin put into the environment decides.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from everstep.contract import env
+from everstep.train.coordination.group_shutdown import quiesce
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among its peers. `made`: the process group is ours to take down. `sizes`: how many processes the
+    job may come to have."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    made: bool
+    sizes: range
+
+    @property
+    def most(self) -> int:
+        """The most processes that the job may come to have."""
+        return self.sizes[-1]
+
+
+def most_processes(environ: Mapping[str, str] = os.environ) -> int:
+    """That the job may come to have, as the agent says."""
+    return int(environ.get(env.MOST_PROCESSES, "1"))
+
+
+def _sizes(size: int, environ: Mapping[str, str]) -> range:
+    """Of the worlds that the job may be in: each agent has as many processes."""
+    most = max(size, most_processes(environ))
+    least = min(most, int(environ.get(env.LEAST_PROCESSES, most)))
+    return range(most, least - 1, -int(environ.get("LOCAL_WORLD_SIZE", "1")))[::-1]
+
+
+def take_place(environ: Mapping[str, str] = os.environ) -> Place:
+    """Find out, and form the default process group under a launcher if the script has not: gloo for CPU tensors, NCCL
+    for those of a GPU."""
+    atexit.register(quiesce)  # first, so that it runs after all that is registered from now on
+    local = int(environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    made = False
+    if "RANK" in environ and dist.is_available() and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        made = True
+    if dist.is_available() and dist.is_initialized():
+        size = dist.get_world_size()
+        return Place(dist.get_rank(), size, local, device, made, _sizes(size, environ))
+    return Place(0, 1, local, device, made, range(1, 2))

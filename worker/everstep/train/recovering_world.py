@@ -1,0 +1,378 @@
+"""The kind of world that may change: the failed step comes again, and the next has other members."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from everstep.checkpoint.errors import NewerCommit
+from everstep.contract import exit_codes
+from everstep.recovery.announcements import AnnouncedRound, Drained
+from everstep.recovery.ddp.reducers import Reducers
+from everstep.recovery.engine import Recovery
+from everstep.recovery.errors import LoopError
+from everstep.recovery.forming.forming import FormingFailed
+from everstep.recovery.group.in_flight import is_of_lost_peer
+from everstep.recovery.state.randomness import settle
+from everstep.recovery.state.scalers import Scales
+from everstep.recovery.transfer.agreement import NoState
+from everstep.recovery.transfer.broadcast import TransferFailed
+from everstep.recovery.validity import Validity
+from everstep.train import early_exit
+from everstep.train.between_steps import Between
+from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.straggler import Pace, Slow
+from everstep.train.feeding.feed import Feed
+from everstep.train.feeding.resharding import Cuts
+from everstep.train.guards.comparison.restart_check import RestartCheck
+from everstep.train.guards.comparison.shadow_step import ShadowStep
+from everstep.train.guards.gradient_reduction import Reduction
+from everstep.train.guards.replicas import Replicas
+from everstep.train.guards.untracked.hooks import Hooks
+from everstep.train.guards.untracked.untracked_state import Census
+from everstep.train.step import Phase
+
+log = logging.getLogger("everstep.train")
+
+
+class Recovering:
+    """The world of the newest round."""
+
+    def __init__(
+        self,
+        recovery: Recovery,
+        boundary: Boundary,
+        state: Mapping[str, Any],
+        reducers: Reducers,
+        feed: Feed | None,
+        cuts: Cuts,
+        between: Between,
+        census: Census,
+        shadow_step: ShadowStep | None = None,
+        check: RestartCheck | None = None,
+    ) -> None:
+        self._check = check
+        self._recovery = recovery
+        self._shadow_step = shadow_step
+        self._between = between
+        self._boundary = boundary
+        self._state = state
+        self._reducers = reducers
+        self._feed = feed
+        self._cuts = cuts
+        self._census = census
+        self._pace = Pace(time.monotonic)
+        self._played = False  # the newest step was another rank's part
+        self._last: AnnouncedRound | None = None  # the newest round that this process has trained in
+
+    def begin(self) -> None:
+        self._census.start()
+        self._boundary.track(self._state)
+        self._boundary.check_by(self._recovery.check)
+        self._hooks = Hooks(self._state, self._census.is_untracked)
+        alive = self._reducers.alive()
+        self._replicas = Replicas(self._state, alive, self._census.is_untracked, shape=self._cuts.shape)
+        self._scales = Scales(self._state, self._cuts.shape.places)
+        Reduction(self._state, self._reducers, self._census, lasts=False)
+        self._reducers.learn()  # of a backward pass that the script made before
+        self._recovery.track(self._state, self._reducers)
+        if (rollback := self._recovery.rollback) is not None:
+            rollback.listeners = [one for one in (self._shadow_step, self._check) if one is not None]
+        self._enter(Validity.NONE)
+
+    def ready(self) -> bool:
+        def due(check: Callable[[], None]) -> None:
+            self._all_left_out()
+            self._between.run(self._boundary, self._state, lambda: self._recovery.members, check)
+
+        return self.attempt(due)
+
+    def attempt(self, work: Callable[[Callable[[], None]], None]) -> bool:
+        try:
+            with self._recovery.program.scope.evaluating():
+                work(self._recovery.check)
+        except Exception as e:
+            if not self.lost(e):
+                raise
+            if self._between.torn is not None:
+                log.warning("a peer was lost in an evaluation, which had moved %s", self._between.torn)
+            self._enter(Validity.WHOLE if self._between.torn is None else Validity.TORN)
+            return False
+        return True
+
+    def step_begins(self) -> int | None:
+        plays = self._shadow_step is not None and self._shadow_step.plays(self._reducers.can_renew)
+        self._recovery.begin(self._boundary.step, keep=plays)
+        self._census.begins()
+        model = None
+        if self._shadow_step is not None:
+            assert self._recovery.rollback is not None
+            if plays and not self._recovery.rollback.kept:
+                self._shadow_step.cannot("there is no room for a copy of the tracked state")
+            if (model := self._shadow_step.begin()) is not None:
+                self._read_as(model)
+        if self._check is not None and model is None:
+            members = self._recovery.members
+            self._check.begin(members.rank, members.world_size)
+        return model
+
+    def step_over(self) -> None:
+        self._census.over()
+        self._recovery.over()
+        if self._shadow_step is not None:
+            self._shadow_step.over()
+        if self._check is not None:
+            self._check.over()
+
+    def step_ended(self) -> bool:
+        if self._playing:
+            self._has_played(None)
+            return False
+        if self._recovery.ended():
+            rollback = self._recovery.rollback
+            if self._feed is not None and rollback is not None and rollback.gradients.entered:
+                self._feed.check_weights(self._boundary.step)
+            self._scales.ended()
+            return True
+        log.warning("step %d: its block ended well, but a collective in it has failed: the step is lost",
+                    self._boundary.step)  # fmt: skip
+        return False
+
+    @property
+    def _playing(self) -> bool:
+        return self._shadow_step is not None and self._shadow_step.playing
+
+    def step_lost(self, error: BaseException) -> bool:
+        if self._playing and isinstance(error, Exception | SystemExit):
+            self._has_played(None if is_of_lost_peer(error) else error)
+            return self._shadow_step is not None and self._shadow_step.leaves(error)
+        if self.lost(error):
+            return True
+        # What a script makes of the error that it caught: of a mistake of its own the next attempt tells.
+        if not isinstance(error, Exception | SystemExit) or self._recovery.lost is None or not self._recovery.failed:
+            return False
+        log.warning("step %d: a collective has failed, and then %r came: the step is lost", self._boundary.step, error)
+        return True
+
+    def lost(self, error: BaseException) -> bool:
+        return self._recovery.lost is not None and is_of_lost_peer(error)
+
+    def asked(self) -> None:
+        assert self._recovery.rollback is not None
+        self._recovery.rollback.asked = True
+
+    def _has_played(self, error: BaseException | None) -> None:
+        """The block is over in which this process was another rank. What follows it runs as after a lost step."""
+        assert self._shadow_step is not None
+        self._shadow_step.played(error)
+        self._played = True
+
+    def _be_oneself(self) -> None:
+        """What the part has moved, and what followed its block, is put back. This process's own step follows."""
+        self._played = False
+        rollback = self._recovery.rollback
+        assert rollback is not None
+        validity = self._recovery.roll_back()
+        if self._feed is not None:
+            self._feed.rewind()
+        self._read_as(self._recovery.members.rank)
+        rollback.uncount()
+        self._census.uncount()
+        assert self._shadow_step is not None
+        self._shadow_step.forget_cached()
+        with self._shadow_step.alone():
+            self._reducers.renew()
+        if validity is Validity.TORN:
+            log.error("%s, and cannot be put back; this process ends, and a new one takes its place", rollback.torn)
+            raise SystemExit(exit_codes.NOT_RECOVERED)
+
+    def go_on(self, phase: Phase) -> None:
+        if self._played:
+            self._be_oneself()
+            return
+        validity = Validity.WHOLE
+        if phase is Phase.LOST:
+            validity = self._recovery.roll_back()
+            if self._feed is not None:
+                self._feed.rewind()
+        self._enter(validity)
+
+    def between(self) -> None:
+        if self._recovery.to_settle:
+            self._enter(Validity.WHOLE)  # whose members wait for us, and agree on nothing else before
+            return
+        try:
+            self._completed()
+            self._compare()
+            updates = self._recovery.rollback.gradients.updates if self._recovery.rollback is not None else 0
+            calls = self._recovery.main.begun
+            if self._boundary.agree(move=self._recovery.boundary_wanted, updates=updates, calls=calls):
+                self._enter(Validity.WHOLE)
+        except NewerCommit as e:
+            self._go_forward(e)
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            self.go_on(Phase.DONE)
+
+    def _all_left_out(self) -> None:
+        self._scales.check(self._boundary.step, self._boundary.gather)
+        if (rollback := self._recovery.rollback) is not None and rollback.gradients.take_left_out():
+            self._all_meet(early_exit.all_left_out)
+
+    def _all_meet(self, meet: Callable[..., None]) -> None:
+        """Raises `LoopError` on all members if some do not come."""
+        try:
+            self._recovery.all_meet(meet, self._boundary.step)
+        except LoopError as e:
+            self._recovery.refuse(str(e))
+            self._enter(Validity.TORN)
+
+    def _completed(self, *, last: bool = False) -> None:
+        self._all_left_out()
+        self._reducers.learn()
+        size = self._recovery.members.world_size
+        self._replicas.completed(size, self._boundary.same, self._boundary.gather, last=last)
+        self._hooks.check()
+        if self._feed is not None:
+            self._feed.completed(size, self._boundary.same, self._boundary.gather)
+        self._census.completed(size, self._boundary.same)
+        if self._shadow_step is not None:
+            self._shadow_step.compare()
+        if self._check is not None:
+            self._compare_restart(self._check, size)
+
+    def _compare_restart(self, check: RestartCheck, size: int) -> None:
+        """Raises `LoopError` on all members if rank 0's gradients are not those of before the restart."""
+        try:
+            check.completed()
+        except LoopError as e:
+            if size == 1:
+                raise
+            self._recovery.refuse(str(e))
+            self._enter(Validity.TORN)
+
+    def _compare(self) -> None:
+        members = self._recovery.members
+        if members.world_size == 1:
+            return
+        waited = self._recovery.main.waited
+        found = self._pace.completed(waited, lambda number: [told[0] for told in members.gather((number,))])
+        if found is None:
+            return
+        if members.rank == 0:
+            log.warning("%s", found)
+        elif isinstance(found, Slow) and found.rank == members.rank:
+            log.warning("this is the slow one: %s", found)
+        self._boundary.slow(str(found) if isinstance(found, Slow) else None)
+
+    def all_leave(self) -> None:
+        self._all_meet(early_exit.all_leave)
+
+    def finish(self, *, save: bool = True) -> bool:
+        if self._recovery.to_settle:
+            self._enter(Validity.WHOLE)
+            return False
+        before = self._boundary.step
+        try:
+            self._completed(last=True)
+            self._boundary.finish(before, save=save)
+        except NewerCommit as e:
+            self._go_forward(e)
+            return False
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            self.go_on(Phase.DONE)
+            return False
+        self._recovery.end()
+        return True
+
+    def _enter(self, validity: Validity) -> None:
+        worth: Validity | None = validity
+        trained = self._boundary.step
+        try:
+            while worth is not None:
+                self._boundary.step = self._recovery.enter(self._boundary.step, worth, self._start, self._moved)
+                worth = self._catch_up(trained)
+        except Drained:
+            self._recovery.part()
+            self._boundary.part()
+        except (NoState, TransferFailed, FormingFailed) as e:
+            log.error("%s; this process ends, and a new one takes its place", e)
+            raise SystemExit(exit_codes.NOT_RECOVERED) from e
+
+    def _go_forward(self, why: NewerCommit) -> None:
+        """On all members: others had committed more than was trained since this world formed."""
+        log.warning("%s: all restore it", why)
+        try:
+            if self._start() is None:
+                raise SystemExit(exit_codes.NOT_RECOVERED) from why
+            self._reducers.resume()
+            settle(self._state, self._recovery.members.gather)
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            self._enter(Validity.TORN)
+
+    def _catch_up(self, trained: int) -> Validity | None:
+        """Members that come back after others have trained without them, and are gone, hold less than was committed
+        meanwhile: then all restore that. `trained`: the step that this member had come to by itself. What the state is
+        worth if a peer was lost meanwhile; None if none was."""
+        worth = Validity.WHOLE
+        held, round_ = self._boundary.step, self._recovery.round
+        assert round_ is not None
+        try:
+            newest = self._newest_commit(round_)
+            if newest > held:
+                log.warning("the members hold step %d, and step %d is committed: all restore it", held, newest)
+                worth = Validity.TORN
+                if self._start() is None:
+                    raise NoState(f"step {newest} is committed, and no commit could be restored")
+                self._reducers.resume()
+            settle(self._state, self._recovery.members.gather)
+            self._between.agree(self._boundary.step, self._recovery.members)
+            if self._shadow_step is not None:
+                self._shadow_step.meet(joins=self._boundary.step != trained)
+        except RuntimeError as e:
+            if not self.lost(e):
+                raise
+            return worth
+        self._last = round_
+        return None
+
+    def _newest_commit(self, round_: AnnouncedRound) -> int:
+        """The step of the newest commit, if there was a round in which no member was; else -1. Collective. Only a look:
+        an older world may commit after it, which the first save of this one finds out (`NewerCommit`)."""
+        members, mine = self._recovery.members, self._last
+        known = -1 if mine is None else mine.number if mine.rendezvous == round_.rendezvous else 0
+        last = members.maximum(known)  # 0: in rounds of another count, which have no order with these
+        if last < 0 or 0 < round_.number - 1 <= last:
+            return -1
+        return members.maximum(self._boundary.newest_commit() if members.rank == 0 else -1)
+
+    def _moved(self) -> None:
+        """The round has formed; its members are not at one state yet."""
+        members, round_ = self._recovery.members, self._recovery.round
+        assert round_ is not None
+        self._boundary.move(members, round_.number, round_.rendezvous)
+        self._between.meet(self._boundary.step, members)
+        self._replicas.moved()
+        self._scales.moved()
+        self._census.moved()
+        self._pace.moved(self._recovery.main.waited)
+        self._read_as(members.rank)
+        if self._feed is not None:
+            self._feed.moved()
+
+    def _read_as(self, rank: int) -> None:
+        world = self._cuts.reshard(rank, self._recovery.members.world_size)
+        if self._feed is not None:
+            self._feed.reshard(world.rank, world.size)
+
+    def _start(self) -> int | None:
+        step = self._boundary.restore(self._state)
+        self._between.nesting.restored()
+        return step if self._boundary.restored else None
