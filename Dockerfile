@@ -3,7 +3,11 @@
 #   docker build --target operator -t everstep/operator .
 #
 # Both bases default to python:3.11-slim. The test cluster gives bases that hold the dependencies already, and
-# PIP_OPTIONS that let pip install nothing else. Written for BuildKit and for the builder of Docker 20.10 alike.
+# PIP_OPTIONS that let pip install nothing else, and LOCKED="" because those hold other versions than the locked ones.
+# Written for BuildKit and for the builder of Docker 20.10 alike.
+#
+# requirements/ has the exact versions and hashes of all that is installed but torch, which has a build for each kind of
+# GPU, and what torch needs. `make lock` renews them.
 ARG BASE=python:3.11-slim
 ARG OPERATOR_BASE=${BASE}
 ARG WORKER_BASE=${BASE}
@@ -17,7 +21,10 @@ RUN pip wheel --no-deps ${PIP_OPTIONS} -w /wheels /src/worker /src/operator
 
 FROM ${OPERATOR_BASE} AS operator
 ARG PIP_OPTIONS=""
+ARG LOCKED=yes
 ENV PYTHONUNBUFFERED=1
+COPY requirements/operator.txt /requirements/
+RUN test -z "${LOCKED}" || pip install --no-cache-dir ${PIP_OPTIONS} --require-hashes -r /requirements/operator.txt
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir ${PIP_OPTIONS} /wheels/*.whl && python -c 'import everstep_operator.main'
 USER 65532:65532
@@ -25,8 +32,11 @@ ENTRYPOINT ["everstep-operator"]
 
 FROM ${WORKER_BASE} AS worker
 ARG PIP_OPTIONS=""
+ARG LOCKED=yes
 # A user without a home: libraries that keep caches under HOME need one that is writable.
 ENV PYTHONUNBUFFERED=1 HOME=/tmp
+COPY requirements/worker.txt /requirements/
+RUN test -z "${LOCKED}" || pip install --no-cache-dir ${PIP_OPTIONS} --require-hashes -r /requirements/worker.txt
 COPY --from=wheel /wheels/everstep-*.whl /wheels/
 RUN pip install --no-cache-dir ${PIP_OPTIONS} "$(ls /wheels/everstep-*.whl)[worker,s3]" && torchrun --help >/dev/null && python -c 'import everstep'
 WORKDIR /workspace

@@ -21,7 +21,7 @@ OURS := -e './worker[worker,s3,gcs,azure]' -e ./operator -e ./local
 # The files that are committed are sources: what a tool makes is named in .gitignore.
 GENERATED := '*.stamp' '*.log' '*.pyc'
 
-.PHONY: help demo setup check test unit lint e2e soak bench clean-root cluster-up cluster-down clean
+.PHONY: help demo setup lock check test unit lint e2e soak bench clean-root cluster-up cluster-down clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -40,6 +40,15 @@ $(VENV)/.stamp: pyproject.toml worker/pyproject.toml operator/pyproject.toml loc
 	$(INSTALL) $(TORCH) && $(INSTALL) $(OURS) --group dev || \
 	  ( $(PIP) -U 'pip>=25.1' && $(PIP) $(TORCH) && $(PIP) $(OURS) --group dev )
 	@touch $@
+
+# Without torch, whose builds differ by the kind of GPU. No index is named: whoever installs from these has one.
+LOCK := UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile -q --upgrade --universal --python-version 3.11 \
+  --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --no-emit-package everstep
+
+lock: setup  ## renew requirements/: exact versions and hashes of what the images install
+	$(LOCK) worker/pyproject.toml operator/pyproject.toml -o requirements/operator.txt
+	$(LOCK) worker/pyproject.toml --extra worker --extra s3 --overrides <(echo "torch; python_version < '3'") \
+	  -o requirements/worker.txt
 
 lint: setup  ## ruff, mypy strict, import rules, no generated file in the repository
 	@made="$$(git ls-files -- $(GENERATED))"; if [ -n "$$made" ]; then \

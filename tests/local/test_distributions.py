@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import everstep
 
@@ -101,13 +104,45 @@ def test_library_without_torch_names_the_extra(unpacked: Path) -> None:
     assert told.stdout == "everstep.start needs torch, which is not installed: pip install 'everstep[worker]'\n"
 
 
+# --- what the images install
+
+
+LOCKS = {"operator": ("worker", "operator"), "worker": ("worker",)}
+
+
+def locked(name: str) -> dict[str, str]:
+    """Packages and versions for the Python that runs here; each line must have a hash."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text()
+    assert "://" not in text
+    entries = [e for e in re.split(r"^(?=\w)", re.sub(r"^#.*\n", "", text, flags=re.M), flags=re.M) if e]
+    assert all("--hash=sha256:" in e for e in entries)
+    lines = [Requirement(e.splitlines()[0].rstrip("\\ ")) for e in entries]
+    return {r.name: str(r.specifier)[2:] for r in lines if r.marker is None or r.marker.evaluate()}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_lock_of_an_image_has_what_the_distributions_ask_for(name: str) -> None:
+    versions, wrong = locked(name), []
+    for folder in LOCKS[name]:
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        extras = project["optional-dependencies"] if name == "worker" else {}
+        for line in [*project["dependencies"], *extras.get("worker", ()), *extras.get("s3", ())]:
+            asked = Requirement(line)
+            if asked.name not in ("everstep", "torch") and versions.get(asked.name, "0") not in asked.specifier:
+                wrong.append(line)
+    assert not wrong, "run `make lock`: a pyproject.toml is newer"
+    assert not {"torch", "everstep"} & set(versions)
+
+
 # --- each in an environment of its own, from the package index
 
 
 def installed(folder: Path, wheels: dict[str, Path], *requirements: str) -> Path:
     """The programs of a new environment with these requirements."""
     done(UV, "venv", "-q", "--python", sys.executable, folder)
-    links = [part for place in (wheels["everstep"].parent, WHEELS) for part in ("--find-links", place)]
+    links = [
+        part for place in (wheels["everstep"].parent, WHEELS) if place.is_dir() for part in ("--find-links", place)
+    ]
     install = (UV, "pip", "install", "-q", "--prerelease=if-necessary-or-explicit", "--python", folder / "bin/python")
     done(*install, *links, *requirements, timeout=600)
     return folder / "bin"
@@ -143,6 +178,26 @@ def test_operator_alone_starts_and_has_no_local_mode(wheels: dict[str, Path], tm
     assert not {"torch", "numpy", "cel-python", "everstep-local"} & {line.split("==")[0] for line in found.split()}
     ended = call(programs / "everstep", "run", "job.yaml")
     assert (ended.returncode, ended.stderr.endswith(LOCAL_IS_MISSING)) == (2, True), ended.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LOCKS)
+def test_image_is_whole_with_the_locked_versions(name: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+    """The lines of the Dockerfile, with pip as there."""
+    done(sys.executable, "-m", "venv", tmp_path / "venv")
+    pip = (tmp_path / "venv/bin/python", "-m", "pip", "--disable-pip-version-check")
+    done(*pip, "install", "-q", "--require-hashes", "-r", ROOT / "requirements" / f"{name}.txt", timeout=600)
+    torch = [f"torch=={wheel.name.split('-')[1]}" for wheel in WHEELS.glob("torch-*.whl")]
+    more = {
+        "operator": [wheels["everstep"], wheels["everstep-operator"]],
+        "worker": [f"{wheels['everstep']}[worker,s3]", *torch],
+    }[name]
+    done(*pip, "install", "-q", "--find-links", WHEELS, *more, timeout=600)
+    assert done(*pip, "check") == "No broken requirements found.\n"
+    found = dict(line.split("==") for line in done(*pip, "freeze").split() if "==" in line)
+    names = {re.sub(r"[-_.]+", "-", n).lower(): v for n, v in found.items()}
+    assert {n: v for n, v in locked(name).items() if names.get(n, v) != v} == {}
 
 
 @pytest.mark.long

@@ -5,13 +5,13 @@ from testcluster.proc import run
 
 OPERATOR = "everstep/operator:dev"
 DIGITS = "everstep/digits:dev"
-SOURCES = ("operator", "worker", "examples", "LICENSE", "Dockerfile", ".dockerignore")
+SOURCES = ("operator", "worker", "examples", "requirements", "LICENSE", "Dockerfile", ".dockerignore")
 OFFLINE = "--no-deps --no-build-isolation --no-index"  # all that the project needs is in the base
 
 
 def _build(name: str, tag: str, target: str, bases: tuple[str, ...]) -> str:
     arguments = [part for base in bases for part in ("--build-arg", base)]
-    arguments += ["--build-arg", f"PIP_OPTIONS={OFFLINE}", "--target", target]
+    arguments += ["--build-arg", f"PIP_OPTIONS={OFFLINE}", "--build-arg", "LOCKED=", "--target", target]
     sources = tuple(cache.CHECKOUT / source for source in SOURCES if (cache.CHECKOUT / source).exists())
     made = docker.image(
         f"project/{name}", (*arguments, *sources), lambda made: docker.build(cache.CHECKOUT, made, *arguments)
