@@ -215,6 +215,16 @@ async def test_rotated_authority_is_trusted_without_a_restart(
             await rotating.get(PODS, namespace, "w0")
 
 
+async def test_terminating_namespace_is_told_apart(client: HttpKubeClient, namespace: str, kube: Any) -> None:
+    body = {"metadata": {"name": "holds", "finalizers": ["everstep.dev/test"]}}
+    await client.create(kube.CONFIGMAPS, namespace, body)
+    await client.delete(kube.NAMESPACES, None, namespace)
+    with pytest.raises(Forbidden) as caught:
+        await client.create(PODS, namespace, kube.pod_body("w0"))
+    assert "NamespaceTerminating" in {cause.reason for cause in caught.value.causes}
+    await client.merge_patch(kube.CONFIGMAPS, namespace, "holds", {"metadata": {"finalizers": None}})
+
+
 async def test_custom_object_of_absurd_depth_hides_no_other(
     client: HttpKubeClient, namespace: str, control_plane: Any, kube: Any
 ) -> None:
