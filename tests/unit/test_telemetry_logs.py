@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from everstep_operator.plan import sanitize
 from everstep_operator.telemetry import logs, redact
 
 JWT = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJzeXN0ZW0ifQ.c2lnbmF0dXJl"
@@ -109,3 +110,12 @@ def test_nested_values_are_redacted_and_bounded() -> None:
     assert got["password"] == redact.HIDDEN
     assert len(got["many"]) == redact.MAX_ITEMS
     assert json.dumps(got["deep"]).count("[") < 10
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "basicAuth", "ENCRYPTION_KEY", "private", "Cookie", "db-passwd"])
+def test_field_whose_value_a_plan_would_hide_is_hidden_in_a_log_too(name: str, stream: io.StringIO) -> None:
+    spec = {"spec": {"containers": [{"env": [{"name": name, "value": "hunter2"}]}]}}
+    assert sanitize._secrets(spec) == ("hunter2",)
+    logging.getLogger("t").info("said", extra={name: "hunter2", "key": "team-a/digits", "keys": 3})
+    (line,) = lines(stream)
+    assert (line[name], line["key"], line["keys"]) == ("[redacted]", "team-a/digits", 3)

@@ -8,7 +8,6 @@ Invariant: a plan made of what this returns can be written as a status, and quot
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -24,7 +23,6 @@ MAX_TEXT = 8192  # the kubelet keeps 4096 bytes of an exit message; anything lon
 MAX_SECONDS = 1e9
 # A shorter value is found in every other word, and hides more than it protects.
 MIN_SECRET = 4
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PRIVATE|KEY", re.IGNORECASE)
 
 Number = TypeVar("Number", int, float)
 
@@ -54,7 +52,7 @@ def _secrets(template: Mapping[str, Any]) -> tuple[str, ...]:
     containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
     variables = (e for c in containers for e in c.get("env") or ())
     found = {
-        str(e["value"]) for e in variables if e.get("value") is not None and _SECRET_NAME.search(str(e.get("name")))
+        str(e["value"]) for e in variables if e.get("value") is not None and redact.secret_name(str(e.get("name")))
     }
     return tuple(sorted((v for v in found if len(v) >= MIN_SECRET), key=lambda v: (-len(v), v)))
 

@@ -79,6 +79,15 @@ _DENSE = re.compile(r"[A-Za-z0-9+/]{40,}")
 _DENSE_URL = re.compile(r"[A-Za-z0-9_-]{64,}")
 
 
+# What a variable or field is called that holds a credential. Broad: hiding a value too many costs little.
+_SECRET_NAME = re.compile(r"token|secret|passw|passphrase|credential|auth|cookie|private|key", re.IGNORECASE)
+
+
+def secret_name(name: str) -> bool:
+    """Whether a variable or field of this name holds something that must not be shown."""
+    return _SECRET_NAME.search(name) is not None
+
+
 def text(value: str) -> str:
     """The text with every credential of a known shape hidden."""
     value = value[:MAX_TEXT]
