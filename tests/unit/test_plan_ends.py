@@ -164,3 +164,15 @@ def test_pods_that_have_ended_are_not_counted_ready(
     ending.act()
     assert world.status.ready_replicas == 1
     assert world.status.condition("Ready").message == "1/4 ready, 3 succeeded"
+
+
+def test_deadline_is_the_fault_of_no_worker(plan_world: ModuleType) -> None:
+    world = plan_world.World()
+    world.do_job("replicas=2", "activeDeadlineSeconds=60")
+    world.apply(plan(world.snapshot()))
+    world.do_advance("61")
+    world.apply(plan(world.snapshot()))
+    failure = world.status.failure
+    assert failure is not None
+    assert failure.message.startswith("DeadlineExceeded: ")
+    assert (failure.cause, failure.worker) == (None, None)

@@ -169,7 +169,9 @@ class RecoveryRecord(StatusModel):
 class Failure(StatusModel):
     """The first root cause of a failed job, kept; what broke in its wake is not recorded over it."""
 
-    cause: Cause = Field(description="Why the worker was lost.")
+    cause: Cause | None = Field(
+        default=None, description="Why the worker was lost; absent where none was, as at the deadline."
+    )
     message: Annotated[str, StringConstraints(max_length=1024)] = Field(description="One sentence for a person.")
     at: Timestamp | None = Field(default=None, description="When it was noticed.")
     worker: Count | None = Field(default=None, description="Index of the worker.")

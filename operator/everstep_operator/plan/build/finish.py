@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from everstep_operator.api.conditions import Cause, ReadyReason
+from everstep_operator.api.conditions import ReadyReason
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Failure
 from everstep_operator.api.types import PodCleanup
@@ -40,7 +40,7 @@ def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
     """The job ends here; its status keeps the root cause."""
     loss = failed.loss
     failure = Failure(
-        cause=loss.cause if loss is not None else Cause.ERROR,
+        cause=loss.cause if loss is not None else None,
         message=f"{failed.reason}: {failed.message}"[: status.MAX_MESSAGE],
         at=(loss.at if loss is not None else None) or snapshot.now,
         worker=loss.index if loss is not None else None,
