@@ -61,7 +61,7 @@ class Given:
         return self.flags.get(name) or self.environ.get(name) or default
 
     def spoken(self, name: str) -> str:
-        """What the person wrote: the flag, or the variable."""
+        """The flag or variable that the value came from."""
         flag = next((v.flag for v in VARIABLES if v.name == name), name)
         return flag if self.flags.get(name) else name
 

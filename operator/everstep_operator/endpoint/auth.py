@@ -1,9 +1,9 @@
-"""Who may speak to this replica: what progress reports and the round store check alike, before anything else.
+"""Authentication and limits of a request, the same for progress reports and the round store.
 
-Only the leader answers, because only it plans and only its memory counts; a follower sends workers on to it (307).
-Identity comes from the token alone. Knows nothing of what is said. Invariants: an unknown sender gets nothing of its
-body read; a body is bounded in size and time; nobody has more than their share (`tenants`) of calls, of memory for
-bodies, of requests a second and of bytes a second.
+Only the leader answers, because only it plans and only its memory counts; a follower redirects workers to it (307).
+The caller comes from the token alone. This module does not know what a request means. Invariants: nothing of the body
+of an unauthenticated request is read; a body is bounded in size and time; no pod, job or namespace has more than its
+share (`tenant_limits`) of calls, of memory for bodies, of requests a second and of bytes a second.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from everstep_operator.telemetry.metrics import ReportResult
 log = logging.getLogger("everstep.auth")
 
 UNLIMITED = 1e9
-# What the sender can help: all else a worker may meet in good faith, and many at once.
+# Refusals that are the sender's fault. A correct worker may get any other, and many workers at once.
 FAULTS = frozenset(
     {
         ReportResult.UNAUTHORIZED, ReportResult.BUSY, ReportResult.MALFORMED, ReportResult.TOO_LARGE,
         ReportResult.TIMED_OUT,
     }
 )  # fmt: skip
-LEGITIMATE = web.RequestKey("legitimate", bool)  # whether it was right to come
+LEGITIMATE = web.RequestKey("legitimate", bool)  # whether the sender did nothing wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class LeaderAt:
 
 @dataclass(frozen=True, slots=True)
 class LeaderUnknown:
-    """Nobody is known to hold the Lease; `reason` is told to who asks."""
+    """No replica is known to hold the Lease; the answer says `reason`."""
 
     reason: str = "no replica leads at the moment"
 
@@ -62,7 +62,8 @@ LeaderLocation: TypeAlias = LeaderHere | LeaderAt | LeaderUnknown
 
 @dataclass(slots=True)
 class Answer:
-    """A refusal, or a success without a body (204). Who gets one for their own fault is heard less (`limits`)."""
+    """A refusal, or a success without a body (204). An address whose requests are refused by
+    its own fault is read less often (`connection_limits`)."""
 
     status: int
     reason: str
@@ -123,7 +124,7 @@ class RequestAuth:
         self._unchecked: str | None = None  # why tokens cannot be checked at the moment
 
     def answer_of_follower(self, request: web.Request) -> Answer | None:
-        """What a replica answers that does not lead; None from the leader."""
+        """The answer of a replica that does not lead; None if this one leads."""
         match self._leadership():
             case LeaderHere():
                 return None
@@ -137,7 +138,7 @@ class RequestAuth:
 
     @asynccontextmanager
     async def admitted(self, request: web.Request, room: Shares) -> AsyncIterator[Caller | Answer]:
-        """Who is behind the request, with a place in `room` until the end; or the answer that it gets instead."""
+        """The caller, with a place in `room` until the end of the block; or the answer to give instead."""
         identity = await self._admit(request)
         if isinstance(identity, Answer):
             yield identity
@@ -191,7 +192,7 @@ class RequestAuth:
         declared = request.content_length
         if (declared or 0) > limit:
             return _too_large(limit)
-        # What is not declared may become as large as it is allowed to.
+        # A body of undeclared length may become as large as the limit.
         amount = limit if declared is None else declared
         with self._bodies.taken(caller.tenant, amount) as given:
             if not given:

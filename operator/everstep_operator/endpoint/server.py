@@ -121,7 +121,7 @@ class EndpointServer:
 
 @web.middleware
 async def _heard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Whoever is refused for their own fault, or comes without a name, pays for it."""
+    """Charge the connection for a request that was refused by its sender's fault, or that had no sender."""
     try:
         return await handler(request)
     finally:

@@ -1,10 +1,10 @@
-"""Who shares the operator: a pod, its job, its namespace, and how much of anything each may have. Pure.
+"""How much of the operator a pod, its job and its namespace may use. Pure.
 
-Two rules for all of it. *Shares* are of what is held at the same time: nobody may hold more than a part of what is
-still free, so that a part is always free for the next one, and one alone may have much (dynamic thresholds: Choudhury
+There are two rules. *Shares* limit what is held at the same time: a tenant may hold at most a part of what is still
+free. So something is always free for the next tenant, and a single tenant may have much (dynamic thresholds: Choudhury
 and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998). *Rates* are token buckets. A job's part is twice its pod's,
-a namespace's twice its job's: a pod that takes all it can leaves room for the others of its job, and so does the job.
-Invariants: what was given back is forgotten; memory is bounded.
+a namespace's twice its job's: a pod that takes all it can leaves room for the other pods of its job, and a job for the
+other jobs of its namespace. Invariants: what was given back is forgotten; memory is bounded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a bearer token says of itself, read without asking anybody. Pure: it knows no clock.
+"""The claims of a bearer token, read without a request. Pure: it knows no clock.
 
 Nothing here is proof: a claim counts only after a signature or a TokenReview. But a token that says by itself that it
 is no pod's, or for somebody else, need not be asked about: that costs microseconds, and a review costs a request.
 Whether a token is over is not judged here. Our clock may be wrong by more than a token's hour, and would refuse tokens
-for good that the API server accepts; and whoever makes up a token chooses its times, so that they stop nobody.
+for good that the API server accepts; and a forger chooses the times of a forged token.
 Invariants: a token that the API server would accept for our audience is read; no text quotes a token.
 """
 
@@ -34,7 +34,7 @@ class PodIdentity:
 
 
 class ClaimsRefused(TerminalError):
-    """The token cannot be a worker's; the text says why and is sent to whoever sent it."""
+    """The token cannot be a worker's; the text says why and is sent to the sender."""
 
 
 @dataclass(frozen=True, slots=True)

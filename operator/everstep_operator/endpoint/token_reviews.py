@@ -1,11 +1,11 @@
-"""Who is behind a bearer token, without asking Kubernetes for every report, nor for what anybody can make up.
+"""Which pod a bearer token belongs to, with few requests to Kubernetes.
 
-A token's check (TokenReview) costs a request, and a worker reports twice a second: answers are kept for a short while
-under the token's SHA-256, never under the token. What a token says of itself, and the cluster's signature, are judged
-here first (`claims`, `signatures`). What is left waits in one of four lanes, so that no token delays one that is known
-better. Invariants: the token itself is neither kept nor logged; memory, parallel checks and what waits for them are
-bounded, for a pod too; what is refused pushes out nothing that was accepted; a deleted pod's token is believed for at
-most `ttl` seconds more.
+The check of a token (TokenReview) costs a request, and a worker reports twice a second: answers are kept for a short
+while under the token's SHA-256, never under the token. A token that cannot be a worker's, by its claims or by its
+signature, is refused without a review (`token_claims`, `token_signatures`). Other tokens wait for their review in one
+of four lanes, so that no token delays another of which more is known. Invariants: the token itself is neither kept nor
+logged; memory, parallel reviews and tokens that wait are bounded, for each pod too; a refused token pushes out no
+accepted one; a deleted pod's token is believed for at most `ttl` seconds more.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class IdentityCache:
 
 
 def authenticator(client: KubeClient) -> Authenticate:
-    """Who a bearer token is, by TokenReview: a deleted pod's token dies with it."""
+    """The pod of a bearer token by TokenReview, which refuses the token of a deleted pod."""
 
     async def authenticate(token: str) -> PodIdentity | None:
         review = await client.review_token(token, (labels.TOKEN_AUDIENCE,))

@@ -17,7 +17,7 @@ from everstep_operator.errors import RetryableError, TerminalError
 
 MAX_PRESENT = 4096
 MAX_OF_POD = 8  # lives of an agent in one pod, of which all but one are about to lapse
-LEASE = 3.0  # seconds; what an agent asks for that was told nothing else
+LEASE = 3.0  # seconds; the default of an agent
 
 
 class PresenceRefused(TerminalError):
@@ -82,7 +82,7 @@ class Presences:
             self._earliest = min(self._earliest, self._began + self.lease)
 
     def resume(self, expirations: int, now: float) -> None:
-        """The same replica leads again, and nobody did in between. Nobody could renew: each has one more lease.
+        """The same replica leads again, with no other leader in between. No agent could renew: each has one more lease.
 
         Without this a leader that lost its Lease in a crowd, or to a slow API server, would have forgotten the crowd.
         """
@@ -113,7 +113,7 @@ class Presences:
         if old is None and (len(self._present) >= MAX_PRESENT or len(own) >= MAX_OF_POD):
             raise PresenceFull(f"{len(self._present)} agents are present, {len(own)} of them of this pod")
         if size > MAX_PRESENT_BYTES:
-            raise PresenceFull(f"what the agents say has {self._bytes} bytes already")
+            raise PresenceFull(f"the agents' announcements have {self._bytes} bytes already")
         self._present[agent] = _Presence(wish, value, ttl, now + ttl, worker.pod_uid)
         self._of_pod.setdefault(worker.pod_uid, set()).add(agent)
         self._bytes, self.changes = size, self.changes + 1
@@ -134,7 +134,7 @@ class Presences:
 
     @property
     def asking(self) -> frozenset[str]:
-        """Who waits for a round, as far as is known."""
+        """The agents that wait for a round, as far as is known."""
         return frozenset(agent for agent, presence in self._present.items() if presence.asks)
 
     def renew(self, agent: str, worker: Worker, now: float) -> bool:
@@ -174,13 +174,13 @@ class Presences:
         return bool(ended)
 
     def present(self, now: float) -> dict[str, str]:
-        """What each agent says. Who is awaited is present too, with a wish that is settled already."""
+        """Each agent's announcement. An awaited agent is present too, with a join request that is settled already."""
         self.expire(now)
         found = {agent: presence.value.decode() for agent, presence in self._present.items()}
         return {**found, **{agent: wish.encode().decode() for agent, wish in self._settled().items()}}
 
     def wishes(self, now: float) -> dict[str, Wish]:
-        """What each agent wishes: `present`, decoded."""
+        """Each agent's join request: `present`, decoded."""
         self.expire(now)
         return {**{agent: presence.wish for agent, presence in self._present.items()}, **self._settled()}
 

@@ -1,4 +1,4 @@
-"""What the operator itself judges of a job's document, and what it reads from it for others. Pure.
+"""The operator's own rules about a job's document, and the round that a plan reads from it. Pure.
 
 It knows no agents and no store. Invariants that `require_lawful` keeps: a round's number only grows; its members never
 change; a closed job stays closed.
@@ -34,7 +34,7 @@ def require_lawful(before: Document | None, after: Document) -> None:
 def with_pinned_sizes(document: Document, sizes: Sizes) -> Document:
     """The document of a job that may have these sizes from now on, whatever its agents ask for.
 
-    The round that runs is not ended by it: who is too many is taken away, who is missing is taken in.
+    It does not end the running round: members in excess leave, missing ones join.
     """
     return replace(document, sizes=sizes, ruled=True)
 
@@ -105,7 +105,8 @@ def urgency(before: Document | None, after: Document | None) -> Urgency:
         return Urgency.NOW
     if replace(before, joining=(), seats=after.seats, sizes=after.sizes) != replace(after, joining=()):
         return Urgency.SOON
-    # Who waits is news only to who waits longest, but for the first member that asks for the next round: it ends this.
+    # A new waiter matters only to earlier waiters, except when it is the first current member to rejoin: that ends the
+    # round.
     members = {member.agent for member in after.members}
     ended, ends = (any(m.agent in members for m in one.joining) for one in (before, after))
     return Urgency.SOON if ends and not ended else Urgency.LATER

@@ -80,7 +80,7 @@ class Watches:
         self._tell([woken for own in self._of_pod.values() for woken in own], 0)
 
     def _tell(self, waiting: list[asyncio.Future[None]], told: int) -> None:
-        """Some in each turn of the loop: who renews the Lease in between must not wait for a thousand answers."""
+        """A few in each turn of the event loop: the renewal of the Lease must not wait for a thousand answers."""
         for woken in waiting[told : told + AT_ONCE]:
             _end(woken)
         if told + AT_ONCE < len(waiting):

@@ -2,7 +2,8 @@
 
 Everything in this package that waits or measures does it through a `Clock`, so that tests and simulations can run days
 in milliseconds. Two readings, never mixed: `monotonic` for durations and deadlines (a clock jump of an hour changes
-nothing), `now` for the timestamps that people read.
+nothing), `now` for the timestamps that people read. Timers of the event loop (`call_later`)
+run on the loop's own clock; no reading of it is compared with one of these.
 """
 
 import asyncio

@@ -275,7 +275,7 @@ class LeaderElector:
         self._observe(lease)
         epoch = lease.spec.lease_transitions or 0
         if isinstance(self._state, Leading) and self._state.epoch == epoch and not self.is_leader():
-            # The answer was read too late. Whoever waits has seen this term end, and waits for another epoch.
+            # The answer was read too late. Callers of `wait_lost` saw this term end, and wait for another epoch.
             self._state = self.state()
             return
         self._state = Leading(epoch, sent + self._timing.renew_deadline)

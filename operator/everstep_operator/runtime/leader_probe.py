@@ -1,10 +1,12 @@
-"""Whether the process that holds the Lease is gone, as its machine's kernel says: long before the Lease runs out.
+"""Whether the process that holds the Lease is gone, as the kernel of its machine says: long before the Lease expires.
 
-A follower keeps a connection to the leader and asks it for a sign of life, over and over. A kernel acknowledges that
-also for a process that is stopped or has no processor: those are the Lease's to judge. If nothing is acknowledged, or
-the connection ends, attempts to connect again decide. Refused: the process is gone. No answer to any: its machine is
-lost, or cut off. Knows nothing of leases: who asks also sees whether the other still renews. Invariant: an address that
-was never reached is never called gone, because a firewall is silent too.
+A follower keeps a connection to the leader and sends it a request again and again. The leader's kernel acknowledges
+that even if the process is stopped or gets no processor: such a leader is judged by its Lease. If nothing is
+acknowledged, or the connection ends, attempts to connect again decide. If they are refused, the process is gone. If
+none is answered, its machine is lost or cut off. This module knows nothing of Leases: the elector also sees whether the
+leader still renews. It writes its one request itself, because it needs options of the socket (TCP_USER_TIMEOUT) and a
+connection of its own, which the HTTP client of the Kubernetes API does not give. Invariant: an address that was never
+reached is never called gone, because a firewall is silent too.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class LeaderProbe:
-    """`address`: `host:port` of who is to be watched; None: nobody."""
+    """`address` gives the `host:port` to probe, or None."""
 
     def __init__(self, address: Callable[[], str | None]) -> None:
         self._address = address

@@ -202,7 +202,7 @@ class WorkQueue(Generic[K]):
         self._wake.set()
 
     def pause(self) -> None:
-        """Nobody works here for a time: until `resume` only the news of the last moments are kept."""
+        """No worker takes keys for a time: until `resume` only the news of the last moments are kept."""
         self._paused = True
         for key in self._keys.news:
             self._note(key)
