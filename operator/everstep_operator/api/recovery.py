@@ -53,14 +53,15 @@ class Backoff(ApiModel):
 class Hang(ApiModel):
     """When a training process that stays in one step counts as hung, and is replaced while the others go on.
 
-    Seen by `everstep-run`, of processes that use the session; new values count for workers that start after the change.
+    `everstep-run` looks for hangs in processes that use the session. New values hold for workers that start after the
+    change.
     """
 
     mode: HangMode = Field(
         default=HangMode.AUTO,
         description="Auto: after ten times its slowest recent step. Fixed: after timeoutSeconds. "
         '"Off" (in quotes: bare Off is a boolean in YAML). '
-        "Seen by everstep-run, of processes that use the session; not with backend c10d.",
+        "everstep-run looks for hangs in processes that use the session; with backend c10d nobody does.",
     )
     timeout_seconds: Annotated[Int32, Field(ge=1, le=86_400)] | None = Field(
         default=None, description="Seconds in one step, with mode Fixed."
@@ -92,7 +93,7 @@ class Rule(ApiModel):
         default=None, min_length=1, max_length=16, description="Causes, as in status.recoveries."
     )
     action: RuleAction = Field(
-        description="Fail: end the job. Restart: charge the budget. RestartUncharged: restart without a charge."
+        description="Fail: end the job. Restart: charge the restart budget. RestartUncharged: restart without a charge."
     )
 
     CHECKS: ClassVar[tuple[Check, ...]] = (
@@ -116,8 +117,8 @@ class Recovery(ApiModel):
     backoff_seconds: Backoff = section(Backoff, "Waits between charged restarts.")
     no_progress_limit: Annotated[Int32, Field(ge=1, le=1_000)] = Field(
         default=3,
-        description="Restarts in a row without one new step that fail the job; so do as many starts of a program that "
-        "cannot start and never has.",
+        description="The job fails after so many restarts in a row without one new step. It also fails after so many "
+        "failed starts of a program that has never run.",
     )
     hang: Hang = section(Hang, "When a silent process counts as hung.")
-    rules: tuple[Rule, ...] = Field(default=(), max_length=32, description="The first that matches a loss decides.")
+    rules: tuple[Rule, ...] = Field(default=(), max_length=32, description="The first matching rule decides.")

@@ -58,7 +58,8 @@ class WorkerRange(StatusModel):
     last: WorkerIndex = Field(description="Index of the last of them.")
     incarnation: Incarnation = Field(description="Their incarnation: a pod is named <job>-w<index>-<incarnation>.")
     started: bool = Field(
-        default=False, description="Whether their pods have been Ready: a missing one was lost, and not still to come."
+        default=False,
+        description="Whether their pods have been Ready. A missing pod was lost then; else it was not created yet.",
     )
 
 
@@ -75,7 +76,7 @@ class Roster(StatusModel):
 
 
 class Progress(StatusModel):
-    """How far the training is, as last reported by its processes; at most a few seconds old while it runs."""
+    """How far the training is, as last reported by its processes. It is a few seconds old at most while they run."""
 
     step: Count | None = Field(default=None, description="Highest completed optimizer step.")
     total_steps: Count | None = Field(default=None, description="Steps the script will take, when it told.")
@@ -87,7 +88,7 @@ class Progress(StatusModel):
         description="The script's own figures, as text so that no precision is lost.",
     )
     straggler: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
-        default=None, description="The rank that the others wait for in each step, in words; nothing is done about it."
+        default=None, description="The rank that the others wait for in each step, in words. It is only reported."
     )
     updated_at: Timestamp | None = Field(default=None, description="When the newest of these figures was reported.")
 
@@ -103,8 +104,8 @@ class CheckpointStatus(StatusModel):
     healthy: bool | None = Field(default=None, description="False while the last attempt to commit failed.")
     skipped_saves: Count = Field(
         default=0,
-        description="Saves that were due while the one before was still being written: the store is slower than the "
-        "interval. Nothing is lost by one.",
+        description="Saves that were due while the one before was still being written, because the store is slower "
+        "than the interval. A skipped save loses nothing.",
     )
 
 
@@ -133,8 +134,8 @@ class Restarts(StatusModel):
     )
     incident_at: Timestamp | None = Field(
         default=None,
-        description="When the last incident began, where workers are replaced one by one: those that were there before "
-        "and follow within seconds are counted with it.",
+        description="When the last incident began, where workers are replaced one by one. Losses within seconds of it, "
+        "of workers that were there before, are counted with it.",
     )
 
     @model_validator(mode="before")
@@ -167,7 +168,7 @@ class RecoveryRecord(StatusModel):
 
 
 class Failure(StatusModel):
-    """The first root cause of a failed job, kept; what broke in its wake is not recorded over it."""
+    """The first root cause of a failed job. Later failures do not replace it."""
 
     cause: Cause | None = Field(
         default=None, description="Why the worker was lost; absent where none was, as at the deadline."
@@ -217,11 +218,12 @@ class Status(StatusModel):
     )
     world: World = Field(default=World(), description="The membership that trains now.")
     roster: Roster | None = Field(
-        default=None, description="The workers that should exist. Absent with backend c10d, where `world` says it."
+        default=None,
+        description="The workers that should exist. Absent with backend c10d: `world` is the roster there.",
     )
     progress: Progress = Field(default=Progress(), description="How far the training is.")
     checkpoint: CheckpointStatus = Field(default=CheckpointStatus(), description="The newest known commit.")
-    restarts: Restarts = Field(default=Restarts(), description="Restarts so far and the budget's counters.")
+    restarts: Restarts = Field(default=Restarts(), description="Restarts so far, and the restart budget's counters.")
     recoveries: tuple[RecoveryRecord, ...] = Field(
         default=(), max_length=MAX_RECOVERIES, description="The last recoveries, newest first."
     )

@@ -149,8 +149,8 @@ class Rendezvous(ApiModel):
     backend: RendezvousBackend = Field(
         default=RendezvousBackend.EVERSTEP,
         description="everstep: the operator's store; the image needs the everstep package. etcd: a store of your own, "
-        "and the package. c10d: torch's own store on worker 0; any image with torchrun, and every loss recreates all "
-        "workers.",
+        "and the package. c10d: torch's own store on worker 0; any image with torchrun will do, and every loss "
+        "replaces all workers.",
     )
     etcd: Etcd | None = Field(default=None, description="Settings of `backend: etcd`.")
     join_timeout_seconds: Annotated[Int32, Field(ge=10, le=86_400)] = Field(
@@ -168,7 +168,7 @@ class Rendezvous(ApiModel):
 
 
 class Checkpoint(ApiModel):
-    """Where and how often the training state is committed. Absent: the script looks after itself."""
+    """Where and how often the training state is committed. Absent: the script saves its state itself."""
 
     url: Annotated[
         str, StringConstraints(min_length=4, max_length=1024, pattern=r"^[a-z][a-z0-9+.-]*://[^/\s]*(/[^\s]*)?$")
@@ -224,7 +224,7 @@ class Checkpoint(ApiModel):
 class TrainingJobSpec(ApiModel):
     """What is to be trained, on how many workers, and how it is kept going."""
 
-    replicas: Replicas = Field(description="Workers wanted: pods, one an index.")
+    replicas: Replicas = Field(description="Number of workers wanted; each is one pod.")
     elastic: Elastic | None = Field(default=None, description="Sizes the job may run at; absent: fixed.")
     processes_per_replica: Processes = Field(
         default=1,

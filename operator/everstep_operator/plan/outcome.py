@@ -1,4 +1,4 @@
-"""A plan: what the status should be, what is done for it, what is told, and when to look again.
+"""A plan: the new status, the actions that follow from it, the events, and when to plan again.
 
 Ordering duty: the status is written first (compare-and-swap on the job's resourceVersion), the stages are carried out
 after it, and events are written last. If the write is refused, no action may be taken and no event written. `publish`
@@ -29,7 +29,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Look again after this long even if nothing is seen to change."""
+    """Plan again after this long, even if nothing is seen to change."""
 
     after: timedelta
     why: str

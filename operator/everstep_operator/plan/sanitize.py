@@ -1,9 +1,9 @@
-"""What strangers wrote, made harmless before anything is decided.
+"""Untrusted text and numbers are sanitized here, before anything is decided.
 
-Exit messages, kubelet texts, refusals and reports reach the planner from containers and web hooks that nobody vouches
-for. Here, and only here, they are bounded: text that cannot be written as UTF-8, numbers beyond what a status may hold,
-values of the template's own secret variables, which a failing program likes to print, and credentials of a known shape.
-Invariant: a plan made of what this returns can be written as a status, and quotes no secret of the spec.
+Exit messages, kubelet texts, refusals and reports come from containers and webhooks that nobody vouches for. Only this
+module replaces text that has no UTF-8 form, bounds numbers to what a status may hold, and hides secrets: the values of
+the template's own secret variables, which a failing program likes to print, and credentials of a known shape.
+Invariant: a plan made from a sanitized snapshot can be written as a status, and quotes no secret of the spec.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `everstep-run` is told of a job's settings, beside torchrun's flags: how long things may take.
+"""Settings for `everstep-run` beside torchrun's flags: how long things may take.
 
 Invariant: each is only a default, which the template's own environment overrides.
 """

@@ -1,7 +1,7 @@
 """How many workers a drain must leave: the PodDisruptionBudget of an elastic job.
 
-Invariant: a job of a fixed size has none, because it would block every drain for as long as the job runs. One with a
-wrong number is deleted, and made anew when it is seen to be gone.
+Invariant: a job of a fixed size has none, because it would block every drain for as long as the job runs. A disruption
+budget with a wrong number is deleted, and made anew when it is seen to be gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everstep_operator.plan.state import sizing
 
 
 def actions(snapshot: Snapshot) -> tuple[Action, ...]:
-    """What makes the budget that the spec asks for, or takes it away."""
+    """Create the disruption budget that the spec asks for, or delete one that it does not ask for."""
     job, there = snapshot.job, snapshot.disruption_budget
     least = _least(job)
     name = names.service_name(job.name)

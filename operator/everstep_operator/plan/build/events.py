@@ -1,4 +1,4 @@
-"""What a new status tells that the one before did not, as events. An event is written only if its status was."""
+"""Events for what is new in a status. An event is written only if its status was."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep_operator.plan.state.facts import Facts
 
 
 def of_pass(facts: Facts, observed: Status) -> tuple[Event, ...]:
-    """All that is new."""
+    """Everything that this pass found to be new."""
     return (*_of_capacity(facts, observed), *of_status(facts.snapshot, observed))
 
 

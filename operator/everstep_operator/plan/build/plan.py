@@ -32,7 +32,7 @@ def build(facts: Facts, decision: Decision) -> Plan:
         case Failed():
             return finish.fail(facts.snapshot, len(facts.current), decision)
         case Publish():
-            return _publish(state.under(facts, decision.roster), decision)
+            return _publish(state.with_roster(facts, decision.roster), decision)
         case Wait(after, message):
             observed = _status(facts)
             told = events.of_status(facts.snapshot, observed)

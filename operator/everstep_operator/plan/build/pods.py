@@ -1,7 +1,7 @@
 """The worker pod and the headless service of a job, as the API server will store them.
 
 The user's template is kept as it is; what we add is identity (labels, owner, host name), torchrun's settings, the
-worker's token, and the checkpoint settings. Names the user set that are our identity are replaced, because a pod that
+worker's token, and the checkpoint settings. A variable of our identity replaces the user's, because a pod that
 claims another round could not be fenced; tuning settings are only defaults.
 """
 
@@ -56,7 +56,7 @@ def service(job: JobView) -> dict[str, Any]:
 
 
 def grace_seconds(job: JobView) -> int:
-    """What the template gives a worker to end in order, in seconds; Kubernetes' default if it says nothing."""
+    """Seconds that the template gives a worker to end in order; Kubernetes' default if it says nothing."""
     told = job.spec.template.get("spec", {}).get("terminationGracePeriodSeconds")
     return told if isinstance(told, int) and told >= 0 else DEFAULT_GRACE_SECONDS
 
@@ -80,8 +80,8 @@ def agent_pod(job: JobView, index: int, incarnation: int, settings: Settings) ->
 def _pod(
     job: JobView, index: int, incarnation: int, identity: dict[str, str], tuning: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """The template as it is, with who the pod is. `identity` are variables that the user cannot set, `tuning` are ones
-    that are there unless the user sets them."""
+    """The template with the pod's identity. The user cannot set the variables of `identity`; those of `tuning` are only
+    defaults."""
     template = copy.deepcopy(job.spec.template)
     spec: dict[str, Any] = template.get("spec", {})
     meta: dict[str, Any] = template.get("metadata", {}) or {}
@@ -150,7 +150,7 @@ def _inject_environment(
     theirs = [e for e in (container.get("env") or ()) if e.get("name") not in reserved]
     taken = {e.get("name") for e in theirs}
     if "PET_MAX_RESTARTS" in taken:
-        taken.add(env.MAX_RESTARTS)  # who sets the one means both
+        taken.add(env.MAX_RESTARTS)  # a user who sets the one means both
     ours = {**identity, **{k: v for k, v in tuning.items() if k not in taken}}
     container["env"] = [
         *theirs,

@@ -52,7 +52,7 @@ def completed(
 
 
 def regrown(now: datetime, progress: Progress, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
-    """The world has its size again after the newest recovery shrank it. Written when it has taken a step."""
+    """With a record that the world has its full size again, if the newest recovery shrank it."""
     if not records or records[0].rung != Rung.SHRINK or is_open(records):
         return records
     taken = _ms(progress.restored_at, progress.first_step_at) if progress.first_step_at is not None else None
@@ -64,10 +64,10 @@ def regrown(now: datetime, progress: Progress, records: tuple[RecoveryRecord, ..
 
 
 def _repeated(progress: Progress, step_before: int | None) -> int | None:
-    """Steps that had been completed and were taken again; None if nobody told where the training resumed.
+    """Steps that had been completed and were taken again; None if no process reported where the training resumed.
 
-    What the processes did says it, not what they restored: members that kept their memory restored nothing and lost
-    nothing, and a script may keep its state by other means.
+    It is counted from the first step that the processes took, not from the step that they restored: members that kept
+    their memory restored nothing and lost nothing, and a script may keep its state by other means.
     """
     resumed = progress.restored_step if progress.resumed_step is None else progress.resumed_step
     return None if step_before is None or resumed is None else max(0, step_before - resumed)

@@ -73,7 +73,7 @@ def of_agents(job: JobView, settings: Settings) -> dict[str, str]:
         conf["allowed"] = ":".join(map(str, sizes.allowed))
     if job.spec.elastic is not None and job.spec.elastic.shrink_after_seconds > 0:
         conf["shrink_after"] = job.spec.elastic.shrink_after_seconds
-        # Who waits for a replacement is not late.
+        # An agent that waits for a replacement is not late.
         conf["timeout"] = chosen.join_timeout_seconds + job.spec.elastic.shrink_after_seconds
     endpoint = settings.report_url.rstrip("/")
     if chosen.etcd is not None:

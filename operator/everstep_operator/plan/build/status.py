@@ -64,7 +64,7 @@ def build(
     failure: Failure | None = None,
     finished_at: datetime | None = None,
 ) -> Status:
-    """The whole status. What is not given is carried over from the status observed."""
+    """The whole status. Values that are not given are those of the observed status."""
     job, old = snapshot.job, snapshot.job.status
     if roster is None and job.spec.rendezvous.backend is not RendezvousBackend.C10D:
         roster = old.roster

@@ -38,7 +38,7 @@ class Restart:
 
 
 def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Restart:
-    """Judge a loss by what is known of the job. `follows`: it belongs to an incident that was counted already."""
+    """Judge a loss. `follows`: the loss belongs to an incident that was counted already."""
     job, seen = snapshot.job, snapshot.progress
     before = job.status.progress
     step = seen.step if seen.step is not None else before.step
@@ -46,20 +46,20 @@ def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Re
     elsewhere = start_failures.runs_elsewhere(snapshot, loss.index, loss.pod)
     if loss.cannot_start and not elsewhere and not start_failures.has_run(snapshot):
         return _at_start(snapshot.now, job.spec.recovery, job.status.restarts, loss, follows)
-    # Others run meanwhile, and nothing is known of their steps, or they do not train with this one.
+    # Other workers run meanwhile. Either nothing is known of their steps, or they do not train with the lost one.
     alone = elsewhere and (step is None or _is_outside(snapshot, loss))
     return decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows, alone)
 
 
 def _is_outside(snapshot: Snapshot, loss: Loss) -> bool:
-    """Whether the lost pod was not in the present round, as far as is known."""
+    """Whether the lost pod is known not to be a member of the present round."""
     pod = next((p for p in snapshot.pods if p.name == loss.pod), None)
     world = snapshot.world
     return pod is not None and world is not None and (pod.index, pod.incarnation) not in world.members
 
 
 def _at_start(now: datetime, recovery: Recovery, restarts: Restarts, loss: Loss, follows: bool) -> Fail | Restart:
-    """Judge the loss of a program that cannot start and never has. A rule of the user's that matches goes first."""
+    """Judge the loss of a program that cannot start and never has. A matching rule of `spec.recovery` goes first."""
     judged = decide(now, recovery, restarts, loss, None, False, follows)
     if isinstance(judged, Fail) or judged.restarts == restarts or _rule(recovery, loss) is not None:
         return judged
@@ -85,9 +85,9 @@ def decide(
 ) -> Fail | Restart:
     """Judge one loss.
 
-    `step` is the highest step completed so far, None if no process ever reported one; `reporting` tells whether the
-    script reports at all: without reports nothing is known about progress and `noProgressLimit` cannot be applied.
-    `alone`: the loss tells nothing of the others' progress, and only the restart budget counts it.
+    `step` is the highest step completed so far, None if no process ever reported one. `reporting` tells whether the
+    script reports at all: without reports nothing is known about progress, so `noProgressLimit` cannot be applied.
+    `alone`: the loss says nothing about the other workers' progress, so only the restart budget counts it.
     """
     charge = loss.charge
     match _rule(recovery, loss):
@@ -127,8 +127,8 @@ def _used_up(recovery: Recovery) -> str:
 
 
 def held_until(now: datetime, recovery: Recovery, restarts: Restarts) -> datetime | None:
-    """When the workers of the present round may be created, if that is later than `now`: exponential back-off after
-    charged restarts only."""
+    """When missing workers may be created, if that is later than `now`. Only a charged restart is followed by a
+    back-off, which is exponential."""
     if restarts.last_at is None or restarts.in_window == 0:
         return None
     back_off = recovery.backoff_seconds
@@ -138,7 +138,7 @@ def held_until(now: datetime, recovery: Recovery, restarts: Restarts) -> datetim
 
 
 def _is_charged(restarts: Restarts) -> bool:
-    """Whether the program has paid for the incident: all of its workers may fail of one mistake in it."""
+    """Whether the incident was charged already: one mistake of the program may fail all of its workers."""
     return restarts.last_at is not None and (restarts.incident_at is None or restarts.last_at >= restarts.incident_at)
 
 

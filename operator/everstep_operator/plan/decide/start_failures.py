@@ -1,9 +1,9 @@
 """Programs that cannot start: whether trying again can help.
 
-A script that is not there fails in the same way at each try. A loss counts as such a failure only by what the program
-or the runtime said of it, and it ends a job only while nothing shows that the job has ever run: one that has run, and
-finds its script or a module missing for a moment, keeps its whole restart budget. So does one of which another worker
-runs: then a node or a mount is broken, and not the program.
+A script that is not there fails in the same way at each try. Such a failure is known by the words of the program or of
+the container runtime. It ends a job only while nothing shows that the job has ever run. A job that has run may find its
+script or a module missing for a moment, and keeps its whole restart budget. So does a job of which another worker runs:
+then a node or a mount is broken, and not the program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SKEW = timedelta(seconds=5)
 
 
 def has_run(snapshot: Snapshot) -> bool:
-    """Whether anything shows that the job's program has run, or may have: then its failures may be bad luck."""
+    """Whether the job's program has run, or may have run: then its failures may be bad luck."""
     status, now = snapshot.job.status, snapshot.now
     if snapshot.progress.updated_at is not None or status.progress.updated_at is not None:
         return True
@@ -42,8 +42,8 @@ def has_run(snapshot: Snapshot) -> bool:
 
 
 def runs_elsewhere(snapshot: Snapshot, index: int, pod: str | None) -> bool:
-    """Whether another worker has succeeded, or is ready and has been for longer than this one took to fail. The loss is
-    then charged as any other, which `has_run` sees from there on."""
+    """Whether another worker has succeeded, or has been Ready for longer than this one took to fail. The loss is then
+    charged as any other, and from then on `has_run` is true."""
     failed = next((p for p in snapshot.pods if p.name == pod), None)
     if failed is None or failed.created_at is None:
         return False
@@ -61,7 +61,8 @@ def _ready_for(snapshot: Snapshot, pod: WorkerPod) -> timedelta:
 
 
 def tried(snapshot: Snapshot, restarts: Restarts) -> str:
-    """For the event of a loss: how often the program could not start, and when that ends the job; empty for others."""
+    """For the event of a loss: how often the program could not start, and how many such failures end the job. Empty for
+    other losses."""
     if restarts.start_failures == snapshot.job.status.restarts.start_failures:
         return ""
     return (

@@ -1,6 +1,6 @@
-"""What a container's last words say of why it ended: the program's own lines, and the one that names the error.
+"""Reads a termination message: which lines are the program's own, and which of them names the error.
 
-Pure. Invariant: the words are untrusted text; the patterns look at bounded lines.
+Invariant: the message is untrusted text, so the patterns look at bounded lines only.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _CANNOT = re.compile(
 
 
 def own_lines(message: str) -> list[str]:
-    """What the program said itself, without the lines of the launcher that end a log."""
+    """The lines that the program wrote itself, without the launcher's lines at the end of a log."""
     lines = message.splitlines()
     end = next((i for i, line in enumerate(lines) if _TORCHRUN.search(line[:300])), None)
     return [line for line in lines[:end] if line.strip() and not _LAUNCHER.match(line)]
 
 
 def telling(lines: list[str] | tuple[str, ...]) -> str:
-    """The line that says what went wrong: the last that names an error; empty if none does."""
+    """The last line that names an error; empty if none does."""
     said = (_RANK.sub("", line.strip(), count=1) for line in reversed(lines))
     return next((line for line in said if _ERROR.match(line[:300])), "")
 
 
 def cannot_start(code: int, words: str) -> bool:
-    """Whether a program that ended so would end so again: it is not there, cannot be run or read, or lacks a module."""
+    """Whether the program would fail again in this way: it is not there, cannot be run or read, or lacks a module."""
     return code in (NOT_EXECUTABLE, NOT_FOUND) or _CANNOT.search(words[:1000]) is not None

@@ -54,17 +54,17 @@ class Facts:
 
 
 def derive(snapshot: Snapshot) -> Facts:
-    """Under the roster that is published."""
+    """The facts under the published roster."""
     published = roster.published(snapshot.job)
-    return _under(snapshot, published, roster.nothing(snapshot.job) if published is None else published)
+    return _derive(snapshot, published, roster.nothing(snapshot.job) if published is None else published)
 
 
-def under(facts: Facts, new: Roster) -> Facts:
-    """Under the roster that is about to be published."""
-    return _under(facts.snapshot, new, new)
+def with_roster(facts: Facts, new: Roster) -> Facts:
+    """The facts under a roster that is about to be published."""
+    return _derive(facts.snapshot, new, new)
 
 
-def _under(snapshot: Snapshot, published: Roster | None, made: Roster) -> Facts:
+def _derive(snapshot: Snapshot, published: Roster | None, made: Roster) -> Facts:
     current = made.current(snapshot.job.name, snapshot.pods)
     sizes = sizing.bounds(snapshot.job.spec)
     expected = {index: worker.started for index, worker in made.workers.items()}

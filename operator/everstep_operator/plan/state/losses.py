@@ -97,8 +97,8 @@ class Loss:
 def losses_among(
     snapshot: Snapshot, current: Mapping[int, WorkerPod], expected: Mapping[int, bool]
 ) -> tuple[Loss, ...]:
-    """Every lost worker, root cause first. `expected` tells of each index whether its pod is known to have been there:
-    if not, a missing one was simply not created yet."""
+    """Every lost worker, root cause first. `expected` has the indices of the workers; the value is whether the pod is
+    known to have been there. If it is not, a missing pod was simply not created yet."""
     found = []
     for index, was_there in expected.items():
         pod = current.get(index)
@@ -110,7 +110,8 @@ def losses_among(
     return tuple(sorted(found, key=_first_cause))
 
 
-# A worker that is asked to stop takes its peers with it, in order; one that dies takes them without.
+# Causes of losses that follow from another loss. A worker that is asked to stop ends its peers in order; a worker that
+# dies breaks their collectives.
 _CONSEQUENCES = (Cause.PREEMPTED, Cause.PEER_LOST)
 
 
@@ -151,13 +152,13 @@ def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> Loss 
 
 
 def _said(pod: WorkerPod) -> str:
-    """What the kubelet says: which resource the node lacked, which device was not there."""
+    """The kubelet's message, which names the resource that the node lacked, or the device that was not there."""
     return f": {' '.join(pod.message.split()).rstrip('.')}" if pod.message else ""
 
 
 def _ended_before(pod: WorkerPod, deleted_at: datetime) -> bool:
-    """Whether the program had failed when the pod was deleted. The other way round, its exit code is the answer to
-    the kubelet's SIGTERM (torchrun's is 1) and no fault of its own."""
+    """Whether the program had failed before the pod was deleted. If it failed afterwards, its exit code answers the
+    kubelet's SIGTERM (torchrun's is 1), and the program is not to blame."""
     ended = pod.exit.finished_at if pod.exit is not None else None
     return pod.phase is PodPhase.FAILED and ended is not None and ended < deleted_at
 
@@ -188,7 +189,7 @@ class _Record:
 
 
 def _record(message: str | None) -> _Record | None:
-    """The word of the process that failed first; of several, one that does not blame a peer.
+    """The record of the process that failed first. Where there are several, a record that does not blame a peer wins.
 
     The message is untrusted text: anything odd in it is ignored.
     """
@@ -257,13 +258,13 @@ def _describe(exit_: Exit, code: int, lines: tuple[str, ...]) -> str:
 
 
 def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
-    """The last lines of what the program said; of the launcher's, if it said nothing."""
-    # Hidden together: a key has many lines.
+    """The last lines that the program wrote; the launcher's last lines if the program wrote nothing."""
+    # Secrets are hidden before the text is cut into lines, because a key has many lines.
     kept = "\n".join(redact.lines((message or "")[:MAX_MESSAGE].splitlines()))
     text = exit_text.own_lines(kept) or [line for line in kept.splitlines() if line.strip()]
     return tuple(_shown(line) for line in text[-lines:])
 
 
 def _shown(text: str, limit: int = MAX_LINE) -> str:
-    """What a status may quote. Cut after hiding too, because hiding makes a text longer."""
+    """Text that a status may quote. It is cut again after secrets are hidden, because that makes a text longer."""
     return sanitize.encodable(redact.short(text, limit))

@@ -1,4 +1,4 @@
-"""How many workers a job may train with: the sizes of its spec, and what is wanted of them now. Pure arithmetic."""
+"""The sizes at which a job may train, and the size that its spec asks for now. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def wanted(spec: TrainingJobSpec) -> int:
 
 
 def present(spec: TrainingJobSpec) -> Sizes:
-    """The sizes that a round may have now: none above what is wanted, so that nobody is waited for who is not wanted.
+    """The sizes that a round may have now. None is above the wanted one, or agents would wait for workers in vain.
 
-    What the round store tells agents: those that run were started with the sizes of an older spec, or of another size.
+    The round store tells them to the agents, because running agents were started with the sizes of an older spec.
     """
     all_, most = bounds(spec), bounds(spec).largest(spec.replicas)
     return Sizes(all_.minimum, most, tuple(size for size in all_.allowed if size <= most))
