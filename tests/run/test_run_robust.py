@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from everstep_operator.plan.elastic import INCIDENT
 from local_job import LocalJob, descendants
 from player import wait_for
+
+from everstep_operator.plan.decide.loss import INCIDENT
 
 pytestmark = pytest.mark.timeout(300)
 RUNS = int(os.environ.get("EVERSTEP_RUNS", "0"))  # `make soak` takes a hundred

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import lines
 import yaml
-from everstep_operator.plan.elastic import INCIDENT
 from lines import Asked
 from reference import BESIDE, EXAMPLE, SCRIPTS, Committed, Result, ScenarioError, differences, undisturbed
 from warm_python import warm
+
+from everstep_operator.plan.decide.loss import INCIDENT
 
 T = TypeVar("T")
 
