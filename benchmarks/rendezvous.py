@@ -36,7 +36,8 @@ from everstep.contract.rounds import DOCUMENT_PATH, LAPSES_HEADER
 from everstep.membership.backends.memory import MemoryStore
 from everstep.membership.driver import Driver
 from everstep.membership.joining import Settings
-from everstep.membership.proposals import Broken, Patience, Round
+from everstep.membership.proposals import Patience
+from everstep.membership.world_state import Broken, Round
 
 MANY = 1000
 PROCESSES = 8

@@ -11,7 +11,7 @@ from agent_job import Agent, Job
 
 from everstep.agent.processes.environ import Setting, environment, of_round
 from everstep.contract.document import Member
-from everstep.membership.proposals import Round
+from everstep.membership.world_state import Round
 
 pytestmark = pytest.mark.timeout(240)
 SCRIPT = Path(__file__).parent / "environ_script.py"

@@ -15,7 +15,7 @@ from everstep.agent.decide.stopping import advice
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT, Setback
 from everstep.membership import commands as c
-from everstep.membership.proposals import Broken, Finishing, Left, Stopping
+from everstep.membership.world_state import Broken, Finishing, Left, Stopping
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 

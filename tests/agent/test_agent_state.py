@@ -17,7 +17,7 @@ from everstep.agent.decide.state import Config, SlotPhase, State, begin, started
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Member, Setback
 from everstep.membership import commands as c
-from everstep.membership.proposals import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
+from everstep.membership.world_state import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "300"))
 KILL = signal.SIGKILL

@@ -13,8 +13,9 @@ from everstep.contract.document import Member, Sizes
 from everstep.membership.driver import Driver
 from everstep.membership.joining import Settings
 from everstep.membership.peers.peer_monitor import PeerMonitor
-from everstep.membership.proposals import Patience, Round
+from everstep.membership.proposals import Patience
 from everstep.membership.store import RoundStore
+from everstep.membership.world_state import Round
 
 T = TypeVar("T")
 LIMIT = 30.0  # seconds that any wait may take

@@ -25,7 +25,8 @@ from everstep.membership.backends.operator_store import HttpStore
 from everstep.membership.driver import Driver
 from everstep.membership.joining import Settings
 from everstep.membership.peers.peer_monitor import PeerMonitor
-from everstep.membership.proposals import Broken, Patience, Round
+from everstep.membership.proposals import Patience
+from everstep.membership.world_state import Broken, Round
 
 LOST = "lost"  # the machine that falls silent: the leader and agent 2 are on it
 KEPT = ("spare", "left", "right")  # the other replica, and the other agents
@@ -91,8 +92,8 @@ class SilentNode:
         left = self.drivers[:2]
         heard = []
         for driver in left:
-            standing = driver.wait(LIMIT)
-            assert isinstance(standing, Broken), standing
+            world_state = driver.wait(LIMIT)
+            assert isinstance(world_state, Broken), world_state
             heard.append(time.monotonic() - at)
         formed = self.join(left)
         assert [len(one.members) for one in formed] == [2, 2]

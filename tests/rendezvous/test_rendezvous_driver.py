@@ -28,8 +28,8 @@ from everstep.membership.driver import Driver
 from everstep.membership.errors import JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.membership.joining import LONGEST_WAIT
 from everstep.membership.machine import Refused
-from everstep.membership.proposals import Broken, Closed, Growing, Round, Whole
 from everstep.membership.store import Backoff, RoundStore, View
+from everstep.membership.world_state import Broken, Closed, Growing, Round, Whole
 
 MakeStore = Callable[[], RoundStore]
 
@@ -72,7 +72,7 @@ def test_agents_that_start_together_form_one_round(store: MakeStore) -> None:
         rounds = job.start("abc")
         assert sorted(ranks(rounds)) == ["a", "b", "c"]
         assert {r.number for r in rounds.values()} == {1}
-        assert {d.standing() for d in job.drivers.values()} == {Whole()}
+        assert {d.world_state() for d in job.drivers.values()} == {Whole()}
 
 
 def test_an_agent_that_leaves_is_missed_at_once_and_the_others_go_on(store: MakeStore) -> None:
@@ -142,7 +142,7 @@ def test_a_step_to_let_joiners_in_is_agreed_once(store: MakeStore) -> None:
         job.drivers["a"].wait(LIMIT)
         assert not isinstance(job.drivers["a"].change(SetBoundary("a", 1, 40)), Refused)
         assert isinstance(job.drivers["b"].change(SetBoundary("b", 1, 41)), Refused)
-        until(lambda: job.drivers["b"].standing() == Growing(1, 40))
+        until(lambda: job.drivers["b"].world_state() == Growing(1, 40))
         job.drivers["c"].leave()  # it still waits
 
 
@@ -150,7 +150,7 @@ def test_a_member_that_was_taken_out_while_it_lived_learns_it_and_can_come_back(
     with crew(store, Sizes(2, 3)) as job:
         job.start("abc")
         job.drivers["a"].evict("c", "a test says so")
-        until(lambda: isinstance(job.drivers["c"].standing(), Broken))
+        until(lambda: isinstance(job.drivers["c"].world_state(), Broken))
         assert isinstance(job.drivers["c"].evict("a", "revenge"), Refused)
         # Before the others, who would not wait for it.
         back = job.joining("c")["c"]
@@ -162,7 +162,7 @@ def test_a_closed_job_takes_nobody(store: MakeStore) -> None:
     with crew(store, Sizes(2, 3)) as job:
         job.start("ab")
         job.drivers["a"].change(CloseJob("a", "done"))
-        until(lambda: job.drivers["b"].standing() == Closed("done"))
+        until(lambda: job.drivers["b"].world_state() == Closed("done"))
         job.add("c")
         with pytest.raises(RendezvousClosed, match="done"):
             job.join("c")
@@ -282,12 +282,12 @@ def test_a_death_that_could_not_be_told_is_told_when_the_store_is_back() -> None
         tries = away.refused["read"]
         gone.stop()
         until(lambda: away.refused["read"] >= tries + 2)  # by one of both survivors
-        assert all(driver.standing() == Whole() for driver in left)
+        assert all(driver.world_state() == Whole() for driver in left)
         away.away.clear()
         for driver in left:
-            standing = driver.wait(QUICK.ttl / 2)  # not by its lease
-            assert isinstance(standing, Broken)
-            assert f"{gone.agent} is gone" in standing.why
+            world_state = driver.wait(QUICK.ttl / 2)  # not by its lease
+            assert isinstance(world_state, Broken)
+            assert f"{gone.agent} is gone" in world_state.why
         assert ranks(job.join(before[1:])) == before[1:]
 
 

@@ -24,8 +24,8 @@ from everstep.membership.backends.configuration import ConfigurationInvalid, etc
 from everstep.membership.backends.etcd import EtcdStore
 from everstep.membership.backends.etcd_http import Access, Gateway, Limits, endpoints
 from everstep.membership.errors import StoreRefused, StoreUnavailable
-from everstep.membership.proposals import Broken, Whole
 from everstep.membership.store import View
+from everstep.membership.world_state import Broken, Whole
 
 RANGE = {"key": base64.b64encode(b"x").decode()}
 
@@ -413,7 +413,7 @@ def test_agents_of_an_etcd_that_lost_everything_meet_in_a_newer_round(etcd_folde
                 agents.drivers.pop(name).stop()
             cluster.start()
             for name in stay:
-                until(lambda n=name: "lost" in getattr(agents.drivers[n].standing(), "why", ""))  # type: ignore[misc]
+                until(lambda n=name: "lost" in getattr(agents.drivers[n].world_state(), "why", ""))  # type: ignore[misc]
             names = stay + "cd"[: 2 - len(stay)]
             for name in names[len(stay) :]:
                 agents.add(name)
@@ -424,7 +424,7 @@ def test_agents_of_an_etcd_that_lost_everything_meet_in_a_newer_round(etcd_folde
                 assert found.number > then.number, "the count goes on while anybody knows it"
             else:
                 assert found.rendezvous != then.rendezvous, "or it is another one"
-            assert all(until(lambda d=d: d.standing() == Whole()) for d in agents.drivers.values())  # type: ignore[misc]
+            assert all(until(lambda d=d: d.world_state() == Whole()) for d in agents.drivers.values())  # type: ignore[misc]
             agents.drivers[names[0]].leave()
             assert isinstance(agents.drivers[names[1]].wait(LIMIT), Broken), "the others are heard of, as before"
     finally:

@@ -18,8 +18,8 @@ from everstep.checkpoint.manifest import OpenRecord
 from everstep.contract.document import Sizes
 from everstep.membership.backends.etcd import EtcdStore
 from everstep.membership.backends.etcd_http import Gateway
-from everstep.membership.proposals import Broken, Growing, Round, Whole
 from everstep.membership.store import View
+from everstep.membership.world_state import Broken, Growing, Round, Whole
 
 SETTINGS = replace(QUICK, ttl=4.0)  # those who died are in the copy, with their leases
 
@@ -56,7 +56,7 @@ def lived(cluster: EtcdCluster, agents: Crew, names: str) -> dict[str, Round]:
 
 
 def told(agents: Crew, name: str) -> bool:
-    return "lost" in getattr(agents.drivers[name].standing(), "why", "")
+    return "lost" in getattr(agents.drivers[name].world_state(), "why", "")
 
 
 @pytest.mark.parametrize("stay", ["ab", "a"], ids=["all stay", "one stays"])
@@ -77,7 +77,7 @@ def test_agents_of_an_etcd_that_was_put_back_meet_in_a_newer_round(cluster: Etcd
         assert now.number > before.number
         head = advance(Head(), opened(Head(), before))
         assert opened(head, now).round == now.number
-        assert all(until(lambda d=d: d.standing() == Whole()) for d in agents.drivers.values())  # type: ignore[misc]
+        assert all(until(lambda d=d: d.world_state() == Whole()) for d in agents.drivers.values())  # type: ignore[misc]
         agents.drivers[names[1]].stop()  # as a crash
         assert isinstance(agents.drivers["a"].wait(LIMIT), Broken), "lapses are heard of, as before"
 
@@ -87,7 +87,7 @@ def test_member_that_dies_after_etcd_was_put_back_is_missed(cluster: EtcdCluster
         before = lived(cluster, agents, "ab")["a"]
         put_back(cluster)
         agents.drivers.pop("b").stop()
-        until(lambda: isinstance(agents.drivers["a"].standing(), Broken))
+        until(lambda: isinstance(agents.drivers["a"].world_state(), Broken))
         now = agents.join("a")["a"]
         assert [m.agent for m in now.members] == ["a"]
         assert now.number > before.number
@@ -103,7 +103,7 @@ def test_agent_that_comes_after_etcd_was_put_back_meets_those_who_live(cluster: 
             until(lambda n=name: told(agents, n))  # type: ignore[misc]
         rounds = agents.join("ab")
         if len(rounds["a"].members) == 2:  # they were faster
-            until(lambda: isinstance(agents.drivers["a"].standing(), Growing))
+            until(lambda: isinstance(agents.drivers["a"].world_state(), Growing))
             rounds = agents.join("ab")
         joined = newcomer.result(LIMIT)
         assert joined.number == rounds["a"].number > before.number

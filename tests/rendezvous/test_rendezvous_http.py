@@ -20,8 +20,8 @@ from everstep.membership.backends.operator_calls import OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
 from everstep.membership.driver import Driver
 from everstep.membership.errors import StoreRefused
-from everstep.membership.proposals import Broken, Whole
 from everstep.membership.store import View
+from everstep.membership.world_state import Broken, Whole
 from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.wire import Unstructured
 
@@ -202,14 +202,14 @@ class Trio:
             thread.start()
         for thread in threads:
             thread.join(LIMIT)
-        assert [driver.standing() for driver in self.drivers] == [Whole()] * 3
+        assert [driver.world_state() for driver in self.drivers] == [Whole()] * 3
 
     def assert_missed(self, index: int) -> None:
         began = time.monotonic()
         for driver in (d for i, d in enumerate(self.drivers) if i != index):
-            standing = driver.wait(LIMIT)
-            assert isinstance(standing, Broken)
-            assert f"agent-{index} is gone" in standing.why
+            world_state = driver.wait(LIMIT)
+            assert isinstance(world_state, Broken)
+            assert f"agent-{index} is gone" in world_state.why
         took = time.monotonic() - began
         print(f"told after {took * 1000:.0f} ms")
         assert took < 20  # a third of the lease, on a machine that does much else
@@ -258,7 +258,7 @@ def test_a_node_that_is_lost_takes_its_agents_with_it(operator: OperatorServer, 
 def test_a_pod_that_is_asked_to_end_keeps_its_presence_until_it_has(operator: OperatorServer, trio: Trio) -> None:
     operator.do(operator.client.delete(PODS, NAMESPACE, trio.pods[1].name, grace_seconds=300))
     time.sleep(0.3)
-    assert trio.drivers[0].standing() == Whole()
+    assert trio.drivers[0].world_state() == Whole()
     assert operator.store(trio.pods[1]).renew("agent-1")  # it saves, and leaves by itself
 
 

@@ -32,7 +32,7 @@ from everstep.membership.peers.peer_monitor import (
     probation,
 )
 from everstep.membership.peers.probe import HELLO
-from everstep.membership.proposals import Round
+from everstep.membership.world_state import Round
 
 
 class Heard:

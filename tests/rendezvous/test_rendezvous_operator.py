@@ -31,7 +31,7 @@ from everstep.membership.backends.operator_calls import Limits, OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
 from everstep.membership.driver import Driver
 from everstep.membership.errors import StoreRefused, StoreUnavailable
-from everstep.membership.proposals import Broken, Whole
+from everstep.membership.world_state import Broken, Whole
 
 SIZES = Sizes(1, 3)
 EMPTY = Document(SIZES)
@@ -105,9 +105,9 @@ def test_agent_that_died_with_the_operator_is_missed_one_lease_after_the_next_on
         operators.kill(first)
         agents.drivers["b"].stop()
         leading(operators, first.port)
-        standing = agents.drivers["a"].wait(LIMIT)
-        assert isinstance(standing, Broken)
-        assert "b is gone" in standing.why
+        world_state = agents.drivers["a"].wait(LIMIT)
+        assert isinstance(world_state, Broken)
+        assert "b is gone" in world_state.why
         assert agents.join("a")["a"].world_size == 1
     finally:
         agents.stop()

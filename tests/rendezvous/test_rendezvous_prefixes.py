@@ -18,7 +18,8 @@ from everstep.membership.backends.memory import MemoryStore
 from everstep.membership.driver import Driver
 from everstep.membership.errors import JoinTimedOut, StoreUnavailable
 from everstep.membership.joining import Settings
-from everstep.membership.proposals import Patience, Whole
+from everstep.membership.proposals import Patience
+from everstep.membership.world_state import Whole
 
 SETTINGS = Settings(patience=Patience(last_call=0.2, rejoin=3.0), ttl=0.6)
 CALLS = 8  # of one agent: about what it needs until it is in its second round; later ones renew its lease
@@ -94,7 +95,7 @@ def test_an_agent_that_dies_at_any_call_holds_nobody_up(at: int, after: bool) ->
         if not store.documents:
             return False
         document = store.documents[-1]
-        whole = all(isinstance(agent.driver.standing(), Whole) for agent in agents[:2])
+        whole = all(isinstance(agent.driver.world_state(), Whole) for agent in agents[:2])
         return whole and {m.agent for m in document.members} == {"a", "b"} and not document.gone
 
     try:

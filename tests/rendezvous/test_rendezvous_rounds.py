@@ -48,7 +48,7 @@ from everstep.membership.errors import DocumentInvalid
 from everstep.membership.formation.reachability import EXACT, largest_set
 from everstep.membership.formation.selection import growth
 from everstep.membership.machine import MAX_FLAPS, Refused, apply
-from everstep.membership.proposals import Broken, Finishing, Growing, Left, Stopping, Whole, standing
+from everstep.membership.world_state import Broken, Finishing, Growing, Left, Stopping, Whole, world_state
 from everstep_operator.rounds.rules import with_pinned_sizes
 
 # --- forming
@@ -89,7 +89,7 @@ def test_discrete_sizes_leave_the_odd_one_waiting() -> None:
 
 def test_more_than_the_maximum_leaves_the_rest_waiting_without_disturbing_the_round() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Join(agent("d"), TWO_OR_THREE))
-    assert standing(document, 1, "a") == Whole()
+    assert world_state(document, 1, "a") == Whole()
     assert "its members take in who waits" in refused(document, Form("d", 1, Waited.REJOIN)).reason
 
 
@@ -105,7 +105,7 @@ def test_a_living_member_that_does_not_come_back_is_left_behind_after_the_rejoin
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), *(Join(agent(n), TWO_OR_THREE) for n in "ab"))
     document = after(document, Form("a", 1, Waited.REJOIN))
     assert names(document) == ["a", "b"]
-    assert isinstance(standing(document, 1, "c"), Broken)
+    assert isinstance(world_state(document, 1, "c"), Broken)
 
 
 def test_survivors_that_are_to_wait_for_a_replacement_form_no_smaller_round() -> None:
@@ -128,9 +128,9 @@ def test_who_has_no_survivor_or_no_smaller_size_before_it_waits_for_no_replaceme
 
 def test_joiners_are_taken_in_when_the_members_ask_for_the_next_round() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b"), Join(agent("c"), TWO_OR_THREE))
-    assert standing(document, 1, "a") == Growing(1, None)
+    assert world_state(document, 1, "a") == Growing(1, None)
     document = after(document, SetBoundary("b", 1, 40))
-    assert standing(document, 1, "a") == Growing(1, 40)
+    assert world_state(document, 1, "a") == Growing(1, 40)
     assert "agreed already" in refused(document, SetBoundary("a", 1, 41)).reason
     document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Form("a", 1, Waited.NOTHING))
     assert (names(document), document.boundary) == (["a", "b", "c"], None)
@@ -147,8 +147,8 @@ def test_agents_that_were_started_with_other_sizes_join_where_the_publisher_has_
 
 def test_sizes_that_are_changed_leave_the_round_alone_until_somebody_comes_or_goes() -> None:
     fixed = with_pinned_sizes(formed(Sizes(2, 2), "a", "b"), Sizes(3, 3))
-    assert standing(fixed, 1, "a") == Whole()
-    assert standing(after(fixed, Join(agent("c"), Sizes(3, 3))), 1, "a") == Growing(1, None)
+    assert world_state(fixed, 1, "a") == Whole()
+    assert world_state(after(fixed, Join(agent("c"), Sizes(3, 3))), 1, "a") == Growing(1, None)
     small = after(with_pinned_sizes(formed(TWO_OR_THREE, "a", "b", "c"), Sizes(2, 2)), Leave("c"))
     small = after(small, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Form("a", 1, Waited.NOTHING, shrink=False))
     assert names(small) == ["a", "b"], "nobody is waited for who is not wanted"
@@ -238,7 +238,7 @@ def regrouped(document: Document, who: str) -> Document:
 
 def test_of_two_that_do_not_reach_each_other_the_lower_index_stays() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Reach("c", 1, "b", False))
-    assert standing(document, 1, "a") == Broken("c does not reach b")
+    assert world_state(document, 1, "a") == Broken("c does not reach b")
     document = regrouped(document, "abc")
     assert names(document) == ["a", "b"]
     assert [m.agent for m in document.joining] == ["c"]
@@ -265,7 +265,7 @@ def test_who_is_reached_by_nobody_is_not_waited_for_and_who_may_stay_is() -> Non
     assert "waiting for a" in refused(document, Form("b", 1, Waited.NOTHING)).reason, "a or b stays, and a is first"
     document = after(document, Reach("c", 1, "a", False), Form("b", 1, Waited.NOTHING))
     assert names(document) == ["b", "c"]
-    assert standing(document, 1, "a") == Broken("round 2 was formed")
+    assert world_state(document, 1, "a") == Broken("round 2 was formed")
     document = after(document, Join(agent("a"), sizes))
     assert growth(document) == 0
     assert growth(after(document, Reach("b", 2, "a", True), Reach("c", 2, "a", True))) == 1
@@ -273,7 +273,7 @@ def test_who_is_reached_by_nobody_is_not_waited_for_and_who_may_stay_is() -> Non
 
 def test_a_pair_without_which_too_few_are_left_ends_no_round_and_the_next_waits_for_it() -> None:
     document = after(formed(Sizes(2, 2), "a", "b"), Reach("a", 1, "b", False))
-    assert standing(document, 1, "b") == Whole()
+    assert world_state(document, 1, "b") == Whole()
     document = after(document, Break("b", 1, "no collective ends"), *(Join(agent(n), Sizes(2, 2)) for n in "ab"))
     assert refused(document, Form("a", 1, Waited.REJOIN)).reason == (
         "1 of at least 2 agents wait, without who does not reach another"
@@ -367,11 +367,11 @@ def test_many_bad_pairs_leave_a_set_without_one() -> None:
 
 def test_an_agent_that_lost_its_processes_steps_out_and_is_taken_in_again_when_it_asks() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Withdraw("b", 1, "SIGKILL"))
-    assert standing(document, 1, "a") == Broken("b is gone: SIGKILL")
+    assert world_state(document, 1, "a") == Broken("b is gone: SIGKILL")
     document = regrouped(document, "ac")
     assert names(document) == ["a", "c"]
     assert document.history == (Setback(1, "b", "SIGKILL", False),)
-    assert standing(after(document, Join(agent("b"), TWO_OR_THREE)), 2, "a") == Growing(1, None)
+    assert world_state(after(document, Join(agent("b"), TWO_OR_THREE)), 2, "a") == Growing(1, None)
 
 
 def test_a_failure_of_the_program_is_charged_once_a_round_even_when_the_next_is_formed() -> None:
@@ -414,24 +414,24 @@ def test_agents_that_were_in_no_round_are_charged_each_for_itself() -> None:
 
 def test_members_that_do_not_work_together_any_more_meet_again() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Break("a", 1, "a connection broke"))
-    assert standing(document, 1, "b") == Broken("a connection broke")
+    assert world_state(document, 1, "b") == Broken("a connection broke")
     assert "over already" in refused(document, Break("b", 1, "again")).reason
     assert names(regrouped(document, "abc")) == ["a", "b", "c"]
 
 
 def test_the_job_is_finished_when_every_member_has_said_so() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Done("a", 1), Done("b", 1))
-    assert standing(document, 1, "a") == Finishing(2)
+    assert world_state(document, 1, "a") == Finishing(2)
     assert "already" in refused(document, Done("a", 1)).reason
     assert after(document, Done("c", 1)).closed == FINISHED
 
 
 def test_who_has_finished_may_go_and_must_repeat_when_another_has_not() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Done("a", 1), Leave("a"))
-    assert standing(document, 1, "b") == Finishing(1)
+    assert world_state(document, 1, "b") == Finishing(1)
     assert document.history == ()
     document = after(document, Done("b", 1), Evict("b", 1, "c", "gone"))
-    assert isinstance(standing(document, 1, "b"), Broken)
+    assert isinstance(world_state(document, 1, "b"), Broken)
     document = after(document, *(Join(agent(name), TWO_OR_THREE) for name in "bc"), Form("b", 1, Waited.NOTHING))
     assert (document.round, document.done) == (2, ())
 
@@ -446,10 +446,10 @@ def test_that_processes_keep_their_memory_is_known_in_later_rounds() -> None:
 
 def test_a_mark_changes_nothing_for_the_others_and_tells_its_agent_whether_enough_would_stay() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"))
-    assert standing(document, 1, "b") == Whole()
-    assert standing(document, 1, "a") == Stopping(1, True)
+    assert world_state(document, 1, "b") == Whole()
+    assert world_state(document, 1, "a") == Stopping(1, True)
     document = after(document, Stop("b"))
-    assert standing(document, 1, "a") == standing(document, 1, "b") == Stopping(2, False)
+    assert world_state(document, 1, "a") == world_state(document, 1, "b") == Stopping(2, False)
     assert "known" in refused(document, Stop("a")).reason
 
 
@@ -457,12 +457,12 @@ def test_all_that_are_asked_leave_together_and_the_others_form_the_next_round_wi
     sizes = Sizes(1, 4)
     document = after(formed(sizes, "a", "b", "c", "d"), Stop("a"), Stop("d"), Drain("d", 1))
     assert document.gone == (Loss("a", LEFT), Loss("d", LEFT))
-    assert standing(document, 1, "a") == standing(document, 1, "d") == Left()
-    assert isinstance(standing(document, 1, "b"), Broken)
+    assert world_state(document, 1, "a") == world_state(document, 1, "d") == Left()
+    assert isinstance(world_state(document, 1, "b"), Broken)
     document = after(document, Join(agent("b"), sizes), Join(agent("c"), sizes), Form("b", 1, Waited.NOTHING))
     assert names(document) == ["b", "c"]
     assert document.stopping == ("a", "d"), "the next round knows whom its members were with"
-    assert standing(document, 1, "a") == Left()
+    assert world_state(document, 1, "a") == Left()
     assert not any(s.charged for s in document.history)
 
 
@@ -476,9 +476,9 @@ def test_nobody_leaves_if_too_few_would_stay_or_the_round_is_over_anyway() -> No
 
 def test_a_size_that_is_not_allowed_keeps_them_too() -> None:
     document = after(formed(Sizes(2, 4, (2, 4)), "a", "b", "c", "d"), Stop("a"))
-    assert standing(document, 1, "a") == Stopping(1, True)  # two of the three go on
+    assert world_state(document, 1, "a") == Stopping(1, True)  # two of the three go on
     document = after(document, Stop("b"), Stop("c"))
-    assert standing(document, 1, "a") == Stopping(3, False)
+    assert world_state(document, 1, "a") == Stopping(3, False)
 
 
 def test_who_was_asked_to_stop_and_is_out_does_not_come_back() -> None:
@@ -492,15 +492,15 @@ def test_who_is_asked_to_stop_is_out_when_its_replacement_joins() -> None:
     document = after(Document(TWO_OR_THREE), *(Join(agent(n, i), TWO_OR_THREE) for i, n in enumerate("abc")))
     document = after(document, Form("a", 0, Waited.NOTHING), Stop("c"))
     document = after(document, Join(agent("d", 2, incarnation=1), TWO_OR_THREE))
-    assert standing(document, 1, "c") == Left()
-    assert isinstance(standing(document, 1, "a"), Broken)
+    assert world_state(document, 1, "c") == Left()
+    assert isinstance(world_state(document, 1, "a"), Broken)
 
 
 def test_who_is_asked_to_stop_while_others_are_lost_meets_the_survivors_again_to_save() -> None:
     document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Stop("b"), Evict("a", 1, "c", "gone"))
     document = after(document, *(Join(agent(n), TWO_OR_THREE) for n in "ab"), Form("a", 1, Waited.NOTHING))
     assert names(document) == ["a", "b"]
-    assert standing(document, 2, "a") == Stopping(2, False)
+    assert world_state(document, 2, "a") == Stopping(2, False)
 
 
 def test_agents_that_never_trained_form_no_round_when_all_of_them_stop() -> None:

@@ -23,7 +23,7 @@ from everstep.membership.backends.etcd_http import Limits as EtcdLimits
 from everstep.membership.backends.operator_store import HttpStore
 from everstep.membership.driver import Driver
 from everstep.membership.errors import StoreRefused, StoreUnavailable
-from everstep.membership.proposals import Whole
+from everstep.membership.world_state import Whole
 from everstep_operator.kube.resources import PODS
 from everstep_operator.main import JOBS
 
@@ -60,7 +60,7 @@ def test_agent_that_joins_waits_for_the_operator_itself(operator: OperatorServer
     stranger.operator = operator.replicas[0].url
     thread.join(LIMIT)
     assert found == [1]
-    assert driver.standing() == Whole()
+    assert driver.world_state() == Whole()
     driver.stop()
 
 

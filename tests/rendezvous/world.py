@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode
-from everstep.membership import machine, proposals
+from everstep.membership import machine, proposals, world_state
 from everstep.membership.commands import Command, Drain, Evict, Leave, Reach, Stop, Waited, Withdraw
 from everstep.membership.machine import Refused
-from everstep.membership.proposals import Formed, Proposal, Round
+from everstep.membership.proposals import Admitted, Proposal
+from everstep.membership.world_state import Round
 from everstep_operator.rounds.rules import with_pinned_sizes, with_wishes
 
 MOST_AGENTS = 8
@@ -80,7 +81,7 @@ class World:
     def _settled(self, agent: Agent) -> None:
         if agent.round is None:
             match proposals.outcome(agent.seen[1], agent.wish):
-                case Formed(found):
+                case Admitted(found):
                     agent.round = found
                     if self.formed.get(found.number) != found.members:
                         raise Violation(f"{agent.name} believes in another round {found.number}: {found.members}")
@@ -340,10 +341,10 @@ class World:
         self.look(agent, 0)
         if agent.round is not None:
             document = self.document
-            now = proposals.standing(document, agent.round.number, agent.name)
-            if isinstance(now, proposals.Closed):
+            now = world_state.world_state(document, agent.round.number, agent.name)
+            if isinstance(now, world_state.Closed):
                 return
-            if isinstance(now, proposals.Whole | proposals.Finishing):
+            if isinstance(now, world_state.Whole | world_state.Finishing):
                 assert document is not None
                 after, reasons = proposals.without_lapsed(document, agent.name, self.presence)
                 if reasons:

@@ -35,7 +35,7 @@ from everstep.agent.processes.running import Running, Settling
 from everstep.agent.tasks import Tasks
 from everstep.contract import env, exit_codes, termination
 from everstep.membership.backends.opening import remedy
-from everstep.membership.proposals import Round
+from everstep.membership.world_state import Round
 
 log = logging.getLogger(__name__)
 

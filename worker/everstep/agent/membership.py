@@ -28,7 +28,8 @@ from everstep.membership.identity import agent_id, own_address
 from everstep.membership.joining import Settings
 from everstep.membership.machine import Refused
 from everstep.membership.peers.peer_monitor import PeerMonitor
-from everstep.membership.proposals import Patience, Round, Standing
+from everstep.membership.proposals import Patience
+from everstep.membership.world_state import Round, WorldState
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class Membership:
         await self._watch(formed)
 
     async def _watch(self, formed: Round) -> None:
-        seen: Standing = WHOLE
+        seen: WorldState = WHOLE
         while self._round is formed:
             now = await asyncio.to_thread(self._driver.wait, LOOK_SECONDS, seen)
             if now != seen and self._round is formed:

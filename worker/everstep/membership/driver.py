@@ -21,13 +21,13 @@ from everstep.membership.errors import JoinTimedOut, RendezvousFailed, StoreUnav
 from everstep.membership.joining import Joining, Settings, decoded, read_wishes
 from everstep.membership.machine import MAX_FLAPS, Refused, apply, is_here
 from everstep.membership.peers.peer_monitor import PeerMonitor
-from everstep.membership.proposals import Broken, Round, Standing
 from everstep.membership.store import RoundStore, View
+from everstep.membership.world_state import Broken, Round, Whole, WorldState, describe, world_state
 
 log = logging.getLogger(__name__)
 
 LOOK = 0.5  # seconds after which a thread looks whether it is to stop
-WHOLE = proposals.Whole()
+WHOLE = Whole()
 TRIES = 20  # of a change that meets others' changes
 CROWDED = Refused("others changed the document all the time")
 
@@ -59,7 +59,7 @@ class Driver:
         self._view = View(None, 0)
         self._lapses = 0  # those that were looked into
         self._late = 0  # looks in a row that the store did not answer
-        self._standing: Standing = Broken("not joined yet")
+        self._world_state: WorldState = Broken("not joined yet")
         self._joining = False
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -83,7 +83,7 @@ class Driver:
             self._joining, self._round = True, None
             patient = self._settings.patience.shrink_after > 0
             wish = Wish(member, self._after if after is None else after, self._sizes, patient)
-            self._standing = Broken("joining")
+            self._world_state = Broken("joining")
         try:
             joining = Joining(self._store, wish, self._settings, self._random, self._clock, self._ask, self._stopping)
             view, formed = joining.run(timeout)
@@ -96,7 +96,7 @@ class Driver:
                 self._changed.notify_all()
         with self._changed:
             self._round, self._after, self._view, self._lapses = formed, formed.number, view, view.lapses
-            self._standing = self._read_standing(view)
+            self._world_state = self._read_world_state(view)
             self._changed.notify_all()
         if self._peers is not None:
             self._peers.follow(formed, self)
@@ -133,18 +133,18 @@ class Driver:
 
     # --- in a round
 
-    def standing(self) -> Standing:
+    def world_state(self) -> WorldState:
         """What is known now of the round that `join` gave; asks nobody."""
         with self._changed:
-            return self._standing
+            return self._world_state
 
-    def wait(self, timeout: float, seen: Standing = WHOLE) -> Standing:
-        """Wait until the standing is another than `seen`, at most `timeout` seconds."""
+    def wait(self, timeout: float, seen: WorldState = WHOLE) -> WorldState:
+        """Wait until the world state is another than `seen`, at most `timeout` seconds."""
         deadline = self._clock() + timeout
         with self._changed:
-            while self._standing == seen and (left := deadline - self._clock()) > 0:
+            while self._world_state == seen and (left := deadline - self._clock()) > 0:
                 self._changed.wait(left)
-            return self._standing
+            return self._world_state
 
     def seen(self) -> Document | None:
         """What the store held when this agent last looked. Asks nobody."""
@@ -318,15 +318,15 @@ class Driver:
             if self._joining or self._round is None or _is_older(view, self._view):
                 return
             self._view = view
-            before, self._standing = self._standing, self._read_standing(view)
-            if before != self._standing:
-                log.info("round %d: %s", self._round.number, proposals.describe(self._standing))
+            before, self._world_state = self._world_state, self._read_world_state(view)
+            if before != self._world_state:
+                log.info("round %d: %s", self._round.number, describe(self._world_state))
                 self._changed.notify_all()
 
-    def _read_standing(self, view: View) -> Standing:
+    def _read_world_state(self, view: View) -> WorldState:
         if self._round is None:
             return Broken("not joined yet")
-        return proposals.standing(decoded(view), self._round.number, self._member.agent)
+        return world_state(decoded(view), self._round.number, self._member.agent)
 
     def _evict_lapsed(self) -> None:
         """Take out who lapsed, in turn: if another did it first, there is nothing left to do."""

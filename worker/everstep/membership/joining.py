@@ -19,8 +19,9 @@ from everstep.contract.document import Document, Wish, decode, decode_wish, enco
 from everstep.membership import proposals
 from everstep.membership.errors import DocumentInvalid, JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.membership.formation.selection import is_spare
-from everstep.membership.proposals import Barred, Closed, Formed, Patience, Proposal, Round, Wait
+from everstep.membership.proposals import Admitted, Barred, Patience, Proposal, Wait
 from everstep.membership.store import Backoff, RoundStore, View
+from everstep.membership.world_state import Closed, Round
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Joining:
                     started = True
                 document = decoded(self._view)
                 settled = proposals.outcome(document, self._wish)
-                if isinstance(settled, Formed):
+                if isinstance(settled, Admitted):
                     return self._view, settled.round
                 if isinstance(settled, Closed):
                     why = f"{self._agent} cannot join, the job is closed: {settled.why}"

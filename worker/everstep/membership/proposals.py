@@ -1,4 +1,4 @@
-"""What one agent, seeing this, would write next; and what it tells its caller. Pure.
+"""What an agent that sees a document would write next. Pure.
 
 Knows no store and no clock: how long a document has stood unchanged is an argument. Every answer is a function of what
 is seen, so an agent that died before or after a write, or never learnt whether its write was taken, just asks again.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import assert_never
 
-from everstep.contract.document import Document, Member, Wish
+from everstep.contract.document import Document, Wish
 from everstep.membership.commands import Form, Join, Leave, Waited
-from everstep.membership.draining import divide, enough_stay
-from everstep.membership.formation.selection import growth
-from everstep.membership.machine import Refused, apply, is_here, is_member, is_waiting, join_all
+from everstep.membership.machine import Refused, apply, join_all
+from everstep.membership.world_state import Closed, Round
 
 MAX_STAGGER = 2.0  # seconds
 
@@ -51,31 +49,6 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One agreed membership, as one of its members sees it. `members` are in rank order. `rendezvous`: the document's
-    `id`; numbers of two documents have no order."""
-
-    number: int
-    rank: int
-    members: tuple[Member, ...]
-    rendezvous: str = ""
-
-    @property
-    def world_size(self) -> int:
-        """Members; each may have several processes."""
-        return len(self.members)
-
-    @property
-    def processes(self) -> int:
-        return sum(member.local_world_size for member in self.members)
-
-    @property
-    def first_process(self) -> int:
-        """The rank of this member's first process."""
-        return sum(member.local_world_size for member in self.members[: self.rank])
-
-
-@dataclass(frozen=True, slots=True)
 class Proposal:
     """Write this, if nothing was written since."""
 
@@ -89,13 +62,8 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Formed:
+class Admitted:
     round: Round
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +73,7 @@ class Barred:
     why: str
 
 
-def outcome(document: Document | None, wish: Wish) -> Formed | Closed | None:
+def outcome(document: Document | None, wish: Wish) -> Admitted | Closed | None:
     """Whether the wish is settled."""
     if document is None:
         return None
@@ -115,7 +83,7 @@ def outcome(document: Document | None, wish: Wish) -> Formed | Closed | None:
     if document.round > wish.after:
         for rank, member in enumerate(document.members):
             if member.agent == agent and member.store_port == wish.member.store_port:
-                return Formed(Round(document.round, rank, document.members, document.id))
+                return Admitted(Round(document.round, rank, document.members, document.id))
     return None
 
 
@@ -189,107 +157,6 @@ def _fold(document: Document, me: str, present: Mapping[str, Wish]) -> tuple[Doc
     ]
     document, let_in = join_all(document, (Join(wish.member, wish.sizes) for wish in wishes))
     return document, [f"{agent} joins" for agent in let_in]
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """The round stands."""
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """The round is over for this agent: it must join the next."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Growing:
-    """The round stands, and `count` more agents would make it larger. `boundary`: the step agreed to take them in."""
-
-    count: int
-    boundary: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Finishing:
-    """The round stands, and the processes of `count` of its members have succeeded."""
-
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """The round stands. This agent is asked to stop, and `count` members are; `enough`: the others can go on alone."""
-
-    count: int
-    enough: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """This agent is asked to stop, and out of the round; the others train on."""
-
-
-Standing = Whole | Broken | Growing | Finishing | Stopping | Left | Closed
-
-
-def standing(document: Document | None, number: int, agent: str) -> Standing:
-    """What the document says to a member of round `number`."""
-    if document is None or document.round < number:
-        return Broken(f"the store has no round {number} any more: it lost what it held")
-    if document.closed is not None:
-        return Closed(document.closed)
-    if agent in document.stopping and not is_here(document, agent):
-        return Left()
-    if document.round > number:
-        return Broken(f"round {document.round} was formed")
-    if (lost := _lost(document, agent)) is not None:
-        return Broken(lost)
-    if document.broken is not None:
-        return Broken(document.broken)
-    if not is_member(document, agent):
-        return Broken(f"this agent is not in round {number}")
-    for member in document.members:
-        if is_waiting(document, member.agent):
-            return Broken(f"{member.agent} asks for the next round")
-    if document.done:
-        return Finishing(len(document.done))
-    if agent in document.stopping:
-        asked, _ = divide(document)
-        return Stopping(len(asked), enough_stay(document))
-    count = growth(document)
-    return Growing(count, document.boundary) if count else Whole()
-
-
-def _lost(document: Document, agent: str) -> str | None:
-    """Who is missed in the round, as `agent` says it."""
-    for loss in document.gone:
-        if loss.agent == agent:
-            return f"this agent is out of it: {loss.why}"
-    # Nobody misses who had finished.
-    return next((f"{x.agent} is gone: {x.why}" for x in document.gone if x.agent not in document.done), None)
-
-
-def describe(state: Standing) -> str:
-    """One line for a log."""
-    match state:
-        case Whole():
-            return "whole"
-        case Broken(why):
-            return why
-        case Growing(count, boundary):
-            return f"{count} more would join" + ("" if boundary is None else f" after step {boundary}")
-        case Finishing(count):
-            return f"{count} have finished"
-        case Stopping(count, enough):
-            return f"{count} are asked to stop, and {'enough' if enough else 'too few'} would stay"
-        case Left():
-            return "this agent is asked to stop, and out"
-        case Closed(why):
-            return f"closed: {why}"
-        case _:
-            assert_never(state)
 
 
 def stagger(document: Document, agent: str) -> float:

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from everstep.contract.document import Setback
 from everstep.membership.commands import Break, Charge, CloseJob, Done, Drain, KeepProcesses, Stop, Withdraw
-from everstep.membership.proposals import Round, Standing
+from everstep.membership.world_state import Round, WorldState
 
 # --- events
 
@@ -42,7 +42,7 @@ class Changed:
     """What is known of the round that this agent is in."""
 
     round: int
-    standing: Standing
+    world_state: WorldState
 
 
 class Fault(Enum):

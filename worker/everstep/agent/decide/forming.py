@@ -8,7 +8,7 @@ from everstep.agent.decide.events import Announce, Formed, Purpose, Timer
 from everstep.agent.decide.state import Slot, SlotPhase, State, Step, all_ready, which, with_slots
 from everstep.contract.document import LEFT
 from everstep.membership.commands import Charge
-from everstep.membership.proposals import Round
+from everstep.membership.world_state import Round
 
 
 def formed(state: State, event: Formed) -> Step:

@@ -58,7 +58,7 @@ from everstep.agent.decide.state import (
 )
 from everstep.contract import exit_codes
 from everstep.membership.commands import Break, Charge, CloseJob, Done, KeepProcesses, Withdraw
-from everstep.membership.proposals import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
+from everstep.membership.world_state import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 
 HURT_SECONDS = 1.0  # in which a round is over, if a member of it died
 LINGER_SECONDS = 300.0  # for which a done agent waits for the others, as torchrun does
@@ -112,7 +112,7 @@ def _take(state: State, event: Event) -> Step:
 def _changed(state: State, event: Changed) -> Step:
     if state.round is None or event.round != state.round.number or state.joining:
         return state, ()
-    match event.standing:
+    match event.world_state:
         case Whole():
             return state, ()
         case Broken():
@@ -122,7 +122,7 @@ def _changed(state: State, event: Changed) -> Step:
         case Growing():
             return (state if state.done else replace(state, over=True)), ()
         case Stopping():
-            return stopping.counted(state, event.standing)
+            return stopping.counted(state, event.world_state)
         case Left():
             return stopping.left(state)
         case Closed(why):
@@ -130,7 +130,7 @@ def _changed(state: State, event: Changed) -> Step:
                 return end(state, Ending(exit_codes.OK, why), signal.SIGTERM)
             return end(state, Ending(1, f"the job was closed: {why}"), signal.SIGKILL)
         case _:
-            assert_never(event.standing)
+            assert_never(event.world_state)
 
 
 # --- processes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from everstep.agent.decide.events import Instruction, Purpose, Signal, Timer
-from everstep.membership.proposals import Round
+from everstep.membership.world_state import Round
 
 
 @dataclass(frozen=True, slots=True)

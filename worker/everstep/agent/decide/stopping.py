@@ -25,7 +25,7 @@ from everstep.agent.decide.state import Ending, Interrupt, Notice, SlotPhase, St
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT
 from everstep.membership.commands import Done, Drain, Stop, Withdraw
-from everstep.membership.proposals import Stopping
+from everstep.membership.world_state import Stopping
 
 QUIET_SECONDS = 1.0  # in which nobody else was asked to stop; at most a tenth of the grace period
 NOTICE_SHARE = 1 / 3  # of the grace period, in which it must be known who stays
@@ -102,14 +102,14 @@ def _leave_or_stop(state: State, enough: bool) -> Step:
     )
 
 
-def counted(state: State, standing: Stopping) -> Step:
+def counted(state: State, world_state: Stopping) -> Step:
     """The store says how many are asked to stop by now."""
     if state.notice is None or state.ending is not None:
         return state, ()
-    if not standing.enough:
+    if not world_state.enough:
         return _stop_all(state)
     first = state.notice.count == 0
-    state = replace(state, notice=replace(state.notice, count=standing.count))
+    state = replace(state, notice=replace(state.notice, count=world_state.count))
     return _listen(state) if first else (state, ())
 
 

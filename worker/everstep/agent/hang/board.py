@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from everstep.agent.hang.mismatch import Seen, decode
 from everstep.agent.processes.control_socket import StoresUnavailable
-from everstep.membership.proposals import Round
+from everstep.membership.world_state import Round
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from everstep.agent.processes.program import STACKS_SIGNAL
 from everstep.agent.processes.running import Running
 from everstep.agent.tasks import Tasks
 from everstep.contract.calls import read_page, read_row, read_rows
-from everstep.membership.proposals import Round
+from everstep.membership.world_state import Round
 
 log = logging.getLogger(__name__)
 

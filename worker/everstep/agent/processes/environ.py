@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from everstep.agent.processes.program import ERROR_FILE
 from everstep.contract import env
-from everstep.membership.proposals import Round
+from everstep.membership.world_state import Round
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from everstep.contract.document import Member
 from everstep.membership.peers.far_probe import FarProbe
 from everstep.membership.peers.listener import Listener
 from everstep.membership.peers.probe import ATTEMPTS, MOST_REST, Gone, Pulse, Reached, Silent, Unclear, probe, rest
-from everstep.membership.proposals import Round
+from everstep.membership.world_state import Round
 
 log = logging.getLogger(__name__)
 

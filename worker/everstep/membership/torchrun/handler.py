@@ -47,9 +47,9 @@ from everstep.membership.formation.selection import growth
 from everstep.membership.identity import agent_id, own_address
 from everstep.membership.machine import Refused
 from everstep.membership.peers.peer_monitor import PeerMonitor
-from everstep.membership.proposals import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 from everstep.membership.store import RoundStore
 from everstep.membership.torch_log import warnings_off
+from everstep.membership.world_state import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class RoundHandler(RendezvousHandler):
         return None
 
     def _intact(self) -> bool:
-        return isinstance(self._driver.standing(), Whole | Growing | Finishing)
+        return isinstance(self._driver.world_state(), Whole | Growing | Finishing)
 
     def _await_break(self, deadline: float) -> None:
         """Rank 0's store is gone, so its link or its lease will tell: nobody else has to be asked."""
@@ -193,7 +193,7 @@ class RoundHandler(RendezvousHandler):
         if not self._in_round:
             document = self._look()
             return growth(document) if document is not None and document.round else 0
-        match self._driver.standing():
+        match self._driver.world_state():
             case Growing(count, _):
                 return count
             case Broken():
@@ -202,7 +202,7 @@ class RoundHandler(RendezvousHandler):
                 return 0
 
     def is_closed(self) -> bool:
-        if self._closed or isinstance(self._driver.standing(), Closed):
+        if self._closed or isinstance(self._driver.world_state(), Closed):
             return True
         if self._in_round or not self._leave.alive:
             return False  # and it would have been told

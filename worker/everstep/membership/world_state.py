@@ -1,0 +1,147 @@
+"""What a member knows of its round: whole, broken, growing, ending or over. Pure.
+
+It is read from the document alone. Invariant: all members that see one document agree on who is in the round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from everstep.contract.document import Document, Member
+from everstep.membership.draining import divide, enough_stay
+from everstep.membership.formation.selection import growth
+from everstep.membership.machine import is_here, is_member, is_waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One agreed membership, as one of its members sees it. `members` are in rank order. `rendezvous`: the document's
+    `id`; numbers of two documents have no order."""
+
+    number: int
+    rank: int
+    members: tuple[Member, ...]
+    rendezvous: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """Members; each may have several processes."""
+        return len(self.members)
+
+    @property
+    def processes(self) -> int:
+        return sum(member.local_world_size for member in self.members)
+
+    @property
+    def first_process(self) -> int:
+        """The rank of this member's first process."""
+        return sum(member.local_world_size for member in self.members[: self.rank])
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The round stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The round is over for this agent: it must join the next."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The job is over: no round follows."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """The round stands, and `count` more agents would make it larger. `boundary`: the step agreed to take them in."""
+
+    count: int
+    boundary: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finishing:
+    """The round stands, and the processes of `count` of its members have succeeded."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The round stands. This agent is asked to stop, and `count` members are; `enough`: the others can go on alone."""
+
+    count: int
+    enough: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """This agent is asked to stop, and out of the round; the others train on."""
+
+
+WorldState = Whole | Broken | Growing | Finishing | Stopping | Left | Closed
+
+
+def world_state(document: Document | None, number: int, agent: str) -> WorldState:
+    """What the document says to a member of round `number`."""
+    if document is None or document.round < number:
+        return Broken(f"the store has no round {number} any more: it lost what it held")
+    if document.closed is not None:
+        return Closed(document.closed)
+    if agent in document.stopping and not is_here(document, agent):
+        return Left()
+    if document.round > number:
+        return Broken(f"round {document.round} was formed")
+    if (lost := _lost(document, agent)) is not None:
+        return Broken(lost)
+    if document.broken is not None:
+        return Broken(document.broken)
+    if not is_member(document, agent):
+        return Broken(f"this agent is not in round {number}")
+    for member in document.members:
+        if is_waiting(document, member.agent):
+            return Broken(f"{member.agent} asks for the next round")
+    if document.done:
+        return Finishing(len(document.done))
+    if agent in document.stopping:
+        asked, _ = divide(document)
+        return Stopping(len(asked), enough_stay(document))
+    count = growth(document)
+    return Growing(count, document.boundary) if count else Whole()
+
+
+def _lost(document: Document, agent: str) -> str | None:
+    """Who is missed in the round, as `agent` says it."""
+    for loss in document.gone:
+        if loss.agent == agent:
+            return f"this agent is out of it: {loss.why}"
+    # Nobody misses who had finished.
+    return next((f"{x.agent} is gone: {x.why}" for x in document.gone if x.agent not in document.done), None)
+
+
+def describe(state: WorldState) -> str:
+    """One line for a log."""
+    match state:
+        case Whole():
+            return "whole"
+        case Broken(why):
+            return why
+        case Growing(count, boundary):
+            return f"{count} more would join" + ("" if boundary is None else f" after step {boundary}")
+        case Finishing(count):
+            return f"{count} have finished"
+        case Stopping(count, enough):
+            return f"{count} are asked to stop, and {'enough' if enough else 'too few'} would stay"
+        case Left():
+            return "this agent is asked to stop, and out"
+        case Closed(why):
+            return f"closed: {why}"
+        case _:
+            assert_never(state)
