@@ -32,7 +32,7 @@ from crowd import at_operator
 from figures import Better, Figure, finish, parser, quantile, spread
 
 from everstep.contract.document import Member, Sizes
-from everstep.contract.rounds import DOCUMENT_PATH, LAPSES_HEADER
+from everstep.contract.rounds import DOCUMENT_PATH, EXPIRATIONS_HEADER
 from everstep.membership.backends.memory import MemoryStore
 from everstep.membership.driver import Driver
 from everstep.membership.joining import Settings
@@ -171,7 +171,7 @@ async def watch_memory(count: int) -> tuple[float, float]:
         async with aiohttp.ClientSession(operator.url, connector=everything) as session:
             for header in headers:  # so that every pod is known before
                 async with session.get(DOCUMENT_PATH, headers=header) as answer:
-                    seen = {"version": 0, "lapses": answer.headers[LAPSES_HEADER], "wait": 30}
+                    seen = {"version": 0, "lapses": answer.headers[EXPIRATIONS_HEADER], "wait": 30}
             before = operator.memory()
             polls = [
                 asyncio.create_task(session.get(DOCUMENT_PATH, params=seen, headers=headers[i % len(headers)]))

@@ -21,9 +21,9 @@ from warm_python import Process, warm
 
 HERE = Path(__file__).parent
 LIMIT = 90.0  # seconds that any wait may take, on a machine that does much else
-# A lease outlasts the seconds for which such a machine leaves an agent without a processor; but where it is to lapse.
+# A lease outlasts the seconds for which such a machine leaves an agent without a processor; but where it is to expire.
 CONF = "last_call=20,ttl=10"
-LAPSING = "last_call=20,ttl=3"
+EXPIRING = "last_call=20,ttl=3"
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_job import HERE, LAPSING, Agent, Job
+from agent_job import EXPIRING, HERE, Agent, Job
 from children import children
 from commits import newest_commit
 from phase_script import undisturbed
@@ -80,7 +80,7 @@ class Field:
 
     def __enter__(self) -> Field:
         began = time.monotonic()
-        self.agents = self.job.start(self._count, LAPSING)
+        self.agents = self.job.start(self._count, EXPIRING)
         self.trains(self.agents, began)
         self.whole_again = True
         return self
@@ -145,7 +145,7 @@ class Field:
         others = [a for a in self.agents if a is not hit]
         if cell.fault == "agent":
             hit.process.wait()
-            self.agents = [*others, *self.job.start(conf=LAPSING)]
+            self.agents = [*others, *self.job.start(conf=EXPIRING)]
         elif cell.fault == "stop":
             first = self.trains(others, at)
             print(f"{cell}: the others train {max(e['at'] for e in first) - at:.2f} s after it stopped")

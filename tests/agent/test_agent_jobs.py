@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import HERE, LAPSING, Agent, Job
+from agent_job import EXPIRING, HERE, Agent, Job
 from children import children
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
@@ -139,13 +139,13 @@ def test_survivor_whose_peers_machine_dies_without_a_word_stays_and_meets_its_re
 ) -> None:
     """Its process loses the connection seconds before anybody can know why, and no restart is allowed."""
     run = job(PLAIN, tmp_path, "--steps", 100, "--wait-at", 20, nodes="2", flags=["--max-restarts=0"])
-    survivor, silent = run.start(2, LAPSING)
+    survivor, silent = run.start(2, EXPIRING)
     run.until((tmp_path / "checkpoint.pt").exists, "nothing is trained")
     (process,) = silent.trainers()
     os.kill(silent.pid, signal.SIGSTOP)
     os.kill(process, signal.SIGKILL)
     (tmp_path / "go").touch()
-    (replacement,) = run.start(conf=LAPSING)
+    (replacement,) = run.start(conf=EXPIRING)
     run.until(lambda: survivor.process.poll() is not None, "the survivor does not end")
     assert survivor.process.returncode == 0, survivor.log.read_text()
     run.kill(silent)
@@ -192,7 +192,7 @@ def test_an_agent_that_is_stopped_is_left_behind_and_comes_back_when_it_wakes(
     """Cases 51 and 52: silence, and the return of who was silent."""
     run = job(*session(tmp_path))
     began = time.monotonic()
-    agents = run.start(3, LAPSING)
+    agents = run.start(3, EXPIRING)
     regroup(run, agents, began)
     silent = [agents[0].pid, *agents[0].fork_servers(), *(p for w in agents[0].fork_servers() for p in children(w))]
     for pid in silent:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_job import HERE, LAPSING, Agent, Job
+from agent_job import EXPIRING, HERE, Agent, Job
 from etcd_server import EtcdCluster
 from netspaces import Machines
 from slow_network import SlowNetwork
@@ -44,7 +44,7 @@ def spread(machines: Machines, folder: Path, addresses: dict[str, str] | None = 
         with Job(folder, endpoint, *argv, environ={"GLOO_SOCKET_IFNAME": ""}, cold=True) as run:
             for name in NAMES:
                 with machines.inside(name):
-                    run.start(conf=LAPSING, flags=[f"--local-addr={addresses[name]}"] if addresses else ())
+                    run.start(conf=EXPIRING, flags=[f"--local-addr={addresses[name]}"] if addresses else ())
             yield run
         run.until(lambda: not run.left_behind(), "processes were left behind", 10)
     finally:

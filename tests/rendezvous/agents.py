@@ -19,9 +19,9 @@ from everstep.membership.world_state import Round
 
 T = TypeVar("T")
 LIMIT = 30.0  # seconds that any wait may take
-# No lease lapses because the tests' process had no processor for a while; where one is to lapse, it is short.
+# No lease expires because the tests' process had no processor for a while; where one is to expire, it is short.
 QUICK = Settings(patience=Patience(last_call=0.5, rejoin=5.0), ttl=20.0)
-LAPSING = replace(QUICK, ttl=2.0)
+EXPIRING = replace(QUICK, ttl=2.0)
 
 
 class Crew:

@@ -11,7 +11,7 @@ from collections import Counter
 from agents import LIMIT
 
 from everstep.contract.document import Document, Sizes, encode
-from everstep.contract.rounds import LAPSES_HEADER, VERSION_HEADER
+from everstep.contract.rounds import EXPIRATIONS_HEADER, VERSION_HEADER
 
 DOCUMENT = encode(Document(Sizes(1, 1)))
 HTML = b"<html><body>It works!</body></html>"
@@ -25,7 +25,7 @@ def answer(status: int, body: bytes = b"", *, kind: str = "text/html", headers: 
     return (lines.encode() + body)[: -cut or None]
 
 
-SEEN = f"{VERSION_HEADER}: 7\r\n{LAPSES_HEADER}: 0\r\n"
+SEEN = f"{VERSION_HEADER}: 7\r\n{EXPIRATIONS_HEADER}: 0\r\n"
 STRANGERS = {
     "404 of a server that knows no such path": answer(404, b"404: Not Found", kind="text/plain"),
     "404 of an API server": answer(404, STATUS, kind="application/json"),

@@ -15,11 +15,11 @@ from itertools import count, pairwise
 from random import Random
 
 import pytest
-from agents import LAPSING, LIMIT, QUICK, crew, until
+from agents import EXPIRING, LIMIT, QUICK, crew, until
 from etcd_server import EtcdCluster
 from operator_server import OperatorServer
 
-from everstep.contract.document import Document, Member, Sizes, decode, decode_wish
+from everstep.contract.document import Document, Member, Sizes, decode, decode_join_request
 from everstep.membership.backends.etcd import EtcdStore
 from everstep.membership.backends.etcd_http import Gateway
 from everstep.membership.backends.memory import MemoryStore
@@ -112,13 +112,13 @@ def test_survivors_wait_for_a_replacement_for_as_long_as_they_are_told(store: Ma
         assert wait <= time.monotonic() - began < LONGEST_WAIT, "and no longer: not until they look at everything again"
 
 
-def test_an_agent_that_falls_silent_is_taken_out_when_its_lease_lapses(store: MakeStore) -> None:
-    with crew(store, Sizes(2, 3), LAPSING) as job:
+def test_an_agent_that_falls_silent_is_taken_out_when_its_lease_expires(store: MakeStore) -> None:
+    with crew(store, Sizes(2, 3), EXPIRING) as job:
         before = ranks(job.start("abc"))
         job.drivers[before[0]].stop()  # without a word, as a crash
         rest = before[1:]
         for name in rest:
-            assert "lapsed" in getattr(job.drivers[name].wait(LIMIT), "why", "")
+            assert "expired" in getattr(job.drivers[name].wait(LIMIT), "why", "")
         assert ranks(job.join(rest)) == rest
 
 
@@ -187,7 +187,7 @@ def test_agents_with_different_sizes_are_told_both(store: MakeStore) -> None:
 
 
 def test_a_job_whose_agents_all_died_is_taken_up_by_new_ones(store: MakeStore) -> None:
-    with crew(store, Sizes(2, 2), LAPSING) as job:
+    with crew(store, Sizes(2, 2), EXPIRING) as job:
         job.start("ab")
         for name in "ab":
             job.drivers[name].stop()
@@ -210,7 +210,7 @@ def test_an_agent_that_has_left_does_not_warn_of_the_store_that_it_has_closed(
 # --- connections between agents
 
 
-def test_an_agent_that_dies_is_known_by_its_connection_before_its_lease_lapses(store: MakeStore) -> None:
+def test_an_agent_that_dies_is_known_by_its_connection_before_its_lease_expires(store: MakeStore) -> None:
     with crew(store, Sizes(2, 4)) as job:
         before = ranks(job.start("abcd", linked=True))
         began = time.monotonic()
@@ -326,7 +326,7 @@ class Held(MemoryStore):
 
 
 def test_members_stay_present_while_a_slow_store_is_asked_who_is_gone() -> None:
-    """One lapse, of whoever it is, has all members read; none of them may lapse by that."""
+    """One expiration, of whoever it is, has all members read; none of them may expire by that."""
     store = Held()
     with crew(lambda: store, Sizes(2, 3), replace(QUICK, ttl=6.0)) as job:
         job.start("abc")
@@ -342,7 +342,7 @@ def test_members_stay_present_while_a_slow_store_is_asked_who_is_gone() -> None:
 
 
 class Deaf(MemoryStore):
-    """A store that tells of lapses, and does not answer who asks on."""
+    """A store that tells of expirations, and does not answer who asks on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,11 +368,11 @@ def test_lapse_that_cannot_be_looked_into_is_asked_about_ever_less_often() -> No
         pauses = [after - before for before, after in pairwise(store.asked)]
         assert min(pauses[7:]) >= QUICK.backoff.most / 4, pauses
         store.deaf.clear()
-        until(lambda: job.drivers["a"]._lapses == store.read().lapses)
+        until(lambda: job.drivers["a"]._expirations == store.read().expirations)
 
 
 class Overtaking(MemoryStore):
-    """A store that an old wish, announced again, reaches after a newer one, if its agent lets it."""
+    """A store that an old join request, announced again, reaches after a newer one, if its agent lets it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ class Overtaking(MemoryStore):
         self.asked = Counter[bool]()
 
     def ask(self, agent: str, value: bytes, ttl: float) -> float:
-        is_newer, is_again = decode_wish(value).after > 0, self.again.is_set()
+        is_newer, is_again = decode_join_request(value).after > 0, self.again.is_set()
         if is_again and not is_newer:
             self.newer.wait(1.0)
         grace = super().ask(agent, value, ttl)
@@ -396,14 +396,14 @@ class Overtaking(MemoryStore):
         return False
 
 
-def test_wish_that_is_announced_again_does_not_replace_a_newer_one() -> None:
+def test_join_request_that_is_announced_again_does_not_replace_a_newer_one() -> None:
     store = Overtaking()
-    with crew(lambda: store, Sizes(1, 1), LAPSING) as job:
+    with crew(lambda: store, Sizes(1, 1), EXPIRING) as job:
         job.start("a")
         assert store.again.wait(LIMIT)
         assert job.join("a")["a"].number == 2
         until(lambda: store.asked[True] == 2)  # by the join, and to be present again
-        assert decode_wish(store.present()["a"]).after == 1
+        assert decode_join_request(store.present()["a"]).after == 1
 
 
 def test_lost_answers_form_the_round_once() -> None:

@@ -78,15 +78,15 @@ def test_many_writers_at_once_lose_no_write(etcd: EtcdCluster, job: str) -> None
 def test_a_watch_sees_changes_and_lapses_but_not_arrivals(etcd: EtcdCluster, job: str, store: EtcdStore) -> None:
     other = EtcdStore(Gateway(etcd.urls), job)
     seen = until(lambda: store.watch(View(None, 0, -1), 1.0))
-    seen = until(lambda: (view := store.watch(seen, 0.2)).lapses and view)
+    seen = until(lambda: (view := store.watch(seen, 0.2)).expirations and view)
     other.announce("a", b"value", 60.0)
     assert store.watch(seen, 0.3) == seen
     version = other.compare_and_swap(0, b"new")
     assert version is not None
     seen = store.watch(seen, LIMIT)
-    assert seen == View(b"new", version, seen.lapses)
+    assert seen == View(b"new", version, seen.expirations)
     other.withdraw("a")
-    assert store.watch(seen, LIMIT) == View(b"new", version, seen.lapses + 1)
+    assert store.watch(seen, LIMIT) == View(b"new", version, seen.expirations + 1)
     other.close()
 
 
@@ -127,7 +127,7 @@ def test_a_watch_goes_on_after_etcd_compacted_what_it_had_not_seen(
     late = EtcdStore(Gateway(etcd.urls), job)
     late._next = {"1": 1, "2": 1}  # as after a long pause of its process
     view = until(lambda: (found := late.watch(View(None, 0), 1.0)).version == version and found)
-    assert (view.document, view.lapses) == (b"4", 1)  # what lapsed meanwhile is not known
+    assert (view.document, view.expirations) == (b"4", 1)  # what expired meanwhile is not known
     later = store.compare_and_swap(version, b"5")
     assert late.watch(view, LIMIT).version == later
     late.close()
@@ -143,12 +143,12 @@ def test_a_watch_is_told_of_no_agent_that_comes(etcd: EtcdCluster, job: str) -> 
                 yield message
 
     store = EtcdStore(Heard(etcd.urls), job)
-    seen = until(lambda: (found := store.watch(View(None, 0), 1.0)).lapses == 1 and found)
+    seen = until(lambda: (found := store.watch(View(None, 0), 1.0)).expirations == 1 and found)
     for i in range(20):
         store.announce(f"agent-{i}", b"", 60.0)
     version = store.compare_and_swap(0, b"document")
     store.withdraw("agent-7")
-    until(lambda: store.watch(seen, 1.0).lapses == 2)
+    until(lambda: store.watch(seen, 1.0).expirations == 2)
     until(lambda: len(told) >= 2)
     assert store.read() == View(b"document", version or 0, 2)
     assert len(told) == 2  # the document, and the one that left
@@ -187,7 +187,7 @@ def test_a_watch_that_broke_misses_nothing_of_either_kind() -> None:
     until(lambda: len(asked) == 4)
     assert asked == [{"1": "6", "2": "6"}, {"1": "10", "2": "6"}, {"1": "10", "2": "9"}, {"1": "10", "2": "13"}]
     seen = store.watch(View(None, 0), 0.0)
-    assert (seen.version, seen.lapses) == (9, 2)
+    assert (seen.version, seen.expirations) == (9, 2)
 
 
 # --- fail-over: three members

@@ -79,7 +79,7 @@ def test_agents_of_an_etcd_that_was_put_back_meet_in_a_newer_round(cluster: Etcd
         assert opened(head, now).round == now.number
         assert all(until(lambda d=d: d.world_state() == Whole()) for d in agents.drivers.values())  # type: ignore[misc]
         agents.drivers[names[1]].stop()  # as a crash
-        assert isinstance(agents.drivers["a"].wait(LIMIT), Broken), "lapses are heard of, as before"
+        assert isinstance(agents.drivers["a"].wait(LIMIT), Broken), "expirations are heard of, as before"
 
 
 def test_member_that_dies_after_etcd_was_put_back_is_missed(cluster: EtcdCluster) -> None:
@@ -143,11 +143,11 @@ def test_document_tells_of_an_older_state_where_others_have_written_since(cluste
     copy(cluster)
     second = store.compare_and_swap(first, b"new") or 0
     seen = store.read()
-    assert seen == View(b"new", second, seen.lapses)
+    assert seen == View(b"new", second, seen.expirations)
     put_back(cluster)
     for _ in range(5):
         cluster.post("/v3/kv/put", {"key": base64.b64encode(b"another job's").decode()})
     found = store.watch(seen, LIMIT)
-    assert found == View(b"old", first, found.lapses, 1)
-    assert found.lapses > seen.lapses
+    assert found == View(b"old", first, found.expirations, 1)
+    assert found.expirations > seen.expirations
     store.close()

@@ -13,7 +13,7 @@ from agents import LIMIT, until
 from etcd_server import EtcdCluster
 from operator_server import OperatorServer
 
-from everstep.contract.document import Document, Member, Sizes, Wish, encode
+from everstep.contract.document import Document, JoinRequest, Member, Sizes, encode
 from everstep.membership.backends.etcd import EtcdStore
 from everstep.membership.backends.etcd_http import Gateway
 from everstep.membership.backends.operator_store import HttpStore
@@ -71,7 +71,7 @@ def child(store: Store, i: int, version: int) -> int:
     try:
         signal.alarm(60)
         mine = store.read()
-        store.announce(f"child-{i}", Wish(Member(-1, f"child-{i}"), 0, Sizes(1, 3)).encode(), 60.0)
+        store.announce(f"child-{i}", JoinRequest(Member(-1, f"child-{i}"), 0, Sizes(1, 3)).encode(), 60.0)
         seen = store.watch(View(None, 0), 10.0)
         later = store.compare_and_swap(version, EMPTY) if i == 0 else version
     except BaseException:  # whatever it is: the parent's test must not go on in the child

@@ -14,7 +14,7 @@ from agents import LIMIT, QUICK, until
 from operator_server import NAMESPACE, OperatorServer, Pod
 
 from everstep.contract import env
-from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
+from everstep.contract.document import Document, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership.backends.configuration import ConfigurationInvalid, read_operator
 from everstep.membership.backends.operator_calls import OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
@@ -29,8 +29,8 @@ SIZES = Sizes(1, 3)
 EMPTY = Document(SIZES)
 
 
-def wish(agent: str, index: int = -1, incarnation: int = 0) -> bytes:
-    return Wish(Member(index, agent, incarnation), 0, SIZES).encode()
+def join_request(agent: str, index: int = -1, incarnation: int = 0) -> bytes:
+    return JoinRequest(Member(index, agent, incarnation), 0, SIZES).encode()
 
 
 @pytest.fixture
@@ -92,23 +92,23 @@ def test_a_watch_sees_changes_and_lapses_but_not_arrivals(
     operator: OperatorServer, job: Unstructured, store: HttpStore
 ) -> None:
     other = operator.store(operator.create_pod(job, 1))
-    seen = until(lambda: (view := store.watch(View(None, 0, -1), 1.0)).lapses >= 0 and view)
-    other.announce("a", wish("a"), 60.0)
+    seen = until(lambda: (view := store.watch(View(None, 0, -1), 1.0)).expirations >= 0 and view)
+    other.announce("a", join_request("a"), 60.0)
     assert store.watch(seen, 0.3) == seen
     version = other.compare_and_swap(0, encode(EMPTY))
     assert version is not None
     seen = store.watch(seen, LIMIT)
-    assert seen == View(encode(EMPTY), version, seen.lapses)
+    assert seen == View(encode(EMPTY), version, seen.expirations)
     other.withdraw("a")
-    assert store.watch(seen, LIMIT) == View(encode(EMPTY), version, seen.lapses + 1)
+    assert store.watch(seen, LIMIT) == View(encode(EMPTY), version, seen.expirations + 1)
 
 
 def test_presence_lasts_while_it_is_renewed_and_ends_with_its_lease(store: HttpStore) -> None:
-    store.announce("a", wish("a"), 2.0)
-    store.announce("b", wish("b"), 2.0)
-    store.announce("a", wish("a", 0), 2.0)
+    store.announce("a", join_request("a"), 2.0)
+    store.announce("b", join_request("b"), 2.0)
+    store.announce("a", join_request("a", 0), 2.0)
     until(lambda: store.renew("a") and set(store.present()) == {"a"})
-    assert store.present() == {"a": wish("a", 0)}
+    assert store.present() == {"a": join_request("a", 0)}
     assert not store.renew("b")
 
 
@@ -119,7 +119,7 @@ def test_jobs_do_not_see_each_other(operator: OperatorServer) -> None:
         stores.append(operator.store(operator.create_pod(job, 0)))
     for i, one in enumerate(stores):
         assert one.compare_and_swap(0, encode(replace(EMPTY, restarts=i))) is not None
-        one.announce(f"agent{i}", wish(f"agent{i}"), 60.0)
+        one.announce(f"agent{i}", join_request(f"agent{i}"), 60.0)
     for i, one in enumerate(stores):
         assert one.read().document == encode(replace(EMPTY, restarts=i))
         assert set(one.present()) == {f"agent{i}"}
@@ -131,7 +131,7 @@ def test_an_answer_that_comes_late_does_not_turn_a_view_back(store: HttpStore) -
     version = store.compare_and_swap(0, encode(EMPTY))
     assert version is not None
     now = store._merge(View(None, 0, early.counted + 3), early)
-    assert now == View(encode(EMPTY), version, now.lapses)
+    assert now == View(encode(EMPTY), version, now.expirations)
     later = store._merge(View(None, 0, early.counted + 2), early)
     assert later == now, "a count that was on its way before a larger one came"
 
@@ -152,12 +152,12 @@ def test_document_that_comes_after_there_was_none_is_newer_though_its_version_is
 def test_a_presence_belongs_to_the_pod_that_announced_it(
     operator: OperatorServer, job: Unstructured, store: HttpStore
 ) -> None:
-    store.announce("a", wish("a"), 30.0)
+    store.announce("a", join_request("a"), 30.0)
     other = operator.store(operator.create_pod(job, 1))
     for attempt in (
         lambda: other.renew("a"),
         lambda: other.withdraw("a"),
-        lambda: other.announce("a", wish("a"), 30.0),
+        lambda: other.announce("a", join_request("a"), 30.0),
     ):
         with pytest.raises(StoreRefused, match="belongs to another pod"):
             attempt()
@@ -168,19 +168,19 @@ def test_an_agent_cannot_announce_another_worker_or_an_older_life_of_it(
     operator: OperatorServer, job: Unstructured
 ) -> None:
     store = operator.store(operator.create_pod(job, 1, incarnation=2))
-    store.announce("a", wish("a", 1, 2), 30.0)
+    store.announce("a", join_request("a", 1, 2), 30.0)
     for index, incarnation in ((0, 2), (1, 1), (1, 3)):
         with pytest.raises(StoreRefused, match="announces worker"):
-            store.announce("b", wish("b", index, incarnation), 30.0)
+            store.announce("b", join_request("b", index, incarnation), 30.0)
     assert set(store.present()) == {"a"}
 
 
 def test_a_pod_has_a_few_agents_and_not_thousands(store: HttpStore) -> None:
     names = [f"a{i}" for i in range(8)]
     for name in names:
-        store.announce(name, wish(name), 30.0)
+        store.announce(name, join_request(name), 30.0)
     with pytest.raises(Exception, match="8 of them of this pod"):
-        store.announce("one-more", wish("one-more"), 30.0)
+        store.announce("one-more", join_request("one-more"), 30.0)
     assert set(store.present()) == set(names)
 
 
@@ -230,7 +230,7 @@ def test_a_pod_that_is_deleted_is_missed_at_once_and_its_token_is_refused(operat
     operator.delete_pod(trio.pods[1])
     trio.assert_missed(1)
     with pytest.raises(StoreRefused):
-        operator.store(trio.pods[1]).announce("agent-1", wish("agent-1", 1), 30.0)
+        operator.store(trio.pods[1]).announce("agent-1", join_request("agent-1", 1), 30.0)
 
 
 def test_a_pod_that_failed_is_missed_at_once_and_may_not_come_back(operator: OperatorServer, trio: Trio) -> None:

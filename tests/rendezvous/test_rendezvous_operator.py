@@ -15,14 +15,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from agents import LAPSING, LIMIT, QUICK, Crew, until
+from agents import EXPIRING, LIMIT, QUICK, Crew, until
 from operator_server import OperatorServer, Pod
 
-from everstep.contract.document import MAX_BYTES, Document, Member, Sizes, Wish, encode
+from everstep.contract.document import MAX_BYTES, Document, JoinRequest, Member, Sizes, encode
 from everstep.contract.rounds import (
     DOCUMENT_PATH,
-    LAPSES_HEADER,
-    MAX_WISH_BYTES,
+    EXPIRATIONS_HEADER,
+    MAX_JOIN_REQUEST_BYTES,
     PRESENCE_PATH,
     TTL_HEADER,
     VERSION_HEADER,
@@ -37,8 +37,8 @@ SIZES = Sizes(1, 3)
 EMPTY = Document(SIZES)
 
 
-def wish(agent: str, index: int = -1) -> bytes:
-    return Wish(Member(index, agent), 0, SIZES).encode()
+def join_request(agent: str, index: int = -1) -> bytes:
+    return JoinRequest(Member(index, agent), 0, SIZES).encode()
 
 
 # --- operators that come and go
@@ -55,7 +55,7 @@ class Agents(Crew):
             self.pods.append(server.create_pod(self.job, len(self.pods)))
             return server.store(self.pods[-1], url)
 
-        super().__init__(store, sizes, LAPSING)
+        super().__init__(store, sizes, EXPIRING)
 
 
 def leading(server: OperatorServer, port: int = 0) -> Any:
@@ -120,7 +120,7 @@ def test_leader_that_counts_lapses_anew_is_followed_as_quietly_as_the_one_before
     store = operators.store(pod, first.url)
     before = store.read()
     for name in "ab":
-        store.announce(name, wish(name), 60.0)
+        store.announce(name, join_request(name), 60.0)
         store.withdraw(name)
     seen = store.read()
     assert seen != before
@@ -132,9 +132,9 @@ def test_leader_that_counts_lapses_anew_is_followed_as_quietly_as_the_one_before
     store._calls.call = lambda *args, **more: calls.update([args[1]]) or call(*args, **more)  # type: ignore[method-assign]
     assert store.watch(seen, 1.0) == seen
     assert sum(calls.values()) <= 1
-    store.announce("c", wish("c"), 60.0)
+    store.announce("c", join_request("c"), 60.0)
     store.withdraw("c")
-    assert store.watch(seen, LIMIT).lapses == seen.lapses + 1
+    assert store.watch(seen, LIMIT).expirations == seen.expirations + 1
 
 
 def test_follower_sends_agents_to_the_leader_and_they_follow_the_next_one(operators: OperatorServer) -> None:
@@ -247,16 +247,16 @@ BODIES: list[tuple[str, str, bytes, dict[str, str], int]] = [
     ("PUT", DOCUMENT_PATH, encode(EMPTY), {VERSION_HEADER: "9" * 15}, 412),
     ("PUT", DOCUMENT_PATH, encode(replace(EMPTY, round=0)).replace(b'"round":0', b'"round":-1'), VERSION, 400),
     ("PUT", DOCUMENT_PATH, b" " * (MAX_BYTES + 1), VERSION, 413),
-    ("PUT", PRESENCE_PATH + "/b", b" " * (MAX_WISH_BYTES + 1), TTL, 413),
+    ("PUT", PRESENCE_PATH + "/b", b" " * (MAX_JOIN_REQUEST_BYTES + 1), TTL, 413),
     ("PUT", PRESENCE_PATH + "/b", b"{}", TTL, 400),
-    ("PUT", PRESENCE_PATH + "/b", wish("c"), TTL, 400),
-    ("PUT", PRESENCE_PATH + "/b", wish("b", 1), TTL, 403),
-    ("PUT", PRESENCE_PATH + "/b", wish("b"), {}, 400),
-    ("PUT", PRESENCE_PATH + "/b", wish("b"), {TTL_HEADER: "nan"}, 400),
-    ("PUT", PRESENCE_PATH + "/b", wish("b"), {TTL_HEADER: "1e9"}, 400),
-    ("PUT", PRESENCE_PATH + "/" + "b" * 65, wish("b"), TTL, 400),
-    ("PUT", PRESENCE_PATH + "/b%2Fc", wish("b"), TTL, 400),
-    ("PUT", PRESENCE_PATH + "/../report", wish("b"), TTL, 404),
+    ("PUT", PRESENCE_PATH + "/b", join_request("c"), TTL, 400),
+    ("PUT", PRESENCE_PATH + "/b", join_request("b", 1), TTL, 403),
+    ("PUT", PRESENCE_PATH + "/b", join_request("b"), {}, 400),
+    ("PUT", PRESENCE_PATH + "/b", join_request("b"), {TTL_HEADER: "nan"}, 400),
+    ("PUT", PRESENCE_PATH + "/b", join_request("b"), {TTL_HEADER: "1e9"}, 400),
+    ("PUT", PRESENCE_PATH + "/" + "b" * 65, join_request("b"), TTL, 400),
+    ("PUT", PRESENCE_PATH + "/b%2Fc", join_request("b"), TTL, 400),
+    ("PUT", PRESENCE_PATH + "/../report", join_request("b"), TTL, 404),
     ("GET", DOCUMENT_PATH + "?version=x", b"", {}, 400),
     ("GET", DOCUMENT_PATH + "?version=1&lapses=-2&wait=1", b"", {}, 400),
     ("GET", DOCUMENT_PATH + "?version=1&lapses=1&wait=soon", b"", {}, 400),
@@ -272,7 +272,7 @@ def test_request_that_makes_no_sense_gets_a_4xx_and_nothing_changes(
     pod = operator.create_pod(job, 0)
     store = operator.store(pod)
     version = store.compare_and_swap(0, encode(EMPTY))
-    store.announce("a", wish("a"), 30.0)
+    store.announce("a", join_request("a"), 30.0)
     before = store.read()
     found = {name: str(version) if value == "VERSION" else value for name, value in headers.items()}
     assert send(operator, pod, method, path, body, found) == status
@@ -284,7 +284,7 @@ def test_request_that_makes_no_sense_gets_a_4xx_and_nothing_changes(
 def test_watches_of_one_pod_are_few_and_the_newest(operator: OperatorServer) -> None:
     pod = operator.create_pod(operator.create_job(f"job-{uuid.uuid4().hex}"), 0)
     found = operator.calls(pod).call("GET", DOCUMENT_PATH, expect=(200, 204), limit=MAX_BYTES)
-    path = f"{DOCUMENT_PATH}?version=0&lapses={found.headers[LAPSES_HEADER]}&wait=30"
+    path = f"{DOCUMENT_PATH}?version=0&lapses={found.headers[EXPIRATIONS_HEADER]}&wait=30"
     ended: list[int] = []
 
     def watch() -> None:
@@ -415,7 +415,7 @@ def test_answer_that_is_too_large_or_too_slow_is_given_up(operator: OperatorServ
         store._calls.call("GET", DOCUMENT_PATH, expect=(200, 204), limit=10)
     hasty = operator.calls(pod, limits=Limits(reply=0.2, tries=1))
     seen = store._calls.call("GET", DOCUMENT_PATH, expect=(200, 204), limit=MAX_BYTES).headers
-    watch = f"{DOCUMENT_PATH}?version={seen[VERSION_HEADER]}&lapses={seen[LAPSES_HEADER]}&wait=9"
+    watch = f"{DOCUMENT_PATH}?version={seen[VERSION_HEADER]}&lapses={seen[EXPIRATIONS_HEADER]}&wait=9"
     with pytest.raises(StoreUnavailable, match="does not answer"):
         hasty.call("GET", watch, expect=(200, 304), limit=MAX_BYTES)
 

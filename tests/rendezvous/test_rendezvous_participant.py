@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from everstep.contract.document import Document, Loss, Member, Sizes, Wish
+from everstep.contract.document import Document, JoinRequest, Loss, Member, Sizes
 from everstep.membership.commands import Join, Waited
 from everstep.membership.machine import join_all
 from everstep.membership.proposals import Barred, Proposal, propose_join
@@ -21,37 +21,37 @@ def document(round: int, members: str, joining: str, sizes: Sizes = OLD) -> Docu
     return replace(seated, round=round, members=tuple(everyone), joining=())
 
 
-def wishes(names: str, after: int, sizes: Sizes) -> dict[str, Wish]:
-    return {name: Wish(Member(i, name), after, sizes) for i, name in enumerate(names)}
+def join_requests(names: str, after: int, sizes: Sizes) -> dict[str, JoinRequest]:
+    return {name: JoinRequest(Member(i, name), after, sizes) for i, name in enumerate(names)}
 
 
-def test_first_agent_of_a_job_that_was_suspended_is_not_barred_by_sizes_of_those_who_lapsed() -> None:
+def test_first_agent_of_a_job_that_was_suspended_is_not_barred_by_sizes_of_those_who_expired() -> None:
     before = document(3, "ab", "")
-    proposal = propose_join(before, Wish(Member(0, "c"), 0, NEW), wishes("c", 0, NEW), Waited.NOTHING)
+    proposal = propose_join(before, JoinRequest(Member(0, "c"), 0, NEW), join_requests("c", 0, NEW), Waited.NOTHING)
     assert isinstance(proposal, Proposal)
     assert (proposal.document.round, proposal.document.sizes) == (4, NEW)
     assert [m.agent for m in proposal.document.members] == ["c"]
 
 
-def test_first_agent_of_other_sizes_is_not_barred_by_those_who_waited_and_lapsed() -> None:
+def test_first_agent_of_other_sizes_is_not_barred_by_those_who_waited_and_expired() -> None:
     before = document(0, "", "ab")
-    proposal = propose_join(before, Wish(Member(0, "c"), 0, NEW), wishes("c", 0, NEW), Waited.NOTHING)
+    proposal = propose_join(before, JoinRequest(Member(0, "c"), 0, NEW), join_requests("c", 0, NEW), Waited.NOTHING)
     assert isinstance(proposal, Proposal)
     assert [m.agent for m in proposal.document.members] == ["c"]
 
 
 def test_agent_of_other_sizes_is_barred_while_one_that_asked_for_these_is_present() -> None:
     before = document(3, "ab", "")
-    present = {**wishes("ab", 2, OLD), **wishes("c", 0, NEW)}
+    present = {**join_requests("ab", 2, OLD), **join_requests("c", 0, NEW)}
     del present["a"]
-    step = propose_join(before, Wish(Member(0, "c"), 0, NEW), present, Waited.NOTHING)
+    step = propose_join(before, JoinRequest(Member(0, "c"), 0, NEW), present, Waited.NOTHING)
     assert isinstance(step, Barred)
     assert "asks for sizes 1:1, and this job has 2:2" in step.why
 
 
-def test_joiner_without_an_index_takes_the_one_of_who_lapsed() -> None:
+def test_joiner_without_an_index_takes_the_one_of_who_expired() -> None:
     before = document(3, "ab", "")
-    present = {"b": Wish(Member(1, "b"), 3, OLD), "c": Wish(Member(-1, "c"), 0, OLD)}
+    present = {"b": JoinRequest(Member(1, "b"), 3, OLD), "c": JoinRequest(Member(-1, "c"), 0, OLD)}
     proposal = propose_join(before, present["c"], present, Waited.NOTHING)
     assert isinstance(proposal, Proposal)
     assert [(m.index, m.agent) for m in proposal.document.members] == [(0, "c"), (1, "b")]
@@ -59,7 +59,7 @@ def test_joiner_without_an_index_takes_the_one_of_who_lapsed() -> None:
 
 def test_member_that_lapsed_is_recorded_as_lost_by_its_lease() -> None:
     before = document(3, "ab", "")
-    present = {"b": Wish(Member(1, "b"), 3, OLD)}
+    present = {"b": JoinRequest(Member(1, "b"), 3, OLD)}
     proposal = propose_join(before, present["b"], present, Waited.NOTHING)
     assert isinstance(proposal, Proposal)
-    assert proposal.document.gone == (Loss("a", "its lease lapsed"),)
+    assert proposal.document.gone == (Loss("a", "its lease expired"),)

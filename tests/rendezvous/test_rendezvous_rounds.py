@@ -16,15 +16,15 @@ from everstep.contract.document import (
     MAX_BYTES,
     MAX_MEMBERS,
     Document,
+    JoinRequest,
     Loss,
     Member,
     Report,
     Seat,
     Setback,
     Sizes,
-    Wish,
     decode,
-    decode_wish,
+    decode_join_request,
     encode,
 )
 from everstep.membership.commands import (
@@ -482,7 +482,7 @@ def test_a_size_that_is_not_allowed_keeps_them_too() -> None:
 
 
 def test_who_was_asked_to_stop_and_is_out_does_not_come_back() -> None:
-    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Evict("b", 1, "a", "its lease lapsed"))
+    document = after(formed(TWO_OR_THREE, "a", "b", "c"), Stop("a"), Evict("b", 1, "a", "its lease expired"))
     again = refused(document, Join(agent("a"), TWO_OR_THREE))
     assert again.final
     assert "asked to stop" in again.reason
@@ -567,9 +567,9 @@ def test_a_document_of_a_release_that_knows_nobody_who_stops_is_read() -> None:
 
 
 @given(members, st.integers(0, 99))
-def test_a_wish_survives_its_bytes(member: Member, number: int) -> None:
-    wish = Wish(member, number, TWO_OR_THREE)
-    assert decode_wish(wish.encode()) == wish
+def test_a_join_request_survives_its_bytes(member: Member, number: int) -> None:
+    join_request = JoinRequest(member, number, TWO_OR_THREE)
+    assert decode_join_request(join_request.encode()) == join_request
 
 
 GOOD = encode(formed(TWO_OR_THREE, "a", "b"))

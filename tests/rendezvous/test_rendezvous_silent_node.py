@@ -13,7 +13,7 @@ from operator_server import OperatorServer
 from silent_machines import LOST, SilentNode
 
 from everstep.contract.document import MAX_BYTES
-from everstep.contract.rounds import DOCUMENT_PATH, LAPSES_HEADER
+from everstep.contract.rounds import DOCUMENT_PATH, EXPIRATIONS_HEADER
 from everstep.membership.backends.connections import open_connection
 from everstep.membership.backends.operator_calls import Limits, OperatorCalls
 from everstep.membership.errors import StoreUnavailable
@@ -56,7 +56,7 @@ def test_call_to_a_machine_that_falls_silent_ends_long_before_its_answer_is_due(
                 with machines.inside("here"):
                     calls = OperatorCalls(leader.url, str(pod.token_file), limits=Limits(tries=1))
                     seen = calls.call("GET", DOCUMENT_PATH, expect=(200, 204), limit=MAX_BYTES).headers
-                    path = f"{DOCUMENT_PATH}?version=0&lapses={seen[LAPSES_HEADER]}&wait=600"
+                    path = f"{DOCUMENT_PATH}?version=0&lapses={seen[EXPIRATIONS_HEADER]}&wait=600"
                     waits.set()
                     try:
                         calls.call("GET", path, expect=(304,), limit=MAX_BYTES, reply=600.0)

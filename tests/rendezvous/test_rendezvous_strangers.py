@@ -15,7 +15,7 @@ from agents import LIMIT, QUICK, until
 from operator_server import OperatorServer, Pod
 from strangers import STRANGERS, Stranger, answer
 
-from everstep.contract.document import Document, Member, Sizes, Wish, encode
+from everstep.contract.document import Document, JoinRequest, Member, Sizes, encode
 from everstep.contract.rounds import PRESENCE_PATH
 from everstep.membership.backends.etcd import EtcdStore
 from everstep.membership.backends.etcd_http import Access, Gateway
@@ -68,14 +68,14 @@ def test_no_call_takes_a_strangers_answer_for_the_operators(
     operator: OperatorServer, pod: Pod, stranger: Stranger
 ) -> None:
     store = operator.store(pod, stranger.url)
-    wish = Wish(Member(0, "a"), 0, SIZES).encode()
+    join_request = JoinRequest(Member(0, "a"), 0, SIZES).encode()
     calls: list[Callable[[], object]] = [
         store.read,
         store.present,
         lambda: store.compare_and_swap(1, encode(Document(SIZES))),
     ]
     if stranger.says != STRANGERS["204 of another server"]:  # an operator says no more than that to these
-        calls += [lambda: store.renew("a"), lambda: store.withdraw("a"), lambda: store.announce("a", wish, 3.0)]
+        calls += [lambda: store.renew("a"), lambda: store.withdraw("a"), lambda: store.announce("a", join_request, 3.0)]
     for call in calls:
         with pytest.raises(StoreUnavailable):
             call()

@@ -147,7 +147,7 @@ def test_a_training_process_that_fails_is_restarted_with_all_others(job: Callabl
 
 
 @pytest.mark.long
-def test_an_agent_that_is_asked_to_end_is_missed_before_its_lease_lapses(job: Callable[..., TorchrunJob]) -> None:
+def test_an_agent_that_is_asked_to_end_is_missed_before_its_lease_expires(job: Callable[..., TorchrunJob]) -> None:
     run = job()
     run.start(3, conf="last_call=3,ttl=200")
     first = run.world(3)

@@ -98,21 +98,21 @@ class Job(RuleBasedStateMachine):
             self.world.stray(agent, event, number)
 
     @precondition(lambda self: self.world.agents)
-    @rule(data=st.data(), lapses=st.booleans())
-    def crash(self, data: st.DataObject, lapses: bool) -> None:
+    @rule(data=st.data(), expirations=st.booleans())
+    def crash(self, data: st.DataObject, expirations: bool) -> None:
         agent = self.agent(data)
         self.world.crash(agent)
-        if lapses:
-            self.world.lapse(agent)
+        if expirations:
+            self.world.expire(agent)
 
     @precondition(lambda self: self.world.agents)
     @rule(data=st.data())
-    def lapse(self, data: st.DataObject) -> None:
-        self.world.lapse(self.agent(data))
+    def expire(self, data: st.DataObject) -> None:
+        self.world.expire(self.agent(data))
 
     @rule(age=st.sampled_from([0, 0, 1, 2]))
-    def write_wishes(self, age: int) -> None:
-        self.world.write_wishes(age)
+    def write_join_requests(self, age: int) -> None:
+        self.world.write_join_requests(age)
 
     def teardown(self) -> None:
         self.world.settle()
@@ -226,9 +226,13 @@ def _nobody_is_evicted(without: Any) -> Any:
     return lambda document, by, present: (document, [])
 
 
-def _old_wishes_count(fold: Any) -> Any:
+def _old_join_requests_count(fold: Any) -> Any:
     def wrong(document: Document, me: str, present: Any) -> Any:
-        return fold(document, me, {agent: replace(wish, after=document.round) for agent, wish in present.items()})
+        return fold(
+            document,
+            me,
+            {agent: replace(join_request, after=document.round) for agent, join_request in present.items()},
+        )
 
     return wrong
 
@@ -270,11 +274,11 @@ MISTAKES: dict[str, Patch] = {
     "an older incarnation comes back": _patched(IndexAssignment, "_replace_older", _seat_for_anyone),
     "finished when one member is": _patched(machine, "_done", _finished_by_one),
     "unreachable pairs together": _patched(selection, "largest_set", _everyone_reaches_everyone),
-    "a dead agent is never taken out": _patched(proposals, "without_lapsed", _nobody_is_evicted),
+    "a dead agent is never taken out": _patched(proposals, "without_expired", _nobody_is_evicted),
     "leaves although too few stay": _patched(draining, "enough_stay", lambda _: lambda document: True),
     "who was asked to stop comes back": _patched(IndexAssignment, "join", _whoever_stopped_joins),
     "a mark takes out": _patched(machine, "_stop", _mark_takes_out),
-    "a settled wish is taken up again": _patched(proposals, "_fold", _old_wishes_count),
+    "a settled join request is taken up again": _patched(proposals, "_fold", _old_join_requests_count),
 }
 
 

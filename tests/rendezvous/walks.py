@@ -55,7 +55,7 @@ def step(world: World, random: Random) -> None:
         for event in events(world, agent, target, number):
             world.stray(agent, event, number)
     if random.random() < world.written_for:
-        world.write_wishes(random.choice([0, 0, 0, 1, 2]))
+        world.write_join_requests(random.choice([0, 0, 0, 1, 2]))
         return
     if not agent.alive and random.random() < 0.9:  # else it only seemed dead
         return
@@ -79,7 +79,7 @@ def step(world: World, random: Random) -> None:
     elif choice < 0.96:
         world.crash(agent)
     elif choice < 0.98:
-        world.lapse(agent)
+        world.expire(agent)
     elif choice < 0.99:
         world.act(agent, random.choice((Leave(agent.name), Charge(agent.name, number, "test"))))
     elif random.random() < 0.5:

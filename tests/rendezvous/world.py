@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from everstep.contract.document import FINISHED, LEFT, Document, Member, Sizes, Wish, decode, encode
+from everstep.contract.document import FINISHED, LEFT, Document, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership import machine, proposals, world_state
 from everstep.membership.commands import Command, Drain, Evict, Leave, Reach, Stop, Waited, Withdraw
 from everstep.membership.machine import Refused
 from everstep.membership.proposals import Admitted, Proposal
 from everstep.membership.world_state import Round
-from everstep_operator.rounds.rules import with_pinned_sizes, with_wishes
+from everstep_operator.rounds.rules import with_join_requests, with_pinned_sizes
 
 MOST_AGENTS = 8
 TURNS = 60  # in which a world without faults must come to rest
@@ -27,24 +27,24 @@ class Violation(AssertionError):
 
 @dataclass
 class Agent:
-    wish: Wish
+    join_request: JoinRequest
     alive: bool = True
     seen: tuple[int, Document | None] = (0, None)  # version and document of its last look, old as it may be
-    present: dict[str, Wish] = field(default_factory=dict)
+    present: dict[str, JoinRequest] = field(default_factory=dict)
     round: Round | None = None
     barred: bool = False
     left: bool = False
 
     @property
     def name(self) -> str:
-        return self.wish.member.agent
+        return self.join_request.member.agent
 
 
 class World:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self.agents: dict[str, Agent] = {}
-        self.presence: dict[str, Wish] = {}
+        self.presence: dict[str, JoinRequest] = {}
         self.waiting: set[str] = set()  # has asked the operator for a round, which has not seen it in one since
         self.history: list[tuple[int, Document | None]] = [(0, None)]
         self.formed: dict[int, tuple[Member, ...]] = {}
@@ -66,10 +66,10 @@ class World:
         if len(self.agents) >= MOST_AGENTS:
             return
         name = f"agent-{len(self.agents)}"
-        self.agents[name] = Agent(Wish(Member(index, name, incarnation), 0, self.sizes))
+        self.agents[name] = Agent(JoinRequest(Member(index, name, incarnation), 0, self.sizes))
 
     def announce(self, agent: Agent) -> None:
-        self.presence[agent.name] = agent.wish
+        self.presence[agent.name] = agent.join_request
         if agent.round is None:
             self.waiting.add(agent.name)
 
@@ -80,7 +80,7 @@ class World:
 
     def _settled(self, agent: Agent) -> None:
         if agent.round is None:
-            match proposals.outcome(agent.seen[1], agent.wish):
+            match proposals.outcome(agent.seen[1], agent.join_request):
                 case Admitted(found):
                     agent.round = found
                     if self.formed.get(found.number) != found.members:
@@ -97,7 +97,7 @@ class World:
         if agent.round is not None:
             return
         version, document = agent.seen
-        match proposals.propose_join(document, agent.wish, agent.present, waited, shrink=shrink):
+        match proposals.propose_join(document, agent.join_request, agent.present, waited, shrink=shrink):
             case Proposal(after, reasons):
                 why = f"{agent.name}: {'; '.join(reasons)}"
                 if self._swap(version, after, why, set(agent.present)) and not answer_lost:
@@ -108,7 +108,7 @@ class World:
     def again(self, agent: Agent) -> None:
         """Ask for the next round."""
         if agent.round is not None:
-            agent.wish = replace(agent.wish, after=agent.round.number)
+            agent.join_request = replace(agent.join_request, after=agent.round.number)
             agent.round = None
 
     def act(self, agent: Agent, event: Command) -> None:
@@ -156,11 +156,11 @@ class World:
 
     # --- what the operator does
 
-    def write_wishes(self, age: int) -> None:
+    def write_join_requests(self, age: int) -> None:
         """As an operator that holds the document of `age` versions ago, and knows who is present."""
         version, document = self.history[max(0, len(self.history) - 1 - age)]
         text = None if document is None else encode(document).decode()
-        after = with_wishes(text, document, self.presence, self.waiting & self.presence.keys())
+        after = with_join_requests(text, document, self.presence, self.waiting & self.presence.keys())
         if after is not None:
             self._swap(version, after, "operator", set(self.presence))
 
@@ -175,7 +175,7 @@ class World:
     def crash(self, agent: Agent) -> None:
         agent.alive = False
 
-    def lapse(self, agent: Agent) -> None:
+    def expire(self, agent: Agent) -> None:
         self.presence.pop(agent.name, None)
         self.waiting.discard(agent.name)
 
@@ -248,7 +248,7 @@ class World:
             raise Violation(f"a round of {names} with sizes {after.sizes}")
         for name in names:
             agent = self.agents[name]
-            if agent.wish.after >= after.round or agent.barred:
+            if agent.join_request.after >= after.round or agent.barred:
                 raise Violation(f"{name} did not ask for round {after.round}")
             if agent.round is not None and agent.round.number >= after.round - 1 and agent.alive:
                 raise Violation(f"{name} holds round {agent.round.number} and is in {after.round} unasked")
@@ -256,8 +256,10 @@ class World:
             if pair <= set(names):
                 raise Violation(f"{sorted(pair)} do not reach each other")
         for member in after.members:
-            asked = self.agents[member.agent].wish.member
-            rivals = [a.wish.member for a in self.agents.values() if a.wish.member.index == asked.index >= 0]
+            asked = self.agents[member.agent].join_request.member
+            rivals = [
+                a.join_request.member for a in self.agents.values() if a.join_request.member.index == asked.index >= 0
+            ]
             joined = [r.incarnation for r in rivals if any(self._was_here(r.agent, d) for _, d in self.history)]
             if asked.index >= 0 and joined and asked.incarnation < max(joined):
                 raise Violation(f"{member.agent} was replaced by a newer incarnation")
@@ -318,12 +320,12 @@ class World:
             self.rule(Sizes(1, MOST_AGENTS))  # nobody is taken away here who is too many
         for agent in self.agents.values():
             if not agent.alive or agent.left or agent.barred:
-                self.lapse(agent)
+                self.expire(agent)
             elif agent.name in self.asked:
                 self.look(agent, 0)
                 self.act(agent, Leave(agent.name))
                 agent.left = True
-                self.lapse(agent)
+                self.expire(agent)
             else:
                 self.announce(agent)
         for turn in range(TURNS):
@@ -346,7 +348,7 @@ class World:
                 return
             if isinstance(now, world_state.Whole | world_state.Finishing):
                 assert document is not None
-                after, reasons = proposals.without_lapsed(document, agent.name, self.presence)
+                after, reasons = proposals.without_expired(document, agent.name, self.presence)
                 if reasons:
                     self._swap(self.history[-1][0], after, f"{agent.name}: {reasons}")
                 return

@@ -22,7 +22,7 @@ from manual_clock import ManualClock
 from prometheus_client.parser import text_string_to_metric_families
 
 from everstep.contract import labels
-from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
+from everstep.contract.document import Document, JoinRequest, Member, Sizes, decode, encode
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.contract.rounds import DOCUMENT_PATH, PRESENCE_PATH, TTL_HEADER, VERSION_HEADER
 from everstep_local.apiserver.cluster import MemoryCluster
@@ -475,8 +475,8 @@ async def test_nothing_grows_with_the_jobs_that_came_and_went() -> None:
             trained = Report(Phase.TRAIN, rank=rank, world_size=2, at=1.0, round=1, step=1, committed_step=1)
             assert await send(stage, operator, f"{name}-w{rank}-0", trained) == 204
         agent = Agent(JobRef("default", name, job.metadata.uid), Worker("a-pod", 0, 0))
-        wish = Wish(Member(0, "agent-0-0"), 0, Sizes(2, 8)).encode()
-        operator.rounds.announce(agent, "agent-0-0", wish, 3.0)
+        join_request = JoinRequest(Member(0, "agent-0-0"), 0, Sizes(2, 8)).encode()
+        operator.rounds.announce(agent, "agent-0-0", join_request, 3.0)
         watching = asyncio.create_task(operator.rounds.watch(agent, 0, 0, 1.0))
         await stage.client.delete(PODS, "default", f"{name}-w1-0", grace_seconds=0)
         await stage.until("it is replaced", lambda: replaced(stage, f"{name}-w1-1"))
@@ -554,8 +554,8 @@ async def test_every_metric_is_moved_by_what_it_speaks_of() -> None:
         await stage.until("a watch waits or was answered", lambda: moved("everstep_round_requests_total watch 200"))
         await watching
         assert await ask("GET", DOCUMENT_PATH) == 200
-        agent, wish = f"{PRESENCE_PATH}/agent-0-0", Wish(Member(0, "agent-0-0"), 0, Sizes(2, 8)).encode()
-        assert await ask("PUT", agent, data=wish, headers={TTL_HEADER: "30"}) == 204
+        agent, join_request = f"{PRESENCE_PATH}/agent-0-0", JoinRequest(Member(0, "agent-0-0"), 0, Sizes(2, 8)).encode()
+        assert await ask("PUT", agent, data=join_request, headers={TTL_HEADER: "30"}) == 204
         assert await ask("POST", agent) == 204
         assert await ask("GET", PRESENCE_PATH) == 200
         assert await ask("PUT", DOCUMENT_PATH, data=b"{}", headers={VERSION_HEADER: "1"}) in (400, 412)

@@ -1,4 +1,4 @@
-"""Wishes that the operator writes for agents that ask: many in one swap, by the agents' own machine."""
+"""Join requests that the operator writes for agents that ask: many in one swap, by the agents' own machine."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import pytest
 from round_stage import SIZES, A, B, Mortal, Stage, Term
 from virtual_time import in_virtual_time
 
-from everstep.contract.document import Document, Member, Sizes, Wish, decode, encode
+from everstep.contract.document import Document, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership.commands import CloseJob, Join
 from everstep.membership.machine import apply, join_all
 from everstep_operator.rounds.job import VersionedDocument
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.rules import urgency, with_wishes
+from everstep_operator.rounds.rules import urgency, with_join_requests
 from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.rounds.watches import Urgency
 
 LIMIT = 10.0
 
 
-def wish(member: Member, after: int = 0, sizes: Sizes = SIZES) -> Wish:
-    return Wish(member, after, sizes)
+def join_request(member: Member, after: int = 0, sizes: Sizes = SIZES) -> JoinRequest:
+    return JoinRequest(member, after, sizes)
 
 
 def announce(rounds: RoundStore, agent: Agent, member: Member, after: int = 0, sizes: Sizes = SIZES) -> float:
     """Announce and ask, as an agent does."""
-    rounds.announce(agent, member.agent, wish(member, after, sizes).encode(), 30.0)
+    rounds.announce(agent, member.agent, join_request(member, after, sizes).encode(), 30.0)
     return rounds.ask(agent, member.agent)
 
 
@@ -73,12 +73,12 @@ async def test_newcomer_to_a_job_that_trains_is_written_before_it_would_do_so_it
     found = await stage.stored()
     assert found is not None
     assert newcomer in (*found.joining, *found.members)
-    # What the members once asked for is no wish any more.
-    assert with_wishes(encode(formed).decode(), formed, {"a": wish(A), "b": wish(B)}) is None
+    # What the members once asked for is no join request any more.
+    assert with_join_requests(encode(formed).decode(), formed, {"a": join_request(A), "b": join_request(B)}) is None
 
 
 @in_virtual_time
-async def test_a_hundred_wishes_cost_a_few_writes() -> None:
+async def test_a_hundred_join_requests_cost_a_few_writes() -> None:
     stage, (rounds,) = await staged(client=lambda stage: Mortal(stage.client))
     sizes = Sizes(100, 100)
     for i in range(100):
@@ -94,13 +94,13 @@ async def test_a_hundred_wishes_cost_a_few_writes() -> None:
 @in_virtual_time
 async def test_who_announces_without_asking_is_written_by_nobody() -> None:
     stage, (rounds,) = await staged()
-    rounds.announce(stage.agents[0], "a", wish(A).encode(), 30.0)
-    await asyncio.sleep(0.1)  # five times as long as wishes are gathered
+    rounds.announce(stage.agents[0], "a", join_request(A).encode(), 30.0)
+    await asyncio.sleep(0.1)  # five times as long as join requests are gathered
     assert await stage.stored() is None
 
 
 @in_virtual_time
-async def test_members_that_ask_again_meet_in_the_next_round_without_the_one_that_lapsed() -> None:
+async def test_members_that_ask_again_meet_in_the_next_round_without_the_one_that_expired() -> None:
     stage, (rounds,) = await staged()
     for agent, member in zip(stage.agents, (A, B), strict=True):
         announce(rounds, agent, member)
@@ -165,7 +165,7 @@ async def test_who_watches_with_an_old_version_is_told_of_more_that_wait_when_al
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @in_virtual_time
-async def test_operator_that_dies_while_it_writes_wishes_leaves_them_to_the_next(after: bool) -> None:
+async def test_operator_that_dies_while_it_writes_join_requests_leaves_them_to_the_next(after: bool) -> None:
     for at in range(10):
         stage, (first, second) = await staged(2, lambda stage: Mortal(stage.client))
         first._environment.documents._client = client = Mortal(stage.client, at, after)  # type: ignore[assignment]
@@ -186,7 +186,7 @@ async def test_operator_that_dies_while_it_writes_wishes_leaves_them_to_the_next
 
 
 @in_virtual_time
-async def test_two_operators_that_both_lead_form_one_round_of_one_wish() -> None:
+async def test_two_operators_that_both_lead_form_one_round_of_one_join_request() -> None:
     stage, operators = await staged(3)
     for rounds in operators:
         for agent, member in zip(stage.agents, (A, B), strict=True):
@@ -224,50 +224,50 @@ async def test_replica_that_leads_no_more_writes_nothing() -> None:
 # --- what is written
 
 
-def asked(*wishes: Wish) -> dict[str, Wish]:
-    return {wish.member.agent: wish for wish in wishes}
+def asked(*join_requests: JoinRequest) -> dict[str, JoinRequest]:
+    return {join_request.member.agent: join_request for join_request in join_requests}
 
 
-def written(before: Document | None, *wishes: Wish) -> Document | None:
-    return with_wishes(None if before is None else encode(before).decode(), before, asked(*wishes))
+def written(before: Document | None, *join_requests: JoinRequest) -> Document | None:
+    return with_join_requests(None if before is None else encode(before).decode(), before, asked(*join_requests))
 
 
-def test_wish_for_a_round_that_was_formed_meanwhile_is_not_written_again() -> None:
-    formed = written(None, wish(A), wish(B))
+def test_join_request_for_a_round_that_was_formed_meanwhile_is_not_written_again() -> None:
+    formed = written(None, join_request(A), join_request(B))
     assert formed is not None
     assert formed.round == 1
-    assert written(formed, wish(A), wish(B)) is None
+    assert written(formed, join_request(A), join_request(B)) is None
 
 
-def test_wish_that_an_agent_made_anew_replaces_its_older_one() -> None:
-    before = written(None, wish(A, sizes=Sizes(2, 2)))
+def test_join_request_that_an_agent_made_anew_replaces_its_older_one() -> None:
+    before = written(None, join_request(A, sizes=Sizes(2, 2)))
     assert before is not None
-    assert written(before, wish(A, sizes=Sizes(2, 2))) is None
-    anew = written(before, wish(replace(A, store_port=7), sizes=Sizes(2, 2)))
+    assert written(before, join_request(A, sizes=Sizes(2, 2))) is None
+    anew = written(before, join_request(replace(A, store_port=7), sizes=Sizes(2, 2)))
     assert anew is not None
     assert [member.store_port for member in anew.joining] == [7]
 
 
 def test_agent_that_cannot_join_keeps_nobody_out() -> None:
     before, _ = join_all(Document(Sizes(2, 2)), [Join(B, Sizes(2, 2))])
-    other = wish(A, sizes=Sizes(9, 9))
-    assert written(before, other, wish(B, sizes=Sizes(2, 2))) is None
-    after = written(before, other, wish(B, sizes=Sizes(2, 2)), wish(Member(2, "c"), sizes=Sizes(2, 2)))
+    other = join_request(A, sizes=Sizes(9, 9))
+    assert written(before, other, join_request(B, sizes=Sizes(2, 2))) is None
+    after = written(before, other, join_request(B, sizes=Sizes(2, 2)), join_request(Member(2, "c"), sizes=Sizes(2, 2)))
     assert after is not None
     assert [member.agent for member in after.members] == ["b", "c"]
 
 
 def test_nobody_is_taken_out_unless_somebody_joins() -> None:
-    formed = written(None, wish(A), wish(B))
+    formed = written(None, join_request(A), join_request(B))
     assert formed is not None
-    assert written(formed, wish(A)) is None
+    assert written(formed, join_request(A)) is None
 
 
 def test_document_with_fields_of_a_newer_release_is_left_to_the_agents() -> None:
     before, _ = join_all(Document(SIZES), [Join(A, SIZES)])
     text = json.dumps({**json.loads(encode(before)), "newer": 1}, separators=(",", ":"))
     assert decode(text.encode()) == before
-    assert with_wishes(text, before, asked(wish(A), wish(B))) is None
+    assert with_join_requests(text, before, asked(join_request(A), join_request(B))) is None
 
 
 # --- who needs to know

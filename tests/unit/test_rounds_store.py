@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from round_stage import NS, SIZES, A, B, Mortal, Stage, Term
 
-from everstep.contract.document import Document, DocumentInvalid, Member, Sizes, Wish, decode, encode
+from everstep.contract.document import Document, DocumentInvalid, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership.commands import CloseJob, Command, Done, Evict, Form, Join, Waited
 from everstep.membership.machine import Refused, apply
 from everstep_operator.kube.resources import CONFIGMAPS
@@ -370,7 +370,7 @@ async def test_new_leader_counts_nobody_as_lapsed_who_had_no_time_to_come_back()
     await stage.start()
     old = stage.operator()
     for who, member in enumerate((A, B)):
-        old.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
+        old.announce(stage.agents[who], member.agent, JoinRequest(member, 0, SIZES).encode(), 20.0)
     for who, event, _ in STORY[:3]:
         await change(old, stage.agents[who], event)
     new = stage.operator()
@@ -379,7 +379,7 @@ async def test_new_leader_counts_nobody_as_lapsed_who_had_no_time_to_come_back()
     assert set(json.loads(await new.present(stage.agents[0]))) == {"a", "b"}
     await stage.clock.advance(10)
     assert not new.renew(stage.agents[0], "a")
-    new.announce(stage.agents[0], "a", Wish(A, 1, SIZES).encode(), 20.0)
+    new.announce(stage.agents[0], "a", JoinRequest(A, 1, SIZES).encode(), 20.0)
     await stage.clock.advance(9.5)
     assert (await new.read(stage.agents[0], 0)).expirations == before.expirations
     await stage.clock.advance(1)
@@ -392,7 +392,7 @@ async def form(stage: Stage, rounds: RoundStore) -> None:
     for who, event, _ in STORY[:3]:
         await change(rounds, stage.agents[who], event)
     for who, member in enumerate((A, B)):
-        rounds.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
+        rounds.announce(stage.agents[who], member.agent, JoinRequest(member, 0, SIZES).encode(), 20.0)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["", "called before all know that it leads"])
@@ -424,13 +424,13 @@ async def test_leader_that_leads_again_remembers_who_is_present_if_nobody_led_in
     assert (await rounds.read(stage.agents[0], 0)).expirations == after.expirations + 2
 
 
-async def test_wish_of_who_was_present_is_written_by_the_leader_that_leads_again() -> None:
+async def test_join_request_of_who_was_present_is_written_by_the_leader_that_leads_again() -> None:
     stage = Stage()
     await stage.start()
     term = Term()
     rounds = stage.operator(term=term)
     for who, member in enumerate((A, B)):
-        rounds.announce(stage.agents[who], member.agent, Wish(member, 0, SIZES).encode(), 20.0)
+        rounds.announce(stage.agents[who], member.agent, JoinRequest(member, 0, SIZES).encode(), 20.0)
         rounds.ask(stage.agents[who], member.agent)
     term.leads = False
     rounds.forget_all()
@@ -510,7 +510,7 @@ async def test_in_a_crowd_one_after_the_other_is_told_who_is_present_to_write_fo
     agents = [Agent(stage.job, Worker(f"uid-{i}", i, 0)) for i in range(40)]
     sizes = Sizes(1, 40)
     for i, agent in enumerate(agents):
-        rounds.announce(agent, f"agent-{i}", Wish(Member(i, f"agent-{i}"), 0, sizes).encode(), 30.0)
+        rounds.announce(agent, f"agent-{i}", JoinRequest(Member(i, f"agent-{i}"), 0, sizes).encode(), 30.0)
     assert len(json.loads(await rounds.present(agents[0]))) == 40
     with pytest.raises(RoundsUnavailable, match="another agent writes just now"):
         await rounds.present(agents[1])

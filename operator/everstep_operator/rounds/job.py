@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 
-from everstep.contract.document import Document, DocumentInvalid, Sizes, decode_wish, encode
+from everstep.contract.document import Document, DocumentInvalid, Sizes, decode_join_request, encode
 from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.document_reader import DocumentReader
@@ -27,8 +27,8 @@ from everstep_operator.rounds.rules import (
     require_lawful,
     round_view,
     urgency,
+    with_join_requests,
     with_sizes,
-    with_wishes,
 )
 from everstep_operator.rounds.watches import Urgency, Watches
 from everstep_operator.runtime.clock import Clock
@@ -129,13 +129,13 @@ class JobRounds:
             return version if document is asked else None
 
     def announce(self, worker: Worker, name: str, value: bytes, ttl: float) -> None:
-        wish = decode_wish(value)
-        if wish.member.agent != name:
-            raise DocumentInvalid(f"presence.member.agent: {wish.member.agent} is not {name}")
+        join_request = decode_join_request(value)
+        if join_request.member.agent != name:
+            raise DocumentInvalid(f"presence.member.agent: {join_request.member.agent} is not {name}")
         if not MIN_TTL <= ttl <= MAX_TTL:
             raise DocumentInvalid(f"a lease of {ttl:g} s: {MIN_TTL:g} to {MAX_TTL:g} are expected")
         value.decode()  # JSON may be UTF-16, what is handed on is text
-        self.presences.announce(wish, value, ttl, worker, self._now())
+        self.presences.announce(join_request, value, ttl, worker, self._now())
         self.after_presence()
 
     def ask(self, name: str) -> float:
@@ -315,8 +315,10 @@ class JobRounds:
                     await self._load()
                 if self._stored is None or not self._env.is_current(self):
                     return
-                wishes = self.presences.wishes(self._now())
-                document = with_wishes(self._stored.document, self._document, wishes, self.presences.asking)
+                join_requests = self.presences.join_requests(self._now())
+                document = with_join_requests(
+                    self._stored.document, self._document, join_requests, self.presences.asking
+                )
                 if document is None:
                     return
                 if await self._put(self._stored.version, encode(document).decode(), document) is not None:

@@ -1,7 +1,7 @@
 """Which agents of one job are present, and whose pod each is. Pure: `now` is an argument, in monotonic seconds.
 
 It lives in the leader's memory alone. So a new leader awaits the agents that the document names: none of them counts as
-lapsed before it had one lease's time to announce itself again. One that leads again, with nobody in between, goes on
+expired before it had one lease's time to announce itself again. One that leads again, with nobody in between, goes on
 with what it knew. Invariants: a presence is renewed and withdrawn only by the pod that announced it; numbers and bytes
 are bounded, for a pod and for the job.
 """
@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from everstep.contract.document import Document, Member, Wish
+from everstep.contract.document import Document, JoinRequest, Member
 from everstep.contract.rounds import MAX_PRESENT_BYTES, MAX_TTL
 from everstep_operator.errors import RetryableError, TerminalError
 
 MAX_PRESENT = 4096
-MAX_OF_POD = 8  # lives of an agent in one pod, of which all but one are about to lapse
+MAX_OF_POD = 8  # lives of an agent in one pod, of which all but one are about to expire
 LEASE = 3.0  # seconds; the default of an agent
 
 
@@ -43,7 +43,7 @@ class Worker:
 
 @dataclass(slots=True)
 class _Presence:
-    wish: Wish
+    join_request: JoinRequest
     value: bytes
     ttl: float
     until: float
@@ -96,14 +96,14 @@ class Presences:
         """When something may end; infinite if nothing is there."""
         return self._earliest if self._present or self._awaited else float("inf")
 
-    def announce(self, wish: Wish, value: bytes, ttl: float, worker: Worker, now: float) -> None:
+    def announce(self, join_request: JoinRequest, value: bytes, ttl: float, worker: Worker, now: float) -> None:
         """Raises PresenceRefused, PresenceFull."""
         self.expire(now)
-        agent = wish.member.agent
-        if not worker.may_be(wish.member):
+        agent = join_request.member.agent
+        if not worker.may_be(join_request.member):
             raise PresenceRefused(
-                f"worker {worker.index}, incarnation {worker.incarnation} announces worker {wish.member.index},"
-                f" incarnation {wish.member.incarnation}"
+                f"worker {worker.index}, incarnation {worker.incarnation} announces worker {join_request.member.index},"
+                f" incarnation {join_request.member.incarnation}"
             )
         old = self._present.get(agent)
         if old is not None and old.pod_uid != worker.pod_uid:
@@ -114,7 +114,7 @@ class Presences:
             raise PresenceFull(f"{len(self._present)} agents are present, {len(own)} of them of this pod")
         if size > MAX_PRESENT_BYTES:
             raise PresenceFull(f"the agents' announcements have {self._bytes} bytes already")
-        self._present[agent] = _Presence(wish, value, ttl, now + ttl, worker.pod_uid)
+        self._present[agent] = _Presence(join_request, value, ttl, now + ttl, worker.pod_uid)
         self._of_pod.setdefault(worker.pod_uid, set()).add(agent)
         self._bytes, self.changes = size, self.changes + 1
         self._awaited.pop(agent, None)
@@ -129,7 +129,7 @@ class Presences:
         """The document has this round now: its members do not wait for one that is older."""
         for member in document.members if document is not None else ():
             presence = self._present.get(member.agent)
-            if presence is not None and document is not None and presence.wish.after < document.round:
+            if presence is not None and document is not None and presence.join_request.after < document.round:
                 presence.asks = False
 
     @property
@@ -138,7 +138,7 @@ class Presences:
         return frozenset(agent for agent, presence in self._present.items() if presence.asks)
 
     def renew(self, agent: str, worker: Worker, now: float) -> bool:
-        """False if it has lapsed. Raises PresenceRefused."""
+        """False if it has expired. Raises PresenceRefused."""
         self.expire(now)
         presence = self._owned(agent, worker)
         if presence is None:
@@ -163,7 +163,7 @@ class Presences:
         return bool(agents)
 
     def expire(self, now: float) -> bool:
-        """End what has lapsed; whether anything had."""
+        """End what has expired; whether anything had."""
         if now < self._earliest:
             return False
         ended = [agent for agent, presence in self._present.items() if presence.until <= now]
@@ -177,12 +177,12 @@ class Presences:
         """Each agent's announcement. An awaited agent is present too, with a join request that is settled already."""
         self.expire(now)
         found = {agent: presence.value.decode() for agent, presence in self._present.items()}
-        return {**found, **{agent: wish.encode().decode() for agent, wish in self._settled().items()}}
+        return {**found, **{agent: join_request.encode().decode() for agent, join_request in self._settled().items()}}
 
-    def wishes(self, now: float) -> dict[str, Wish]:
+    def join_requests(self, now: float) -> dict[str, JoinRequest]:
         """Each agent's join request: `present`, decoded."""
         self.expire(now)
-        return {**{agent: presence.wish for agent, presence in self._present.items()}, **self._settled()}
+        return {**{agent: presence.join_request for agent, presence in self._present.items()}, **self._settled()}
 
     def _first_end(self) -> float:
         ends = [presence.until for presence in self._present.values()]
@@ -190,12 +190,12 @@ class Presences:
             ends.append(self._began + self.lease)
         return min(ends, default=float("inf"))
 
-    def _settled(self) -> dict[str, Wish]:
+    def _settled(self) -> dict[str, JoinRequest]:
         """Of who is awaited."""
         if self._document is None:
             return {}
         after = max(0, self._document.round - 1)
-        return {agent: Wish(member, after, self._document.sizes) for agent, member in self._awaited.items()}
+        return {agent: JoinRequest(member, after, self._document.sizes) for agent, member in self._awaited.items()}
 
     def _owned(self, agent: str, worker: Worker) -> _Presence | None:
         presence = self._present.get(agent)

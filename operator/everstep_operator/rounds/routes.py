@@ -18,11 +18,11 @@ from everstep.contract.document import MAX_BYTES, DocumentInvalid
 from everstep.contract.fields import agent_name
 from everstep.contract.rounds import (
     DOCUMENT_PATH,
+    EXPIRATIONS_HEADER,
     GRACE_HEADER,
     JOIN_HEADER,
-    LAPSES_HEADER,
+    MAX_JOIN_REQUEST_BYTES,
     MAX_WAIT,
-    MAX_WISH_BYTES,
     PRESENCE_PATH,
     TTL_HEADER,
     VERSION_HEADER,
@@ -147,7 +147,7 @@ class RoundRoutes:
 
     async def _announce(self, request: web.Request, agent: Agent, caller: Caller) -> web.Response:
         ttl = _seconds(request.headers.get(TTL_HEADER, ""), TTL_HEADER, float("inf"))
-        body = await self._auth.body(request, MAX_WISH_BYTES, caller)
+        body = await self._auth.body(request, MAX_JOIN_REQUEST_BYTES, caller)
         if isinstance(body, Answer):
             return body.response(request)
         self._rounds.announce(agent, _agent(request), body, ttl)
@@ -161,7 +161,7 @@ class RoundRoutes:
     async def _renew(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
         if self._rounds.renew(agent, _agent(request)):
             return web.Response(status=204)
-        return web.json_response({"reason": "it has lapsed: announce it again"}, status=410)
+        return web.json_response({"reason": "it has expired: announce it again"}, status=410)
 
     async def _withdraw(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
         self._rounds.withdraw(agent, _agent(request))
@@ -173,7 +173,7 @@ def _late() -> web.Response:
 
 
 def _seen(sight: VersionedDocument) -> web.Response:
-    headers = {VERSION_HEADER: str(sight.version), LAPSES_HEADER: str(sight.expirations)}
+    headers = {VERSION_HEADER: str(sight.version), EXPIRATIONS_HEADER: str(sight.expirations)}
     if sight.document is None:
         return web.Response(status=204, headers=headers)
     return web.Response(body=sight.document.encode(), headers=headers, content_type=_JSON)

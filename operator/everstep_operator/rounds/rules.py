@@ -10,10 +10,10 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from everstep.contract.document import FINISHED, MAX_MEMBERS, Document, Sizes, Wish, encode
+from everstep.contract.document import FINISHED, MAX_MEMBERS, Document, JoinRequest, Sizes, encode
 from everstep.membership.commands import Form, Join, Waited
 from everstep.membership.machine import Refused, apply, join_all
-from everstep.membership.proposals import above, outcome, without_lapsed
+from everstep.membership.proposals import above, outcome, without_expired
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.documents import RoundsRefused
 from everstep_operator.rounds.watches import Urgency
@@ -64,35 +64,35 @@ def corrected(text: str, document: Document, before: Document | None) -> tuple[s
     return with_sizes(text, document, before.sizes) or (text, document)
 
 
-def with_wishes(
-    text: str | None, document: Document | None, wishes: Mapping[str, Wish], asking: Collection[str] = ()
+def with_join_requests(
+    text: str | None, document: Document | None, join_requests: Mapping[str, JoinRequest], asking: Collection[str] = ()
 ) -> Document | None:
-    """The document after all wishes were written that may be, as an agent that joins would write its own and theirs.
+    """The document after all join requests were written that may be, as an agent that joins writes its own and theirs.
 
-    `wishes` are of all who are present. A wish from before the present round may be settled, and its owner not know it
-    yet: it counts only of those that are `asking`, such as a newcomer, who knows of no round. None: there is nothing to
-    write; or `text` has what this release does not know and would lose, and the agents, which may be newer, write for
-    themselves.
+    `join_requests` are of all agents that are present. One from before the present round may be settled, and its owner
+    not know it yet: it counts only of those that are `asking`, such as a newcomer, which knows of no round. None: there
+    is nothing to write; or `text` has what this release does not know and would lose, and the agents, which may be
+    newer, write for themselves.
     """
     if document is not None and document.closed is not None:
         return None
     begun = Document(Sizes(1, MAX_MEMBERS)) if document is None else document
     ports = {member.agent: member.store_port for member in begun.joining}  # as `proposals.is_written`
     wanted = [
-        wish for agent, wish in sorted(wishes.items())
-        if (wish.after >= begun.round or (agent in asking and outcome(document, wish) is None))
-        and ports.get(agent) != wish.member.store_port
+        join_request for agent, join_request in sorted(join_requests.items())
+        if (join_request.after >= begun.round or (agent in asking and outcome(document, join_request) is None))
+        and ports.get(agent) != join_request.member.store_port
     ]  # fmt: skip
     if not wanted or (document is not None and encode(document).decode() != text):
         return None
     if document is None:
         begun = Document(wanted[0].sizes, id=wanted[0].member.agent)
-    cleared, _ = without_lapsed(above(begun, wanted), "", wishes)
-    joined, let_in = join_all(cleared, (Join(wish.member, wish.sizes) for wish in wanted))
+    cleared, _ = without_expired(above(begun, wanted), "", join_requests)
+    joined, let_in = join_all(cleared, (Join(join_request.member, join_request.sizes) for join_request in wanted))
     if not let_in:
         return None  # each is told why when it tries by itself
     # How long survivors wait for replacements is their own affair.
-    patient = any(wish.patient for wish in wishes.values())
+    patient = any(join_request.patient for join_request in join_requests.values())
     formed = apply(joined, Form(let_in[0], joined.round, Waited.NOTHING, shrink=not patient))
     return joined if isinstance(formed, Refused) else formed
 

@@ -102,7 +102,7 @@ async def test_replica_that_is_killed_is_followed_by_the_other_and_nothing_is_do
     await place.running("digits-w0-0", "digits-w1-0")
     second = start("replica-b")
     await wait_for("the second replica is ready", second.is_ready)
-    # A machine that stands still for three seconds lets a Lease lapse: then the second leads by now.
+    # A machine that stands still for three seconds lets a Lease expire: then the second leads by now.
     leader, other = (first, second) if await first.leads() else (second, first)
     leader.send(signal.SIGKILL)
     await place.end("digits-w1-0", 137)

@@ -238,9 +238,10 @@ def decoding(data: bytes) -> Generator[None, None, Document]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class JoinRequest:
     """What an agent's presence says: who it is, and that it wants a round newer than `after`. `patient`: survivors wait
-    for replacements, and it is they who say for how long."""
+    for replacements, and it is they who say for how long. In its bytes it is a `wish`, as older releases read it.
+    """
 
     member: Member
     after: int
@@ -253,16 +254,16 @@ class Wish:
         return json.dumps({"version": VERSION, "wish": body, **patient}, separators=(",", ":")).encode()
 
 
-def decode_wish(data: bytes) -> Wish:
+def decode_join_request(data: bytes) -> JoinRequest:
     """Read a presence's value. Raises DocumentInvalid."""
     body = parse_object(data, 64 * 1024)
-    wish = body.get("wish")
-    if body.get("version") != VERSION or not isinstance(wish, list) or len(wish) != 3:
-        raise DocumentInvalid(f"presence: {short(body)} is not a wish of version {VERSION}")
-    sizes = _read_sizes(wish[2], "presence.sizes", "presence")
-    return Wish(
-        member=read_member(wish[0], "presence.member"),
-        after=number(wish[1], "presence.after"),
+    join_request = body.get("wish")
+    if body.get("version") != VERSION or not isinstance(join_request, list) or len(join_request) != 3:
+        raise DocumentInvalid(f"presence: {short(body)} is not a join request of version {VERSION}")
+    sizes = _read_sizes(join_request[2], "presence.sizes", "presence")
+    return JoinRequest(
+        member=read_member(join_request[0], "presence.member"),
+        after=number(join_request[1], "presence.after"),
         sizes=sizes,
         patient=flag(body.get("patient", False), "presence.patient"),
     )

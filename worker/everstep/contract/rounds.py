@@ -1,20 +1,21 @@
 """How agents speak with the round store in the operator: paths, headers and bounds.
 
 Which job is meant is said by the bearer token alone (its pod's). A document's version grows with each change of it; 0
-means that there is none. `lapses` grows with each presence that ended, and with each new leader.
+means that there is none. `lapses`, the count of expirations, grows with each presence that ended, and with each new
+leader.
 
 | call | request | answer |
 |---|---|---|
 | read | GET document?version=V&lapses=L (what it knows; 0, -1) | 200 document, 204 there is none, 304 the same |
 | watch | GET document?version=V&lapses=L&wait=SECONDS | the same, as soon as it differs, else 304 |
 | compare and swap | PUT document, Everstep-Version: EXPECTED | 204 with its version, 412 another is there |
-| announce | PUT presence/AGENT, Everstep-Ttl: SECONDS, body: the wish | 204 |
-| renew | POST presence/AGENT | 204, 410 it has lapsed |
-| ask | announce, with Everstep-Join: 1 | as read, and Everstep-Grace: seconds in which the operator writes the wish |
+| announce | PUT presence/AGENT, Everstep-Ttl: SECONDS, body: the join request | 204 |
+| renew | POST presence/AGENT | 204, 410 it has expired |
+| ask | announce, with Everstep-Join: 1 | as read, and Everstep-Grace: seconds in which the operator writes it |
 | withdraw | DELETE presence/AGENT | 204 |
-| present | GET presence | 200 {agent: wish as text} |
+| present | GET presence | 200 {agent: join request as text} |
 
-An answer without Everstep-Grace is 204, of an operator that writes no wishes: agents do it then.
+An answer without Everstep-Grace is 204, of an operator that writes no join requests: agents do it then.
 
 Each may be answered 307 by a follower, to the same path at the leader; 400 not understood; 401 no valid token; 403 not
 for this pod; 413 too large; 503 with Retry-After, again later. What is not 2xx, 304 or 307 has `{"reason": text}`.
@@ -26,12 +27,12 @@ DOCUMENT_PATH = "/v1/rounds/document"
 PRESENCE_PATH = "/v1/rounds/presence"
 
 VERSION_HEADER = "Everstep-Version"
-LAPSES_HEADER = "Everstep-Lapses"
+EXPIRATIONS_HEADER = "Everstep-Lapses"
 TTL_HEADER = "Everstep-Ttl"
 JOIN_HEADER = "Everstep-Join"
 GRACE_HEADER = "Everstep-Grace"
 
-MAX_WISH_BYTES = 16 * 1024
-MAX_PRESENT_BYTES = 8 * 1024 * 1024  # of one job's wishes together
+MAX_JOIN_REQUEST_BYTES = 16 * 1024
+MAX_PRESENT_BYTES = 8 * 1024 * 1024  # of one job's join requests together
 MAX_WAIT = 30.0  # seconds of one watch
 MIN_TTL, MAX_TTL = 1.0, 300.0  # seconds

@@ -21,7 +21,7 @@ class Waited(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """`member` asks to be in the next round. Written by itself, or by whoever read its wish."""
+    """`member` asks to be in the next round. Written by itself, or by whoever read its join request."""
 
     member: Member
     sizes: Sizes
@@ -97,7 +97,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """`by` has proof that `agent` is gone: its lease lapsed, or its address refuses connections."""
+    """`by` has proof that `agent` is gone: its lease expired, or its address refuses connections."""
 
     by: str
     round: int

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from everstep.contract.document import Document, Member, Report, Sizes, Wish, encode
+from everstep.contract.document import Document, JoinRequest, Member, Report, Sizes, encode
 from everstep.membership import proposals
 from everstep.membership.commands import CloseJob, Command, Evict, Leave, Reach
 from everstep.membership.errors import JoinTimedOut, RendezvousFailed, StoreUnavailable
-from everstep.membership.joining import Joining, Settings, decoded, read_wishes
+from everstep.membership.joining import Joining, Settings, decoded, read_join_requests
 from everstep.membership.machine import MAX_FLAPS, Refused, apply, is_here
 from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.store import RoundStore, View
@@ -52,12 +52,12 @@ class Driver:
         self._clock = clock
         self._peers = peers
         self._changed = threading.Condition()
-        self._wish: Wish | None = None  # announced
-        self._announcing = threading.Lock()  # an old wish must not come to the store after a newer one
+        self._join_request: JoinRequest | None = None  # announced
+        self._announcing = threading.Lock()  # an old join request must not come to the store after a newer one
         self._round: Round | None = None
         self._after = 0
         self._view = View(None, 0)
-        self._lapses = 0  # those that were looked into
+        self._expirations = 0  # those that were looked into
         self._late = 0  # looks in a row that the store did not answer
         self._world_state: WorldState = Broken("not joined yet")
         self._joining = False
@@ -82,10 +82,12 @@ class Driver:
         with self._changed:
             self._joining, self._round = True, None
             patient = self._settings.patience.shrink_after > 0
-            wish = Wish(member, self._after if after is None else after, self._sizes, patient)
+            join_request = JoinRequest(member, self._after if after is None else after, self._sizes, patient)
             self._world_state = Broken("joining")
         try:
-            joining = Joining(self._store, wish, self._settings, self._random, self._clock, self._ask, self._stopping)
+            joining = Joining(
+                self._store, join_request, self._settings, self._random, self._clock, self._ask, self._stopping
+            )
             view, formed = joining.run(timeout)
         except JoinTimedOut:
             self._withdraw()
@@ -95,7 +97,7 @@ class Driver:
                 self._joining = False
                 self._changed.notify_all()
         with self._changed:
-            self._round, self._after, self._view, self._lapses = formed, formed.number, view, view.lapses
+            self._round, self._after, self._view, self._expirations = formed, formed.number, view, view.expirations
             self._world_state = self._read_world_state(view)
             self._changed.notify_all()
         if self._peers is not None:
@@ -103,10 +105,10 @@ class Driver:
         log.info("round %d: rank %d of %d agents", formed.number, formed.rank, formed.world_size)
         return formed
 
-    def _ask(self, wish: Wish) -> float:
+    def _ask(self, join_request: JoinRequest) -> float:
         with self._announcing:
-            grace = self._store.ask(wish.member.agent, wish.encode(), self._settings.ttl)
-            self._wish = wish
+            grace = self._store.ask(join_request.member.agent, join_request.encode(), self._settings.ttl)
+            self._join_request = join_request
         with self._changed:
             if not self._threads:
                 for work, name in ((self._keep, "everstep-present"), (self._keep_looking, "everstep-rendezvous")):
@@ -120,7 +122,7 @@ class Driver:
         if self._stopping.is_set():
             return
         with self._announcing:
-            self._wish = None
+            self._join_request = None
         try:
             self._change(lambda _: Leave(self._member.agent, "it gave up"))
             self._store.withdraw(self._member.agent)
@@ -286,31 +288,31 @@ class Driver:
             log.log(logging.WARNING if first else logging.DEBUG, "%s: %s", what, error)
 
     def _renew(self) -> None:
-        if self._wish is None or self._store.renew(self.agent) or self._stopping.is_set():
+        if self._join_request is None or self._store.renew(self.agent) or self._stopping.is_set():
             return
-        log.warning("this agent's lease had lapsed: the others may have gone on without it")
+        log.warning("this agent's lease had expired: the others may have gone on without it")
         with self._announcing:
-            if self._wish is not None:
-                self._store.ask(self.agent, self._wish.encode(), self._settings.ttl)
+            if self._join_request is not None:
+                self._store.ask(self.agent, self._join_request.encode(), self._settings.ttl)
 
     def _watch_until(self, when: float) -> None:
         with self._changed:
-            seen = replace(self._view, lapses=self._lapses)
+            seen = replace(self._view, expirations=self._expirations)
             if self._joining or self._round is None:
                 self._changed.wait(max(0.0, when - self._clock()))
                 return
         fresh = self._store.watch(seen, max(0.0, when - self._clock()))
         self._see(fresh)
-        if fresh.lapses != seen.lapses:
+        if fresh.expirations != seen.expirations:
             try:
-                self._evict_lapsed()
+                self._evict_expired()
             except StoreUnavailable as e:
                 # In a crowd another is about to write. If it is away after all, the next look says so.
-                log.debug("looking again for who lapsed: %s", e)
+                log.debug("looking again for who expired: %s", e)
                 self._late += 1
                 self._sleep(self._settings.backoff.seconds(self._late, self._random), float("inf"))
                 return
-            self._lapses, self._late = fresh.lapses, 0
+            self._expirations, self._late = fresh.expirations, 0
 
     def _see(self, view: View) -> None:
         with self._changed:
@@ -328,8 +330,8 @@ class Driver:
             return Broken("not joined yet")
         return world_state(decoded(view), self._round.number, self._member.agent)
 
-    def _evict_lapsed(self) -> None:
-        """Take out who lapsed, in turn: if another did it first, there is nothing left to do."""
+    def _evict_expired(self) -> None:
+        """Take out who expired, in turn: if another did it first, there is nothing left to do."""
         view = self._store.read()
         document = decoded(view)
         if document is None:
@@ -340,7 +342,7 @@ class Driver:
             document = decoded(view)
             if document is None or not is_here(document, self._member.agent):
                 return
-            after, reasons = proposals.without_lapsed(document, self._member.agent, read_wishes(self._store))
+            after, reasons = proposals.without_expired(document, self._member.agent, read_join_requests(self._store))
             if not reasons or self._store.compare_and_swap(view.version, encode(after)) is not None:
                 self._see(self._store.read())
                 return

@@ -15,7 +15,7 @@ from functools import lru_cache
 from random import Random
 from typing import assert_never
 
-from everstep.contract.document import Document, Wish, decode, decode_wish, encode
+from everstep.contract.document import Document, JoinRequest, decode, decode_join_request, encode
 from everstep.membership import proposals
 from everstep.membership.errors import DocumentInvalid, JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.membership.formation.selection import is_spare
@@ -44,7 +44,7 @@ class Settings:
 
 
 class Joining:
-    """`ask` makes the wish present, and gives the seconds for which the store is trusted to write it.
+    """`ask` makes the join request present, and gives the seconds for which the store is trusted to write it.
 
     `clock` is monotonic seconds.
     """
@@ -52,16 +52,16 @@ class Joining:
     def __init__(
         self,
         store: RoundStore,
-        wish: Wish,
+        join_request: JoinRequest,
         settings: Settings,
         random: Random,
         clock: Callable[[], float],
-        ask: Callable[[Wish], float],
+        ask: Callable[[JoinRequest], float],
         stopped: threading.Event,
     ) -> None:
-        self._store, self._wish, self._settings = store, wish, settings
+        self._store, self._join_request, self._settings = store, join_request, settings
         self._random, self._clock, self._ask, self._stopped = random, clock, ask, stopped
-        self._agent = wish.member.agent
+        self._agent = join_request.member.agent
         self._view = View(None, 0)
         self._since = self._act_at = self._not_before = self._began = clock()
         self._look_first = False  # much may have happened since the last look
@@ -85,12 +85,12 @@ class Joining:
                     self._start()
                     started = True
                 document = decoded(self._view)
-                settled = proposals.outcome(document, self._wish)
+                settled = proposals.outcome(document, self._join_request)
                 if isinstance(settled, Admitted):
                     return self._view, settled.round
                 if isinstance(settled, Closed):
                     why = f"{self._agent} cannot join, the job is closed: {settled.why}"
-                    raise RendezvousClosed(why, settled.why, before=not waited and self._wish.after == 0)
+                    raise RendezvousClosed(why, settled.why, before=not waited and self._join_request.after == 0)
                 waited = True
                 now = self._clock()  # not before: a store in trouble takes seconds to answer
                 if document is not None and is_spare(document, self._agent):
@@ -105,7 +105,9 @@ class Joining:
                 pause = self._settings.away.seconds(failures, self._random)
                 self._stopped.wait(max(0.0, min(pause, deadline - self._clock())))
         why = "it was stopped" if self._stopped.is_set() else self._reason
-        raise JoinTimedOut(f"{self._agent} was not taken into a round newer than {self._wish.after} in time: {why}")
+        raise JoinTimedOut(
+            f"{self._agent} was not taken into a round newer than {self._join_request.after} in time: {why}"
+        )
 
     def _is_no_fault(self) -> bool:
         """Whether there is a reason to go on when the time is over. A store need not tell at once who waits."""
@@ -116,12 +118,12 @@ class Joining:
         if fresh.edition != self._view.edition:
             self._seen(fresh)
         document = decoded(self._view)
-        if document is None or proposals.outcome(document, self._wish) is not None:
+        if document is None or proposals.outcome(document, self._join_request) is not None:
             return document is not None
         return is_spare(document, self._agent)
 
     def _start(self) -> None:
-        grace = self._ask(self._wish)
+        grace = self._ask(self._join_request)
         # Jittered: agents that a store does not write for after all do not all write first.
         self._not_before = self._clock() + self._random.uniform(1, 2) * grace
         self._look_first = grace > 0
@@ -151,7 +153,7 @@ class Joining:
         if fresh.edition != self._view.edition:
             self._attempt = 0
             self._seen(fresh)
-        elif fresh.lapses != self._view.lapses:
+        elif fresh.expirations != self._view.expirations:
             self._view = fresh
             self._act_at = min(self._act_at, self._clock() + self._stagger())
 
@@ -166,9 +168,9 @@ class Joining:
         patience = self._settings.patience
         document = decoded(self._view)
         waited = patience.waited(now - self._since, document)
-        present = read_wishes(self._store)
+        present = read_join_requests(self._store)
         shrink = self._until_shrink(now) == 0
-        step = proposals.propose_join(document, self._wish, present, waited, shrink=shrink)
+        step = proposals.propose_join(document, self._join_request, present, waited, shrink=shrink)
         match step:
             case Proposal(proposed, reasons):
                 data = encode(proposed)
@@ -190,7 +192,7 @@ class Joining:
                 assert_never(step)
 
     def _is_written(self) -> bool:
-        return proposals.is_written(decoded(self._view), self._wish)
+        return proposals.is_written(decoded(self._view), self._join_request)
 
     def _until_shrink(self, now: float) -> float:
         """Seconds for which replacements are still waited for."""
@@ -210,12 +212,12 @@ def decoded(view: View) -> Document | None:
     return None if view.document is None else _decode(view.document)
 
 
-def read_wishes(store: RoundStore) -> dict[str, Wish]:
-    """Who is present and what each wants; a presence that is no wish is left out, and so counts as lapsed."""
+def read_join_requests(store: RoundStore) -> dict[str, JoinRequest]:
+    """Who is present and what each wants; a presence that is no join request is left out, and so counts as expired."""
     found = {}
     for agent, value in store.present().items():
         try:
-            found[agent] = _decode_wish(value)
+            found[agent] = _decode_join_request(value)
         except DocumentInvalid as e:
             log.warning("the presence of %s is ignored: %s", agent, e)
     return found
@@ -228,5 +230,5 @@ def _decode(data: bytes) -> Document:
 
 
 @lru_cache(maxsize=8192)
-def _decode_wish(value: bytes) -> Wish:
-    return decode_wish(value)
+def _decode_join_request(value: bytes) -> JoinRequest:
+    return decode_join_request(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from everstep.contract.document import Document, Wish
+from everstep.contract.document import Document, JoinRequest
 from everstep.membership.commands import Form, Join, Leave, Waited
 from everstep.membership.machine import Refused, apply, join_all
 from everstep.membership.world_state import Closed, Round
@@ -73,43 +73,49 @@ class Barred:
     why: str
 
 
-def outcome(document: Document | None, wish: Wish) -> Admitted | Closed | None:
-    """Whether the wish is settled."""
+def outcome(document: Document | None, join_request: JoinRequest) -> Admitted | Closed | None:
+    """Whether the join request is settled."""
     if document is None:
         return None
     if document.closed is not None:
         return Closed(document.closed)
-    agent = wish.member.agent
-    if document.round > wish.after:
+    agent = join_request.member.agent
+    if document.round > join_request.after:
         for rank, member in enumerate(document.members):
-            if member.agent == agent and member.store_port == wish.member.store_port:
+            if member.agent == agent and member.store_port == join_request.member.store_port:
                 return Admitted(Round(document.round, rank, document.members, document.id))
     return None
 
 
-def is_written(document: Document | None, wish: Wish) -> bool:
-    """Whether the agent waits in the document, with this wish and not one that it made before."""
+def is_written(document: Document | None, join_request: JoinRequest) -> bool:
+    """Whether the agent waits in the document, with this join request and not one that it made before."""
     return document is not None and any(
-        (member.agent, member.store_port) == (wish.member.agent, wish.member.store_port) for member in document.joining
+        (member.agent, member.store_port) == (join_request.member.agent, join_request.member.store_port)
+        for member in document.joining
     )
 
 
 def propose_join(
-    document: Document | None, wish: Wish, present: Mapping[str, Wish], waited: Waited, *, shrink: bool = True
+    document: Document | None,
+    join_request: JoinRequest,
+    present: Mapping[str, JoinRequest],
+    waited: Waited,
+    *,
+    shrink: bool = True,
 ) -> Proposal | Wait | Barred:
-    """The wish written, with all other wishes and losses that presence shows, and the round formed if that may be.
+    """The join request written, with all others and all losses that presence shows, and the round formed if it may be.
 
-    `present` was read after `document`: an agent in the document that is not in it has lapsed. `waited` is for how long
-    the document stood still; `shrink`: replacements were waited for long enough. Everything goes into one swap, so that
-    no crash comes between.
+    `present` was read after `document`: an agent in the document that is not in it has expired. `waited` is for how
+    long the document stood still; `shrink`: replacements were waited for long enough. Everything goes into one swap, so
+    that no crash comes between.
     """
     before = document
-    agent = wish.member.agent
-    now = Document(wish.sizes, id=agent) if document is None else document
-    now = above(now, (wish, *present.values()))
-    # First: who lapsed needs no sizes and no index any more, and must bar nobody.
-    cleared, reasons = without_lapsed(now, agent, present)
-    joined = apply(cleared, Join(wish.member, wish.sizes))
+    agent = join_request.member.agent
+    now = Document(join_request.sizes, id=agent) if document is None else document
+    now = above(now, (join_request, *present.values()))
+    # First: who expired needs no sizes and no index any more, and must bar nobody.
+    cleared, reasons = without_expired(now, agent, present)
+    joined = apply(cleared, Join(join_request.member, join_request.sizes))
     if isinstance(joined, Refused):
         return Barred(joined.reason) if joined.final else Wait(joined.reason)
     if joined != cleared:
@@ -123,14 +129,14 @@ def propose_join(
     return Proposal(now, tuple(reasons)) if now != before else Wait(formed.reason)
 
 
-def above(document: Document, wishes: Iterable[Wish]) -> Document:
+def above(document: Document, join_requests: Iterable[JoinRequest]) -> Document:
     """The document, whose next round will be newer than all that these agents were in: its store may have lost one in
     which they were."""
-    known = max((wish.after for wish in wishes), default=0)
+    known = max((join_request.after for join_request in join_requests), default=0)
     return replace(document, floor=known) if known > max(document.floor, document.round) else document
 
 
-def without_lapsed(document: Document, by: str, present: Mapping[str, Wish]) -> tuple[Document, list[str]]:
+def without_expired(document: Document, by: str, present: Mapping[str, JoinRequest]) -> tuple[Document, list[str]]:
     """The document without the agents that have no presence, and who they were.
 
     `by`, who writes it, is here, or joins in the same swap: who is gone from a round changes nothing in it.
@@ -140,22 +146,27 @@ def without_lapsed(document: Document, by: str, present: Mapping[str, Wish]) -> 
         agent = member.agent
         if agent == by or agent in present:
             continue
-        after = apply(document, Leave(agent, "its lease lapsed"))
+        after = apply(document, Leave(agent, "its lease expired"))
         if not isinstance(after, Refused):
             document = after
-            reasons.append(f"{agent} lapsed")
+            reasons.append(f"{agent} expired")
     return document, reasons
 
 
-def _fold(document: Document, me: str, present: Mapping[str, Wish]) -> tuple[Document, list[str]]:
+def _fold(document: Document, me: str, present: Mapping[str, JoinRequest]) -> tuple[Document, list[str]]:
     waiting = {member.agent for member in document.joining}
-    # A wish for a round that was formed meanwhile is settled, or its owner makes a new one.
-    wishes = [
-        wish
-        for agent, wish in sorted(present.items(), key=lambda item: item[0])
-        if agent != me and agent not in waiting and wish.after >= document.round and wish.member.agent == agent
+    # A join request for a round that was formed meanwhile is settled, or its owner makes a new one.
+    join_requests = [
+        join_request
+        for agent, join_request in sorted(present.items(), key=lambda item: item[0])
+        if agent != me
+        and agent not in waiting
+        and join_request.after >= document.round
+        and join_request.member.agent == agent
     ]
-    document, let_in = join_all(document, (Join(wish.member, wish.sizes) for wish in wishes))
+    document, let_in = join_all(
+        document, (Join(join_request.member, join_request.sizes) for join_request in join_requests)
+    )
     return document, [f"{agent} joins" for agent in let_in]
 
 

@@ -14,15 +14,15 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the store held at one moment. `version` changes with the document (0: there is none); `lapses` grows with
-    each presence that ended, and whenever the store cannot tell whether one did.
+    """What the store held at one moment. `version` changes with the document (0: there is none);
+    `expirations` grows with each presence that ended, and whenever the store cannot tell whether one did.
 
     `era` grows each time this process finds that the store lost what it held, or was put back to an older state.
     Versions grow within one era. Those of two eras have no order: the later era is the newer."""
 
     document: bytes | None
     version: int
-    lapses: int = 0
+    expirations: int = 0
     era: int = 0
 
     @property
@@ -46,7 +46,7 @@ class RoundStore(Protocol):
         ...
 
     def watch(self, seen: View, timeout: float) -> View:
-        """Wait until era, version or lapses differ from those seen, at most `timeout` seconds; the newest view known.
+        """Wait until era, version or expirations differ from those seen, at most `timeout` seconds; the newest view.
 
         The view may be older than what `read` gives.
         """
@@ -57,7 +57,7 @@ class RoundStore(Protocol):
         ...
 
     def ask(self, agent: str, value: bytes, ttl: float) -> float:
-        """`announce`, and have the store write this wish into the document, if it is one that does such a thing.
+        """`announce`, and have the store write this request into the document, if it is one that does such a thing.
 
         Seconds after which the agent should have seen that it did, and otherwise writes by itself; 0: it does not. A
         store that does knows by then what it held, and `watch` gives it at once.
@@ -65,7 +65,7 @@ class RoundStore(Protocol):
         ...
 
     def renew(self, agent: str) -> bool:
-        """Keep the agent present. False: it has lapsed and must be announced again."""
+        """Keep the agent present. False: it has expired and must be announced again."""
         ...
 
     def withdraw(self, agent: str) -> None:
@@ -77,7 +77,7 @@ class RoundStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up connections and threads. Presence is left to lapse."""
+        """Give up connections and threads. Presence is left to expire."""
         ...
 
 

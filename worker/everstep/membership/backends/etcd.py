@@ -2,9 +2,9 @@
 
 The document's version is its mod revision; presence is a key on a lease of its own. A thread watches the document, and
 presences that end: not those that begin, or each of a thousand agents that start would be told of every other. A watch
-goes on from the revision after the last one seen; where etcd has compacted that away, the document is read again and a
-lapse is assumed. So are they where etcd has lost what it held, or was put back to an older state: its revision tells,
-or the document's. That begins a new era. Invariant: within an era, a view never goes back.
+goes on from the revision after the last one seen; where etcd has compacted that away, the document is read again and an
+expiration is assumed. One is assumed too where etcd has lost what it held, or was put back to an older state: its
+revision tells, or the document's. That begins a new era. Invariant: within an era, a view never goes back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "/everstep/rendezvous"
 SILENCE = 5.0  # seconds without a message after which the watch is opened anew: its member may be hung
-_DOCUMENT, _LAPSES = "1", "2"  # the watches on one stream
+_DOCUMENT, _EXPIRATIONS = "1", "2"  # the watches on one stream
 MIN_TTL = 2  # etcd makes shorter leases longer
 
 
@@ -41,7 +41,7 @@ class EtcdStore(Watching):
         self._root, self._document, self._present = root, f"{root}document", f"{root}present/"
         self._known = 0  # the revision at which the view was true
         self._next: dict[str, int] = {}  # by watch, the revision that it has not seen
-        self._lapses = self._era = 0
+        self._expirations = self._era = 0
         self._leases: dict[str, tuple[str, float]] = {}
 
     def forked(self) -> None:
@@ -70,7 +70,7 @@ class EtcdStore(Watching):
             whole = max(MIN_TTL, math.ceil(ttl))
             lease = str(self._gateway.call("/v3/lease/grant", {"TTL": str(whole)})["ID"])
             if not self._put(agent, value, lease):
-                raise StoreUnavailable(f"a lease of {whole} s lapsed before it was used")
+                raise StoreUnavailable(f"a lease of {whole} s expired before it was used")
         self._leases[agent] = (lease, ttl)
 
     def ask(self, agent: str, value: bytes, ttl: float) -> float:
@@ -90,7 +90,7 @@ class EtcdStore(Watching):
     def withdraw(self, agent: str) -> None:
         held = self._leases.pop(agent, None)
         if held is not None:
-            with contextlib.suppress(StoreUnavailable, NotFound):  # it lapses, or has, by itself
+            with contextlib.suppress(StoreUnavailable, NotFound):  # it expires, or has, by itself
                 self._gateway.call("/v3/lease/revoke", {"ID": held[0]})
 
     def present(self) -> Mapping[str, bytes]:
@@ -120,7 +120,7 @@ class EtcdStore(Watching):
         # Where other jobs have written since etcd was put back, or its revision was raised, only the document tells.
         older = before is not None and 0 < version < before.version
         revision = self._revision(answer, known, older=older)
-        return View(_unb64(rows[0].get("value", "")) if rows else None, version, self._lapses, self._era), revision
+        return View(_unb64(rows[0].get("value", "")) if rows else None, version, self._expirations, self._era), revision
 
     def _revision(self, answer: Mapping[str, Any], known: int, *, older: bool = False) -> int:
         """The store's revision in an answer to a call that was made when `known` was. Reads and writes of etcd are
@@ -132,7 +132,7 @@ class EtcdStore(Watching):
                 log.warning("etcd has lost what it held, or was put back: revision %d, after %d", revision, known)
                 self._known, self._view, self._next = 0, None, {}
                 self._era += 1
-                self._lapse()
+                self._count_expiration()
         return revision
 
     def _merge(self, view: View, revision: int) -> View:
@@ -140,7 +140,7 @@ class EtcdStore(Watching):
         with self._changed:
             if self._view is None or revision >= self._known:
                 before, self._known = self._view, revision
-                self._view = View(view.document, view.version, self._lapses, view.era)
+                self._view = View(view.document, view.version, self._expirations, view.era)
                 if self._view != before:
                     self._changed.notify_all()
             return self._view
@@ -148,8 +148,8 @@ class EtcdStore(Watching):
     def _follow(self) -> bool:
         view, revision = self._range()  # each time: a watch on revisions to come would not notice that they come again
         if not self._next:
-            self._next = {_DOCUMENT: revision + 1, _LAPSES: revision + 1}
-            self._lapse()  # what lapsed before is not known
+            self._next = {_DOCUMENT: revision + 1, _EXPIRATIONS: revision + 1}
+            self._count_expiration()  # what expired before is not known
             self._merge(view, revision)
         return self._read_stream()
 
@@ -160,7 +160,7 @@ class EtcdStore(Watching):
         """Until it ends; whether it said anything."""
         heard = False
         ends = {"range_end": _end(self._present), "filters": ["NOPUT"]}
-        wanted = [self._wanted(_DOCUMENT, self._document, {}), self._wanted(_LAPSES, self._present, ends)]
+        wanted = [self._wanted(_DOCUMENT, self._document, {}), self._wanted(_EXPIRATIONS, self._present, ends)]
         for message in self._gateway.stream("/v3/watch", wanted, SILENCE):
             if self._closed:
                 return heard
@@ -201,13 +201,13 @@ class EtcdStore(Watching):
             document = None if deleted else _unb64(row.get("value", ""))
             self._merge(View(document, 0 if deleted else revision, 0, self._era), revision)
         elif deleted and key.startswith(self._present):
-            self._lapse()
+            self._count_expiration()
 
-    def _lapse(self) -> None:
+    def _count_expiration(self) -> None:
         with self._changed:
-            self._lapses += 1
+            self._expirations += 1
             if self._view is not None:
-                self._view = replace(self._view, lapses=self._lapses)
+                self._view = replace(self._view, expirations=self._expirations)
             self._changed.notify_all()
 
 

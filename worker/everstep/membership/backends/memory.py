@@ -28,14 +28,14 @@ class MemoryStore:
         self._changed = threading.Condition()
         self._document: bytes | None = None
         self._version = 0
-        self._lapses = 0
+        self._expirations = 0
         self._present: dict[str, _Presence] = {}
-        self._earliest = float("inf")  # no presence lapses before; renewing makes it too early, never too late
+        self._earliest = float("inf")  # no presence expires before; renewing makes it too early, never too late
 
     def read(self) -> View:
         with self._changed:
             self._expire()
-            return View(self._document, self._version, self._lapses)
+            return View(self._document, self._version, self._expirations)
 
     def compare_and_swap(self, expected: int, document: bytes) -> int | None:
         with self._changed:
@@ -51,9 +51,9 @@ class MemoryStore:
             while True:
                 self._expire()
                 now = self._clock()
-                changed = (self._version, self._lapses) != (seen.version, seen.lapses)
+                changed = (self._version, self._expirations) != (seen.version, seen.expirations)
                 if changed or now >= deadline:
-                    return View(self._document, self._version, self._lapses)
+                    return View(self._document, self._version, self._expirations)
                 self._changed.wait(min(deadline, self._earliest) - now)
 
     def announce(self, agent: str, value: bytes, ttl: float) -> None:
@@ -62,7 +62,7 @@ class MemoryStore:
             self._present[agent] = _Presence(value, ttl, until)
             if until < self._earliest:
                 self._earliest = until
-                self._changed.notify_all()  # whoever sleeps until the earliest lapse sleeps too long now
+                self._changed.notify_all()  # whoever sleeps until the earliest expiration sleeps too long now
 
     def ask(self, agent: str, value: bytes, ttl: float) -> float:
         self.announce(agent, value, ttl)
@@ -80,7 +80,7 @@ class MemoryStore:
     def withdraw(self, agent: str) -> None:
         with self._changed:
             if self._present.pop(agent, None) is not None:
-                self._lapse(1)
+                self._count_expiration(1)
 
     def present(self) -> Mapping[str, bytes]:
         with self._changed:
@@ -94,13 +94,13 @@ class MemoryStore:
         now = self._clock()
         if now < self._earliest:
             return
-        lapsed = [agent for agent, presence in self._present.items() if presence.until <= now]
-        for agent in lapsed:
+        expired = [agent for agent, presence in self._present.items() if presence.until <= now]
+        for agent in expired:
             del self._present[agent]
         self._earliest = min((presence.until for presence in self._present.values()), default=float("inf"))
-        if lapsed:
-            self._lapse(len(lapsed))
+        if expired:
+            self._count_expiration(len(expired))
 
-    def _lapse(self, count: int) -> None:
-        self._lapses += count
+    def _count_expiration(self, count: int) -> None:
+        self._expirations += count
         self._changed.notify_all()

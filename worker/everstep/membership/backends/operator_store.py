@@ -15,9 +15,9 @@ from random import Random
 from everstep.contract.document import MAX_BYTES
 from everstep.contract.rounds import (
     DOCUMENT_PATH,
+    EXPIRATIONS_HEADER,
     GRACE_HEADER,
     JOIN_HEADER,
-    LAPSES_HEADER,
     MAX_PRESENT_BYTES,
     PRESENCE_PATH,
     TTL_HEADER,
@@ -29,13 +29,13 @@ from everstep.membership.errors import StoreUnavailable
 from everstep.membership.store import View
 
 WAIT = 20.0  # seconds of one watch at the operator
-MAX_GRACE = 30.0  # seconds for which an operator is trusted to write a wish
+MAX_GRACE = 30.0  # seconds for which an operator is trusted to write a join request
 NOTHING_COUNTED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known at one moment, and how far the operator had counted lapses."""
+    """What is known at one moment, and how far the operator had counted expirations."""
 
     view: View | None
     counted: int
@@ -47,7 +47,7 @@ class HttpStore(Watching):
     def __init__(self, calls: OperatorCalls, *, random: Random | None = None) -> None:
         super().__init__(random)
         self._calls = calls
-        self._counted = NOTHING_COUNTED  # lapses, by the operator: with another leader they may begin anew
+        self._counted = NOTHING_COUNTED  # expirations, by the operator: with another leader they may begin anew
 
     def read(self) -> View:
         known = self._known()
@@ -87,7 +87,7 @@ class HttpStore(Watching):
             found = json.loads(reply.data)
         except (ValueError, RecursionError) as e:
             raise StoreUnavailable(f"the operator's list of agents cannot be read: {e}") from e
-        # Whoever is missing in it counts as lapsed: it is believed only if it is one.
+        # Whoever is missing in it counts as expired: it is believed only if it is one.
         if not isinstance(found, dict) or any(not (isinstance(v, str) and v[:1] == "{") for v in found.values()):
             raise StoreUnavailable("what answers for the operator gives no list of agents")
         return {agent: value.encode() for agent, value in found.items()}
@@ -111,7 +111,7 @@ class HttpStore(Watching):
     def _merge(self, found: View | None, asked: Known) -> View:
         """What is known after `found` came, asked for when `asked` was known. An older sight changes nothing.
 
-        The lapses in `found` are the operator's count, those of the view are counted here.
+        The expirations in `found` are the operator's count, those of the view are counted here.
         """
         with self._changed:
             view = self._view
@@ -120,14 +120,16 @@ class HttpStore(Watching):
             # There is no document any more: believed unless one came while that answer was on its way.
             newer = view is None or found.version >= view.version or (found.version == 0 and view is asked.view)
             newest = found if newer or view is None else view
-            lapses = 0 if view is None else view.lapses
+            expirations = 0 if view is None else view.expirations
             # A smaller count, likewise: the next leader may have begun anew.
-            if found.lapses > self._counted or (found.lapses < self._counted and asked.counted == self._counted):
-                lapses += self._counted != NOTHING_COUNTED
-                self._counted = found.lapses
+            if found.expirations > self._counted or (
+                found.expirations < self._counted and asked.counted == self._counted
+            ):
+                expirations += self._counted != NOTHING_COUNTED
+                self._counted = found.expirations
             # After there was none, versions may begin anew.
             era = 0 if view is None else view.era + (newest.version < view.version)
-            self._view = View(newest.document, newest.version, lapses, era)
+            self._view = View(newest.document, newest.version, expirations, era)
             if self._view != view:
                 self._changed.notify_all()
             return self._view
@@ -153,11 +155,11 @@ def _presence(agent: str) -> str:
 
 def _seen(reply: Reply) -> View:
     document = reply.data if reply.status == 200 else None
-    return View(document, _number(reply, VERSION_HEADER), _number(reply, LAPSES_HEADER))
+    return View(document, _number(reply, VERSION_HEADER), _number(reply, EXPIRATIONS_HEADER))
 
 
 def _grace(reply: Reply) -> float:
-    """0 from an operator that writes no wishes."""
+    """0 from an operator that writes no join requests."""
     try:
         seconds = float(reply.headers.get(GRACE_HEADER, "0"))
     except ValueError:

@@ -52,7 +52,7 @@ class Watching(ABC):
         with self._changed:
             while True:
                 view = self._view
-                if view is not None and (view.edition, view.lapses) != (seen.edition, seen.lapses):
+                if view is not None and (view.edition, view.expirations) != (seen.edition, seen.expirations):
                     return view
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed:
