@@ -425,3 +425,34 @@ def test_metrics_that_are_no_numbers_are_named_and_those_that_no_record_holds_le
         with pytest.raises(CheckpointError, match=words):
             numbers(metrics)  # type: ignore[arg-type]
     assert numbers({"large": 10**400, "nan": float("nan"), "loss": 2}) == {"loss": 2.0}
+
+
+def test_metric_that_is_known_after_the_save_counts_also_where_the_commit_was_marked_before(runs: Any) -> None:
+    store = MemoryStore()
+    run, _ = runs(store).begin(keep=Keep(1, every_steps=10, best=1))
+    for step, loss in ((3, 4.0), (10, 1.0), (11, 3.0), (12, 5.0), (13, 2.0)):
+        run.save(step, runs.state(step), metrics={"other": 0.5})
+        run.add_metrics(step, {"loss": torch.tensor(9.0)})
+        run.add_metrics(step, {"loss": torch.tensor(loss)})
+        run.wait()
+        runs.settle(run)
+    with pytest.raises(CheckpointError, match=r"add_metrics\(14\): no save of this step.*steps 3, 10, 11, 12, 13"):
+        run.add_metrics(14, {"loss": 1.0})
+    run.close()
+    found = {f.step: (dict(f.metrics), f.kept) for f in Catalog(store).list()}
+    assert found == {13: ({"other": 0.5, "loss": 2.0}, False), 10: ({"other": 0.5, "loss": 1.0}, True)}
+    train(runs, store, {20: 0.5, 25: 8.0}, keep=Keep(1, best=1))
+    assert steps_of(store) == [25, 20, 10], "10 stays for its interval"
+
+
+def test_metric_of_a_save_that_came_to_nothing_is_put_nowhere() -> None:
+    store, diverged = MemoryStore(), {"model": torch.nn.Linear(1, 1)}
+    run = everstep.Checkpointer(store=store, nonfinite="refuse")
+    run.restore(diverged)
+    with torch.no_grad():
+        diverged["model"].weight.fill_(math.nan)
+    run.save(1, diverged)
+    run.add_metrics(1, {"loss": 1.0})
+    with pytest.raises(CheckpointError, match="NaN"):
+        run.close()
+    assert not [info.name for info in store.list("data/") if "metrics" in info.name]

@@ -272,7 +272,7 @@ def _replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "refilled", lambda live, tree, *_, **__: tree)
 
 
-RARE = pytest.mark.long  # only some thousand states hold two such tensors
+RARE = (pytest.mark.long, pytest.mark.timeout(3600))  # only some thousand states hold two such tensors
 PLANTED = [_swapped, _lists_for_tuples, _no_conjugate, _replaced, pytest.param(_ties_without_strides, marks=RARE)]
 
 

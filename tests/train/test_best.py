@@ -43,7 +43,7 @@ def test_best_commits_by_a_metric_that_the_script_logs_stay(where: str, tmp_path
     assert metrics_by_step(tmp_path) == {2: {"loss": 2.0}, 4: {"loss": 1.0}, 6: {"loss": 6.0}}
 
 
-def test_metric_of_an_evaluation_belongs_to_no_commit_of_a_later_step(
+def test_metric_of_an_evaluation_belongs_to_the_commit_of_its_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.zeros(1)
@@ -60,11 +60,28 @@ def test_metric_of_an_evaluation_belongs_to_no_commit_of_a_later_step(
             with step:
                 weight += 1
             made.wait(60)
-    assert metrics_by_step(tmp_path) == {1: {}, 2: {}, 3: {}, 4: {"error": 5.0, "also": 1.0}}, "the last is saved later"
+    of_evaluation = {"also": 1.0}
+    assert metrics_by_step(tmp_path) == {
+        1: {}, 2: {"error": 7.0, **of_evaluation}, 3: {}, 4: {"error": 5.0, **of_evaluation}
+    }  # fmt: skip
     told = [r.getMessage() for r in caplog.records if "Keep(best=1" in r.getMessage()]
     assert len(told) == 1
     assert told[0].startswith("step 1: a save without a finite number 'error' is not among those")
     assert "run.log(error=…)" in told[0]
+
+
+def test_best_commit_by_an_evaluation_after_its_save_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weight, errors = torch.zeros(1), iter([5.0, 2.0, 4.0, 1.0, 3.0, 6.0])
+    made = checkpointer(tmp_path, last=1, best=2, metric="error")
+    with everstep.start(made) as run, caplog.at_level(logging.WARNING):
+        run.track(weight=weight)
+        run.evaluate(lambda: {"error": torch.tensor(next(errors))}, every=1)
+        for step in run.steps(until=6):
+            with step:
+                weight += 1
+            made.wait(60)
+    assert metrics_by_step(tmp_path) == {2: {"error": 2.0}, 4: {"error": 1.0}, 6: {"error": 6.0}}
+    assert not [r for r in caplog.records if "Keep(best=2" in r.getMessage()]
 
 
 def test_value_that_the_script_adds_to_later_is_kept_as_it_was_logged(tmp_path: Path) -> None:

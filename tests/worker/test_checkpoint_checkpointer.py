@@ -21,10 +21,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 import everstep
 from everstep.checkpoint import CheckpointError, SaveFailed, StateMismatch, UnsupportedVersion, layout
 from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint.handle import Committed
 from everstep.checkpoint.manifest import OpenRecord
 from everstep.checkpoint.opening import Settings
 from everstep.checkpoint.ranks import Alone
-from everstep.checkpoint.writer import Committed
 from everstep.contract import env
 from everstep.storage import MemoryStore, ObjectStore, RetryableError, RetryingStore, RetryPolicy, StoreUnusable
 from everstep.storage import open_store as plain_store

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
         StateMismatch,
         UnsupportedVersion,
     )
+    from everstep.checkpoint.handle import SaveHandle
     from everstep.checkpoint.incoming import import_checkpoint
     from everstep.checkpoint.keep import Keep
     from everstep.checkpoint.rng import RngState
     from everstep.checkpoint.selection import LoadReport
     from everstep.checkpoint.union import Union
-    from everstep.checkpoint.writer import SaveHandle
 
 __all__ = [
     "Catalog",
@@ -58,7 +58,7 @@ _HOME = {
     "Keep": "keep",
     "LoadReport": "selection",
     "RngState": "rng",
-    "SaveHandle": "writer",
+    "SaveHandle": "handle",
     "Union": "union",
     "import_checkpoint": "incoming",
 }

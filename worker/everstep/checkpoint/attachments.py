@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 
+from everstep.checkpoint.handle import Committed, SaveHandle
 from everstep.checkpoint.layout import attachment_name
-from everstep.checkpoint.writer import Committed, SaveHandle
 from everstep.storage import ObjectStore, StorageError
 from everstep.storage.errors import NotFound
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from everstep.checkpoint.handle import SaveHandle
 from everstep.checkpoint.staging import Staging
-from everstep.checkpoint.writer import SaveHandle
 
 
 @dataclass(slots=True)

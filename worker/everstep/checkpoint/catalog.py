@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Final
 
 from everstep.checkpoint import pins
@@ -21,6 +22,7 @@ from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.compactor import Compactor
 from everstep.checkpoint.errors import CheckpointError, NoCommit
 from everstep.checkpoint.keep import metrics_of
+from everstep.checkpoint.late_metrics import later_metrics
 from everstep.checkpoint.layout import folder_of, owner_of
 from everstep.checkpoint.log import Unreadable
 from everstep.checkpoint.manifest import CommitRecord, nonfinite_in
@@ -47,14 +49,18 @@ class Found:
     nonfinite: tuple[str, ...] = ()  # parameters that hold NaN or infinity, if the commit was marked for it
     kept: bool = False  # beyond the newest ones, by the rules of the run: see `Keep`
     tags: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)  # that `save` was given
+    metrics: Mapping[str, float] = field(default_factory=dict)  # that `save` and `add_metrics` were given
 
     @classmethod
-    def of(cls, record: CommitRecord, held: Holds = NOTHING, missing: tuple[str, ...] = ()) -> Found:
+    def of(
+        cls, record: CommitRecord, held: Holds = NOTHING, missing: tuple[str, ...] = (),
+        later: Mapping[str, float] = MappingProxyType({}),
+    ) -> Found:  # fmt: skip
         size, save = sum(s.bytes for s in record.shards), record.save_id
         return cls(
             record.step, record.n, save, record.at, record.world_size, size, save in held.pinned, missing,
-            nonfinite_in(record), save in held.kept, held.tags_of(save), metrics_of(record.values),
+            nonfinite_in(record), save in held.kept, held.tags_of(save),
+            {**metrics_of(record.values), **later},
         )  # fmt: skip
 
 
@@ -83,7 +89,10 @@ class Catalog:
         walked |= {r.n: r for r in self._held(held) if r.n <= end and not is_compacted(r)}
         newest_first = (walked[n] for n in sorted(walked, reverse=True))
         present = (r for r in newest_first if not r.shards or any(folder_of(s.path) in sizes for s in r.shards))
-        return tuple(Found.of(r, held, missing(r, sizes)) for r in present)
+        return tuple(
+            Found.of(r, held, missing(r, sizes), later_metrics(self._store, r.save_id, sizes.get(r.save_id, ())))
+            for r in present
+        )
 
     def find(self, step: int | None = None, n: int | None = None, tag: str | None = None) -> CommitRecord:
         """The newest commit, or the newest of `step`, or record `n`, or that of `tag`. Raises `NoCommit` if there is

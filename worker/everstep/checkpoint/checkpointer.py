@@ -7,7 +7,6 @@ a process that was fenced never writes again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -17,41 +16,27 @@ from functools import partial
 from typing import Any
 
 from everstep.checkpoint import at_exit, attachments, opening
-from everstep.checkpoint.alike import digests, digests_of_union
-from everstep.checkpoint.arrangement import Arranger
-from everstep.checkpoint.buffers import Buffers
-from everstep.checkpoint.casting import check_cast
 from everstep.checkpoint.cleaner import Cleaner
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.commits import Commits
-from everstep.checkpoint.errors import (
-    CheckpointError,
-    Damaged,
-    Fenced,
-    NewerCommit,
-    SaveFailed,
-    StateMismatch,
-)
+from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed
 from everstep.checkpoint.finite import Nonfinite
-from everstep.checkpoint.fit import fit
+from everstep.checkpoint.handle import Events, Failed, SaveHandle
 from everstep.checkpoint.holders import Holders
 from everstep.checkpoint.keep import Keep, numbers
+from everstep.checkpoint.late_metrics import LateMetrics
 from everstep.checkpoint.layout import save_id
-from everstep.checkpoint.loads import SURVIVED_STEPS, Loads
+from everstep.checkpoint.loading import Loader
 from everstep.checkpoint.opening import InRound, Settings
 from everstep.checkpoint.owner import Owner
-from everstep.checkpoint.parts import Staged
 from everstep.checkpoint.policy import SavePolicy, Verdict
 from everstep.checkpoint.ranks import Alone, Ranks
-from everstep.checkpoint.restoring import Guard, asked, candidates, newest_whole
 from everstep.checkpoint.selection import LoadReport, Selection
-from everstep.checkpoint.state import apply, capture
-from everstep.checkpoint.steps import named_commit, whole_step
-from everstep.checkpoint.targets import of_all_ranks
-from everstep.checkpoint.ties import check_ties
+from everstep.checkpoint.snapshot import Snapshots
+from everstep.checkpoint.steps import check_order, lost_keys, named_commit, whole_step
 from everstep.checkpoint.times import stamp
-from everstep.checkpoint.writer import Events, Failed, Identity, SaveHandle, Writer
-from everstep.storage import ObjectStore, RetryableError, StorageError
+from everstep.checkpoint.writer import Identity, Writer
+from everstep.storage import ObjectStore, RetryableError
 
 logger = logging.getLogger("everstep.checkpoint")
 
@@ -134,21 +119,14 @@ class Checkpointer(Commits):
         self._events = opening.quiet(on_event or opening.default_events())
         said = (process_group, rank, world_size)
         self._owner = Owner(self._store, self._log, settings, said, store is None, self._events)
-        self._arranger = Arranger()
-        self._holders = Holders()
-        self._buffers = Buffers()
+        self._snapshots = Snapshots(settings.nonfinite)
         self._writer: Writer | None = None
-        self._loading: Loads | None = None  # of a load that has not ended
-        self._loads: Loads | None = None  # of rank 0
-        self._proved: int | None = None  # the step at which the state that was loaded is no poison
-        self._damaged: set[int] = set()
-        self._suspected: set[int] = set()  # whole, and earlier runs that loaded them came to nothing
+        self._loader = Loader(self._store, self._log, settings, self._events)
         self._sequence = 0
         self._keys: frozenset[str] = frozenset()  # of the state that was restored or saved last
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
-        self._told_of_metric = False  # that a save is without the one by which the best are kept
+        self._late = LateMetrics(self._store, settings.keep)
         self._last = -1  # the step that this run has saved or restored last
-        self.report = LoadReport()  # what the newest `restore` left out
         self._by_session = False
         self._saving = threading.RLock()  # threads of the script; a handler of signals may save within a save
         self._closed = threading.Event()  # no save is taken any more
@@ -178,54 +156,25 @@ class Checkpointer(Commits):
         step, n = named_commit(step, n)
         self._check_process()
         own, ranks = self._owner.take(restores=True)
-        unions = self._holders.meet(state, ranks)
-        captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
-        wanted = partial(of_all_ranks, state, captured, ranks, unions, selection=chosen)
-        self.wait()  # for this run's own saves, if it goes back
-        # The writer's, if there is one: it takes the marks away.
-        loads = self._loads if self._loads is not None and self._writer is not None else Loads(self._store, own)
-        passed: list[str] = []
-
-        def told(n: int, reason: str, *, suspected: bool = False) -> None:
-            passed.append(reason)
-            self._stepped_over(n, reason, suspected=suspected)
-
-        guard = Guard(loads, self._settings.max_loads, self._settings.nonfinite)
-        self._loading = loads
-        named = step is not None or n is not None
-        try:
-            tried = asked(self._catalog, guard, step, n) if named else candidates(self._log, self._end, guard, told)
-            found = newest_whole(self._store, ranks, wanted, tried, told)  # the candidates are rank 0's
-            self.report = LoadReport()
-            if found is not None:
-                record, tensors = found
-                assert isinstance(record.values, dict)
-                fitted = fit(state, captured, record, ranks.rank, chosen)
-                check_ties(fitted.live, captured, tensors, ranks)
-                if chosen.cast:
-                    check_cast(state, captured, fitted, tensors, ranks)
-                answers = apply(state, record.values, tensors, ranks.rank, whole=chosen.whole, bodies=fitted.bodies)
-                fitted.judged(answers, chosen)
-                self.report = fitted.report()
-        except (CheckpointError, StorageError, KeyboardInterrupt) as e:
-            with contextlib.suppress(StorageError):
-                loads.end()  # this says nothing about the commit
-            if named and passed and isinstance(e, CheckpointError):
-                raise Damaged(f"{self._store.url}: {passed[-1]}") from e
-            raise
-        self._loading = None
-        step = found[0].step if found else None
-        self._last = -1 if step is None else step
-        if ranks.rank == 0 and step is not None:
-            self._loads, self._proved = loads, step + SURVIVED_STEPS
+        unions = self._snapshots.holders.meet(state, ranks)
+        record = self._loader.load(
+            state, own, ranks, chosen, unions=unions, step=step, n=n, idle=self.wait, end=self._end,
+            has_writer=self._writer is not None,
+        )  # fmt: skip
+        self._last = -1 if record is None else record.step
         self._start_writer()
         self._policy.saved(time.monotonic())
         self._owner.newest = -1
         self._keys = frozenset(state)
-        self._restored_id = found[0].save_id if found else None
-        n = found[0].n if found else None
+        self._restored_id = None if record is None else record.save_id
+        step, n = (None, None) if record is None else (record.step, record.n)
         self._events("restored", step=step, n=n, seconds=time.monotonic() - started)
         return step
+
+    @property
+    def report(self) -> LoadReport:
+        """What the newest `restore` left out."""
+        return self._loader.report
 
     def should_save(self, step: int) -> bool:
         """Whether to save after `step`, the same on every rank. Collective at the steps where the answer may be yes.
@@ -233,7 +182,7 @@ class Checkpointer(Commits):
         Not while a save is in flight: a slow store makes saves rarer, never training slower.
         """
         step, now = whole_step(step), time.monotonic()
-        self._alive(step)
+        self._loader.mark.alive(step, None if self._writer is None else self._writer.later)
         if not self._policy.candidate(step):
             return False
         ready = self._ready_again(step)
@@ -266,29 +215,18 @@ class Checkpointer(Commits):
             return self._save(whole_step(step), state, numbers(metrics))
 
     def _save(self, step: int, state: Mapping[str, Any], metrics: dict[str, float]) -> SaveHandle:
-        if step < self._last:
-            raise CheckpointError(
-                f"{self._store.url}: save({step}) after step {self._last} was saved or restored: the newest "
-                "commit would be of an older step. To go back, call restore(state, step=…) before; a new run needs "
-                "another URL"
-            )
+        check_order(step, self._last, self._store.url)
         ready = self._ready_again(step)
         if isinstance(ready, SaveFailed):
-            return SaveHandle(step, Failed(step, ready))
+            return self._late.saved(SaveHandle(step, Failed(step, ready)), metrics)
         writer, ranks = ready
-        if ranks.rank == 0 and not self._told_of_metric and self._settings.keep.lacks(metrics):
-            self._told_of_metric = True
-            logger.warning("step %d: %s", step, self._settings.keep.advice(by_session=self._by_session))
-        if self._holders.unions is None:
-            self._holders.meet(state, Alone() if self._by_session else ranks)  # a session marks on all ranks, or none
+        self._late.check(ranks.rank, by_session=self._by_session)
+        holders = self._snapshots.holders
+        if holders.unions is None:
+            holders.meet(state, Alone() if self._by_session else ranks)  # a session marks on all ranks, or none
         problem: CheckpointError | None = writer.fenced or writer.refused
-        if problem is None and (lost := sorted(self._keys - state.keys())):
-            problem = StateMismatch(
-                f"step {step} was not saved: the state lacks {', '.join(map(repr, lost))}, which the state of the "
-                "restore() or save() before had. A commit takes the place of those before it, so each has to hold all. "
-                "Pass the same keys; a part is saved for others by a Checkpointer with another URL"
-            )
-        if problem is not None and not self._holders.unions:
+        problem = problem or lost_keys(step, self._keys, state)
+        if problem is not None and not holders.unions:
             raise problem
         if problem is None:
             self._keys = frozenset(state)
@@ -296,30 +234,30 @@ class Checkpointer(Commits):
         self._sequence += 1  # on every rank alike, whatever becomes of the save
         self._last = step
         identifier = save_id(self._owner.record.n, self._owner.record.writer, self._sequence)
-        captured, teams = self._holders.capture(state, ranks, problem)
         compares = ranks.world_size > 1 and not self._by_session and not self._sequence & (self._sequence - 1)
-        arranged, tensors = self._arranger.arrange(captured, ranks, teams)
-        told = digests(state, captured) if compares else {}
-        held = digests_of_union(state, captured, teams) if compares else {}
+        taken = self._snapshots.take(state, ranks, problem, compares=compares)
         at_exit.saves()
         writer.wait_for_room()
         self._policy.saved(time.monotonic())
-        buffer = self._buffers.free()
-        handle = buffer.handle = SaveHandle(step, save_id=identifier)
+        handle = SaveHandle(step, save_id=identifier)
         try:
-            staged = Staged(
-                step, identifier, ranks.rank, ranks.world_size,
-                buffer.staging.fill(arranged.plan, tensors) if tensors else None, arranged.entries,
-                captured.own_values, {k: v for k, v in captured.values.items() if k not in captured.unions},
-                arranged.checked, self._settings.nonfinite, told,
-                {k: captured.values[k] for k in sorted(captured.unions)}, held, metrics,
-            )  # fmt: skip
+            staged = self._snapshots.copy(taken, ranks, handle, metrics)
             writer.submit(staged, handle)
         except BaseException as e:  # a signal too, whose handler may end the script
             if writer.newest is not handle:
                 handle.finish(Failed(step, SaveFailed(f"step {step} was not saved: {e!r} while it was copied")))
             raise
-        return handle
+        return self._late.saved(handle, metrics)
+
+    def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Numbers that belong to the state after `step` and are known only after its `save`, as an evaluation's are.
+        They count as if `save` had been given them, for `Keep(best=…)` from the next save on. Those of rank 0 count.
+
+        Raises `CheckpointError` for what is no number, and for a step that is not among the newest saves of this run.
+        """
+        task = self._late.add(whole_step(step), numbers(metrics))
+        if task is not None and self._writer is not None:
+            self._writer.later(task)
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str = "") -> None:
         """Go on in another world, that of round `round_`, whose members have the state that this process has, or are
@@ -330,13 +268,11 @@ class Checkpointer(Commits):
             self._writer.abandon()
             self._writer = None
         self._owner.end_sign()
-        if self._loading is not None:
-            # It came to nothing because of others, and this process lives: that says nothing about the commit.
-            self._loading.end_quietly()
-            self._loading = None
+        self._loader.mark.give_up()
         self._owner.move(ranks, InRound(round_, rendezvous))
         self._sequence, self._last = 0, -1
-        self._holders = Holders()
+        self._late.move()
+        self._snapshots.holders = Holders()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is in flight; False after `timeout` seconds. Raises nothing: see `SaveHandle.wait`."""
@@ -359,8 +295,8 @@ class Checkpointer(Commits):
     def _close(self, timeout: float) -> None:
         if self._is_over or self._writer is None or self._process != os.getpid():
             return  # in a forked child the saves are its parent's
-        if not self._closed.is_set() and self._proved is not None and self._loads is not None:
-            self._writer.later(self._loads.end)
+        if not self._closed.is_set():
+            self._loader.mark.close(self._writer.later)
         self._closed.set()
         newest = self._writer.newest
         self._writer.close(timeout)
@@ -395,16 +331,6 @@ class Checkpointer(Commits):
             self.close()
         else:
             at_exit.forget(self)  # others wait for the script, and the commit before stays
-
-    def _alive(self, step: int) -> None:
-        """Training has come to `step`: what was loaded some steps before was no poison."""
-        if self._proved is not None and step >= self._proved:
-            assert self._loads is not None
-            self._proved = None
-            if self._writer is not None:
-                self._writer.later(self._loads.end)
-            else:  # the world changed since; the next save makes the next writer
-                threading.Thread(target=self._loads.end_quietly, name="everstep-note", daemon=True).start()
 
     def _ready(self, step: int) -> tuple[Writer, Ranks]:
         """The writer, for the state after `step`. A script may skip `restore` only while there is nothing to restore: a
@@ -463,16 +389,11 @@ class Checkpointer(Commits):
         if self._writer is None:
             assert self._owner.record is not None
             cleaner = Cleaner(
-                self._store, self._owner.record, self._settings.keep, frozenset(self._damaged), self._loads,
-                suspected=frozenset(self._suspected),
+                self._store, self._owner.record, self._settings.keep, frozenset(self._loader.damaged),
+                self._loader.mark.loads, suspected=frozenset(self._loader.suspected),
             )  # fmt: skip
             identity = Identity(self._owner.record, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
             self._process = os.getpid()
             if not self._by_session:
                 at_exit.close(self, self._store.url)
-
-    def _stepped_over(self, n: int, reason: str, *, suspected: bool = False) -> None:
-        (self._suspected if suspected else self._damaged).add(n)
-        logger.error("log record %d is stepped over: %s", n, reason)
-        self._events("stepped-over", n=n, error=reason)

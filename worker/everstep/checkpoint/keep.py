@@ -29,8 +29,9 @@ class Keep:
       saves come at multiples of it, those.
     - `every_hours`: for good, the first commit, and each one that is so many hours after the one kept before it. One of
       a later time than the commit, whose clock ran ahead, is no reason not to keep it.
-    - `best`: the so many best by `metric` of what `save(…, metrics={…})` was given; `mode` says whether "min" or "max"
-      is better. Of equal ones the newer is. A commit without the metric, or with NaN or infinity, is not among them.
+    - `best`: the so many best by `metric` of what `save(…, metrics={…})` or, after it, `add_metrics` was given; `mode`
+      says whether "min" or "max" is better. Of equal ones the newer is. A commit without the metric, or with NaN or
+      infinity, is not among them.
 
     Raises `CheckpointError` naming the field that is wrong.
     """
@@ -72,9 +73,9 @@ class Keep:
     def advice(self, *, by_session: bool) -> str:
         """What to say of the first such commit."""
         call = (
-            f"run.log({self.metric}=…) in its step or behind that in the loop, as run.evaluate comes after the save"
+            f"run.log({self.metric}=…) in its step or before the next one, or run.evaluate in its steps"
             if by_session
-            else f"save(…, metrics={{{self.metric!r}: …}})"
+            else f"save(…, metrics={{{self.metric!r}: …}}), or add_metrics before the next save"
         )
         return (
             f"a save without a finite number {self.metric!r} is not among those that keep=Keep(best={self.best}, "
@@ -138,7 +139,9 @@ def plan_marks(keep: Keep, marked: Iterable[Kept], commits: Iterable[Kept]) -> t
     found = dict(before)
     order = sorted({c.save_id: c for c in commits}.values(), key=lambda c: c.n)
     for commit in order:
-        found.setdefault(commit.save_id, replace(commit, why=()))
+        mark = found.setdefault(commit.save_id, replace(commit, why=()))
+        if not commit.metrics.items() <= mark.metrics.items():  # an evaluation came after the mark was written
+            found[commit.save_id] = replace(mark, metrics={**mark.metrics, **commit.metrics})
     for commit in order:
         older = _led_to(commit, found.values())
         mine = set(found[commit.save_id].why)
@@ -153,7 +156,11 @@ def plan_marks(keep: Keep, marked: Iterable[Kept], commits: Iterable[Kept]) -> t
         for name, mark in found.items():
             mine = set(mark.why) - {why} | ({why} if name in best else set())
             found[name] = replace(mark, why=tuple(sorted(mine)))
-    told = (m for name, m in found.items() if m.why != (before[name].why if name in before else ()))
+    told = (
+        m
+        for name, m in found.items()
+        if (m.why, m.metrics) != ((before[name].why, before[name].metrics) if name in before else ((), m.metrics))
+    )
     return tuple(sorted(told, key=lambda m: m.n))
 
 

@@ -78,6 +78,11 @@ def attachment_name(identifier: str, name: str) -> str:
     return f"{DATA}{identifier}/{name}.bin"
 
 
+def metrics_name(identifier: str) -> str:
+    """The metrics of a save that were known only after it."""
+    return f"{DATA}{identifier}/metrics.json"
+
+
 def folder_of(shard: str) -> str | None:
     """The save id in a shard's name, or None if the name is not one that a manifest may hold."""
     match = _SHARD.fullmatch(shard)

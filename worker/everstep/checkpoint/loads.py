@@ -7,8 +7,11 @@ stepped over. Only rank 0 uses this. Invariant: a mark is written before the loa
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 from everstep.checkpoint import wire
@@ -61,3 +64,54 @@ class Loads:
             numbers = load_numbers(info.name)
             if numbers is not None and numbers[0] < commit:
                 self._store.delete(info.name)
+
+
+Later = Callable[[Callable[[], object]], object]  # does something on the writer's thread
+
+
+class LoadMark:
+    """The mark of the load that a Checkpointer has made: taken back when the run has proved itself, or the load came to
+    nothing for a reason that is not the commit's."""
+
+    def __init__(self) -> None:
+        self._loading: Loads | None = None  # of a load that has not ended
+        self._proved: int | None = None  # the step at which the state that was loaded is no poison
+        self.loads: Loads | None = None  # of rank 0; the writer takes the marks away
+
+    def begin(self, store: ObjectStore, own: OpenRecord, *, has_writer: bool) -> Loads:
+        """A load begins. With a writer, its marks go on, as it takes them away."""
+        self._loading = self.loads if self.loads is not None and has_writer else Loads(store, own)
+        return self._loading
+
+    def failed(self) -> None:
+        """The load came to nothing, which says nothing about the commit."""
+        if self._loading is not None:
+            with contextlib.suppress(StorageError):
+                self._loading.end()
+
+    def loaded(self, step: int | None, rank: int) -> None:
+        """The state is that after `step`; None: there was nothing to load."""
+        loads, self._loading = self._loading, None
+        if rank == 0 and step is not None:
+            self.loads, self._proved = loads, step + SURVIVED_STEPS
+
+    def give_up(self) -> None:
+        """A load that has not ended came to nothing because of others, and this process lives."""
+        if self._loading is not None:
+            self._loading.end_quietly()
+            self._loading = None
+
+    def alive(self, step: int, later: Later | None) -> None:
+        """Training has come to `step`: what was loaded some steps before was no poison."""
+        if self._proved is not None and step >= self._proved:
+            assert self.loads is not None
+            self._proved = None
+            if later is not None:
+                later(self.loads.end)
+            else:  # the world changed since; the next save makes the next writer
+                threading.Thread(target=self.loads.end_quietly, name="everstep-note", daemon=True).start()
+
+    def close(self, later: Later) -> None:
+        """The run ends in order."""
+        if self._proved is not None and self.loads is not None:
+            later(self.loads.end)

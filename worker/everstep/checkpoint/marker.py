@@ -6,12 +6,14 @@ Invariant: a commit is looked at before its data may be deleted, also one whose 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.keep import Keep, Kept, metrics_of, plan_marks
+from everstep.checkpoint.late_metrics import later_metrics
 from everstep.checkpoint.layout import KEPT, folder_of, owner_of
 from everstep.checkpoint.manifest import CommitRecord
 from everstep.checkpoint.pins import holds, mark_kept, read_kept
@@ -33,11 +35,11 @@ class Marker:
         self,
         newest: int,
         recent: Sequence[CommitRecord],
-        sizes: Mapping[str, object],
+        sizes: Mapping[str, Collection[str]],
         unfit: Callable[[CommitRecord], bool],
     ) -> list[int]:
         """Bring the marks up to date; the records of commits that lost theirs. `recent` are the newest commits, up to
-        record `newest`; `sizes` has the saves that have data."""
+        record `newest`; `sizes` has the saves that have data, and the names of their objects."""
         found = holds(self._store)
         marks = []
         for identifier in sorted(found.kept):
@@ -48,7 +50,11 @@ class Marker:
         commits = {record.n: record for record in recent}
         if not self._walked:  # commits of writers that died may be older than those that are to stay
             commits |= {record.n: record for record in self._with_data(newest, set(sizes) - found.saves)}
-        usable = [kept_of(r) for r in commits.values() if not is_compacted(r) and not unfit(r)]
+        usable = [
+            kept_of(r, later_metrics(self._store, r.save_id, sizes.get(r.save_id, ())))
+            for r in commits.values()
+            if not is_compacted(r) and not unfit(r)
+        ]
         shards = {r.save_id: r.shards for r in commits.values() if r.save_id not in found.kept}
         lost = []
         for mark in plan_marks(self._keep, marks, usable):
@@ -74,10 +80,10 @@ class Marker:
                 yield record
 
 
-def kept_of(record: CommitRecord) -> Kept:
-    """What retention has to know of a commit."""
+def kept_of(record: CommitRecord, later: Mapping[str, float] = MappingProxyType({})) -> Kept:
+    """What retention has to know of a commit, whose metrics `later` were known after its save."""
     try:
         at = datetime.fromisoformat(record.at).timestamp()
     except ValueError:
         at = 0.0
-    return Kept(record.save_id, record.n, record.step, at, metrics_of(record.values))
+    return Kept(record.save_id, record.n, record.step, at, {**metrics_of(record.values), **later})

@@ -18,11 +18,11 @@ from everstep.checkpoint.alive import wait_for_owner
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import CheckpointError, Fenced, Occupied, UnsupportedVersion
 from everstep.checkpoint.finite import Nonfinite
+from everstep.checkpoint.handle import Events
 from everstep.checkpoint.keep import Keep
 from everstep.checkpoint.log import Claim
 from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, decode_record, encode_record
 from everstep.checkpoint.ranks import Ranks
-from everstep.checkpoint.writer import Events
 from everstep.contract import env, variables
 from everstep.storage import ObjectStore, RetryableError, RetryingStore, StoreUnusable, open_store, probe
 

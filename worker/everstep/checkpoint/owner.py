@@ -15,12 +15,12 @@ from everstep.checkpoint import opening
 from everstep.checkpoint.alive import Sign
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import Fenced, Occupied
+from everstep.checkpoint.handle import Events
 from everstep.checkpoint.manifest import OpenRecord
 from everstep.checkpoint.opening import InRound, Settings
 from everstep.checkpoint.ranks import Ranks, join
 from everstep.checkpoint.shared import check_shared
 from everstep.checkpoint.times import stamp
-from everstep.checkpoint.writer import Events
 from everstep.storage import ObjectStore, StoreUnusable
 
 

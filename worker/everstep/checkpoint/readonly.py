@@ -15,23 +15,21 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from everstep.checkpoint.casting import check_cast
 from everstep.checkpoint.catalog import Catalog
 from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.compaction import is_compacted
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, NoCommit, StateMismatch
-from everstep.checkpoint.fit import fit
 from everstep.checkpoint.holders import any_union
+from everstep.checkpoint.loading import put_into
 from everstep.checkpoint.manifest import CommitRecord
 from everstep.checkpoint.opening import text_of
 from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.checkpoint.reading import load_whole
 from everstep.checkpoint.restoring import newest_whole, unfit
 from everstep.checkpoint.selection import LoadReport, Selection
-from everstep.checkpoint.state import apply, capture
+from everstep.checkpoint.state import capture
 from everstep.checkpoint.steps import named_commit
 from everstep.checkpoint.targets import of_all_ranks
-from everstep.checkpoint.ties import check_ties
 from everstep.checkpoint.tree import references, unflatten
 from everstep.storage import NotFound, ObjectStore, RetryingStore, open_store
 
@@ -168,13 +166,8 @@ def _load(
     if found is None:
         raise NoCommit(f"{store.url}: there is no commit")
     record, tensors = found
-    assert isinstance(record.values, dict)
-    fitted = fit(state, captured, record, ranks.rank, selection)
-    check_ties(fitted.live, captured, tensors, ranks)
-    if selection.cast:
-        check_cast(state, captured, fitted, tensors, ranks)
-    fitted.judged(apply(state, record.values, tensors, ranks.rank, whole=False, bodies=fitted.bodies), selection)
-    return Loaded(record.step, record.n, state, fitted.report())
+    report = put_into(state, captured, record, tensors, ranks, selection, whole=False)
+    return Loaded(record.step, record.n, state, report)
 
 
 def _read_values(

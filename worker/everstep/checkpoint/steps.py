@@ -1,9 +1,11 @@
-"""Steps and record numbers as callers give them."""
+"""Steps, record numbers and keys as callers give them, and what is wrong with them."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
+from everstep.checkpoint.errors import CheckpointError, StateMismatch
 from everstep.checkpoint.manifest import MAX_STEP
 
 
@@ -29,3 +31,23 @@ def _integer(value: object) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def check_order(step: int, last: int, url: str) -> None:
+    """Raises `CheckpointError` for a save of a step before that of the state that was saved or restored last."""
+    if step < last:
+        raise CheckpointError(
+            f"{url}: save({step}) after step {last} was saved or restored: the newest commit would be of an older "
+            "step. To go back, call restore(state, step=…) before; a new run needs another URL"
+        )
+
+
+def lost_keys(step: int, before: Collection[str], state: Collection[str]) -> StateMismatch | None:
+    """The complaint about keys that the restored or last saved state had, and that this one lacks."""
+    if lost := sorted(set(before) - set(state)):
+        return StateMismatch(
+            f"step {step} was not saved: the state lacks {', '.join(map(repr, lost))}, which the state of the "
+            "restore() or save() before had. A commit takes the place of those before it, so each has to hold all. "
+            "Pass the same keys; a part is saved for others by a Checkpointer with another URL"
+        )
+    return None

@@ -54,11 +54,11 @@ class Metrics:
 
     def of_step(self) -> dict[str, float]:
         """The numbers, by name. A tensor of several elements is none."""
-        return {
-            name: value.item() if isinstance(value, torch.Tensor) else value
-            for name, value in (self._of_step | self._of_state).items()
-            if not isinstance(value, torch.Tensor) or (value.numel() == 1 and not value.is_complex())
-        }
+        return _numbers(self._of_step | self._of_state)
+
+    def of_state(self) -> dict[str, float]:
+        """Of them, those that were measured since the step."""
+        return _numbers(self._of_state)
 
     def counted(self) -> None:
         """A step is complete: the state is another one."""
@@ -67,3 +67,11 @@ class Metrics:
     def over(self) -> None:
         """All that a step may log was logged: what comes belongs to another one."""
         self._of_step.clear()
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: value.item() if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+        if not isinstance(value, torch.Tensor) or (value.numel() == 1 and not value.is_complex())
+    }

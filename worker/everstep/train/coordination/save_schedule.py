@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle
+from everstep.checkpoint.handle import Committed, Outcome, Written
 from everstep.checkpoint.opening import Settings
 from everstep.checkpoint.ranks import Ranks
-from everstep.checkpoint.writer import Committed, Outcome, Written
 from everstep.storage.errors import StorageError
 
 log = logging.getLogger("everstep.train")
@@ -142,6 +142,10 @@ class Keeper:
         """Begin to save. Every rank at the same step; of `metrics` rank 0's count."""
         self._began = time.monotonic()
         self._handle = self.checkpointer.save(step, state, metrics=metrics)
+
+    def saving(self, step: int) -> bool:
+        """Whether the newest save is that of the state after `step`, and has begun."""
+        return self._handle is not None and self._handle.step == step and bool(self._handle.save_id)
 
     def durable(self, step: int, seconds: float | None, check: Callable[[], None]) -> bool:
         """Wait for the save in flight, at most `seconds`; whether this rank's part of `step` is durable then. `check`

@@ -166,7 +166,10 @@ class Boundary:
         """Numbers or 0-d tensors of the step that `agree` ends, for the progress report and the step's commit; never
         waits for a device. `of_state`: of the state between two steps, whose save may have begun by now."""
         numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float | torch.Tensor)}
-        self._metrics.log(numbers, of_state=of_state or self._evaluates)
+        of_state = of_state or self._evaluates
+        self._metrics.log(numbers, of_state=of_state)
+        if of_state and self._rank == 0 and self._keeper is not None and self._keeper.saving(self.step):
+            self._keeper.checkpointer.add_metrics(self.step, self._metrics.of_state())
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

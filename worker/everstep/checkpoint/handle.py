@@ -1,0 +1,90 @@
+"""A save as the script sees it: its handle, what became of it, and the hook that is told what happens."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from everstep.checkpoint.errors import SaveFailed
+
+
+class Events(Protocol):
+    """The hook that is told what happens; see `Checkpointer`."""
+
+    def __call__(self, kind: str, **fields: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The checkpoint exists, since `at` (seconds since the epoch), as record `n`."""
+
+    step: int
+    n: int
+    at: float
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """This rank's part is durable; whether it becomes a commit is the coordinator's to say."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The save came to nothing."""
+
+    step: int
+    error: Exception
+
+
+Outcome = Committed | Written | Failed
+
+
+class SaveHandle:
+    """One save. `outcome` is None while it is in flight."""
+
+    def __init__(self, step: int, outcome: Outcome | None = None, save_id: str = "") -> None:
+        self.step = step
+        self.save_id = save_id  # the folder of its shards; empty if nothing was begun
+        self._outcome = outcome
+        self._done = threading.Event()
+        self._heard = False  # somebody was told what it failed with
+        if outcome is not None:
+            self._done.set()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._outcome
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Block until the save is over. Raises what it failed with (`SaveFailed`, `Fenced`), and `TimeoutError` after
+        `timeout` seconds."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the save of step {self.step} is still in flight after {timeout} s")
+        assert self._outcome is not None
+        self._heard = True
+        match self._outcome:
+            case Failed(_, error):
+                raise error
+            case outcome:
+                return outcome
+
+    def unheard(self) -> Exception | None:
+        """Why it came to nothing, if nobody has been told; also if it is still in flight."""
+        match self._outcome:
+            case None:
+                return SaveFailed(f"step {self.step} is not saved: its save is still in flight; close(timeout=…) waits")
+            case Failed(_, error) if not self._heard:
+                return error
+        return None
+
+    def finish(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._done.set()
