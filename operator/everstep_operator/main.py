@@ -39,7 +39,7 @@ from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.routes import RoundRoutes
 from everstep_operator.rounds.store import RoundStore
 from everstep_operator.runtime.clock import Clock, SystemClock
-from everstep_operator.runtime.controller import Controller, Limits, Outcome, Succeeded
+from everstep_operator.runtime.controller import Controller, ControllerLimits, Outcome, Succeeded
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.garbage_collection import freeze_startup_objects
 from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
@@ -114,7 +114,6 @@ class Operator:
             clock=clock,
             settings=Settings(settings.report_url, settings.checkpoint_url_prefixes),
             metrics=metrics,
-            jobs=JOBS,
             round_view=lambda job: view_of(self.rounds, job),
             forget=self.rounds.forget,
         )
@@ -126,7 +125,7 @@ class Operator:
             leadership=self.elector,
             all_keys=lambda: [obj.key for obj in self.caches.jobs.list()],
             clock=clock,
-            limits=Limits(workers=settings.workers),
+            limits=ControllerLimits(workers=settings.workers),
             on_outcome=self._outcome,
         )
 
@@ -151,7 +150,7 @@ class Operator:
             [reports.add_to, rounds.add_to],
             metrics=metrics,
             ready={"caches": self.caches.waiting},
-            settings=server.ServerOptions(host=settings.host, port=settings.port),
+            options=server.ServerOptions(host=settings.host, port=settings.port),
         )
 
     async def run(self) -> None:

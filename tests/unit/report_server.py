@@ -25,4 +25,4 @@ def report_server(
     metrics = metrics or Metrics(process=False)
     reports = ReportEndpoint(auth, lambda caller, report: accept(caller.identity, report), metrics, max_in_flight)
     options = ServerOptions(host="127.0.0.1", port=port)
-    return EndpointServer([reports.add_to], metrics=metrics, ready=ready, settings=options)
+    return EndpointServer([reports.add_to], metrics=metrics, ready=ready, options=options)

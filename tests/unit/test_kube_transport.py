@@ -30,7 +30,7 @@ from everstep_operator.kube.errors import (
 )
 from everstep_operator.kube.framing import split_lines
 from everstep_operator.kube.resources import CONFIGMAPS, EVENTS, LEASES, NODES, PDBS, PODS, SERVICES
-from everstep_operator.kube.transport import HttpKubeClient, Limits
+from everstep_operator.kube.transport import ClientLimits, HttpKubeClient
 from everstep_operator.main import JOBS
 from everstep_operator.telemetry.metrics import RESOURCES, VERBS, Metrics
 
@@ -149,7 +149,7 @@ def waits() -> Waits:
 
 @pytest.fixture
 async def client(server: Server, waits: Waits) -> AsyncGenerator[HttpKubeClient, None]:
-    limits = Limits(request_seconds=20.0, watch_slack=20.0)
+    limits = ClientLimits(request_seconds=20.0, watch_slack=20.0)
     async with HttpKubeClient(KubeConfig(str(server.kubeconfig)), limits=limits, rng=lambda: 0.5, sleep=waits) as made:
         yield made
 
@@ -293,7 +293,7 @@ async def test_watch_without_end_is_cut_after_its_slack(server: Server) -> None:
         return response
 
     server.script = [hang]
-    limits = Limits(watch_slack=0.5)
+    limits = ClientLimits(watch_slack=0.5)
     async with HttpKubeClient(KubeConfig(str(server.kubeconfig)), limits=limits) as client:
         with pytest.raises(ConnectionFailed, match=r"within 1\.5 s"):
             await events_of(client)
@@ -344,7 +344,7 @@ async def test_answer_that_never_comes_ends_at_the_time_limit(server: Server, wa
         raise AssertionError
 
     server.script = [hang]
-    limits = Limits(request_seconds=0.2, retries=0)
+    limits = ClientLimits(request_seconds=0.2, retries=0)
     async with HttpKubeClient(KubeConfig(str(server.kubeconfig)), limits=limits, sleep=waits) as client:
         with pytest.raises(ConnectionFailed, match=r"within 0\.2 s"):
             await client.get(PODS, "ns", "a")

@@ -9,7 +9,7 @@ from manual_clock import ManualClock
 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.kube.errors import Conflict, Forbidden, TooManyRequests
-from everstep_operator.runtime.controller import Blocked, Controller, Limits, Result, Succeeded, WillRetry
+from everstep_operator.runtime.controller import Blocked, Controller, ControllerLimits, Result, Succeeded, WillRetry
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.runtime.queue import WorkQueue
 
@@ -56,7 +56,7 @@ class Bench:
             leadership=self.gate,
             all_keys=lambda: self.keys,
             clock=self.clock,
-            limits=Limits(workers=3, pass_seconds=20, terminal_retry=60),
+            limits=ControllerLimits(workers=3, pass_seconds=20, terminal_retry=60),
             on_outcome=lambda key, outcome, _seconds: self.outcomes.append((key, outcome)),
         )
         self.task = asyncio.create_task(self.controller.run())

@@ -21,7 +21,6 @@ from everstep_operator.controller.apply import Applied, Applier
 from everstep_operator.controller.caches import BY_OWNER, Caches
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.controller.record import Recorder
-from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import Service, Unstructured, controller_uid
 from everstep_operator.plan import names
 from everstep_operator.plan.build import recovery_record
@@ -67,7 +66,6 @@ class Reconciler:
         clock: Clock,
         settings: Settings,
         metrics: Metrics,
-        jobs: Resource[Unstructured],
         round_view: Callable[[Unstructured], RoundView | None],
         forget: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -80,7 +78,6 @@ class Reconciler:
         self._clock = clock
         self._settings = settings
         self._metrics = metrics
-        self._jobs = jobs
         self._round_view = round_view
         self._forget = forget
         self._memory: dict[Key, _JobMemory] = {}

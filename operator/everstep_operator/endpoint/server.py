@@ -48,15 +48,15 @@ class EndpointServer:
         *,
         metrics: Metrics,
         ready: Mapping[str, Check] | None = None,
-        settings: ServerOptions | None = None,
+        options: ServerOptions | None = None,
     ) -> None:
         """Each of `routes` adds the paths that it answers."""
         self._routes, self._metrics, self._ready = routes, metrics, dict(ready or {})
-        self._settings = settings or ServerOptions()
+        self._options = options or ServerOptions()
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._scraped, self._scraped_at = b"", float("-inf")
-        self.port = self._settings.port
+        self.port = self._options.port
 
     async def start(self) -> None:
         """Listen; afterwards `port` is the port in use."""
@@ -66,7 +66,7 @@ class EndpointServer:
         app.router.add_get("/healthz", self._probe({}))
         app.router.add_get("/readyz", self._probe(self._ready))
         app.router.add_get("/metrics", self._scrape)
-        s = self._settings
+        s = self._options
         runner = web.AppRunner(
             app,
             access_log=None,

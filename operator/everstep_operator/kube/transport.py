@@ -2,7 +2,7 @@
 
 Repeats a request by itself only where that cannot do anything twice: reads, server-side checks, deletes bound to a UID,
 and anything that flow control refused (429) before it began. Waits are jittered, follow the server's Retry-After up to
-a bound, and end after `Limits.retries`; then the caller gets the error with its `retry_after`.
+a bound, and end after `ClientLimits.retries`; then the caller gets the error with its `retry_after`.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ OnAnswer = Callable[[str, str, str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientLimits:
     """`connections` at a time (a watch holds one); `retries` after the first try; `patience`: the longest Retry-After
     that is waited for here, in seconds; `watch_slack`: how long after its announced end a watch is cut off."""
 
@@ -66,7 +66,7 @@ class HttpKubeClient:
         self,
         source: credentials.Source,
         *,
-        limits: Limits = Limits(),
+        limits: ClientLimits = ClientLimits(),
         rng: Callable[[], float] = random.random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         on_answer: OnAnswer | None = None,

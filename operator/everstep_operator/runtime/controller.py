@@ -51,7 +51,7 @@ class WillRetry:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A terminal error: somebody has to act; looked at again every `Limits.terminal_retry` seconds and on events."""
+    """A terminal error: somebody has to act; looked at again after `terminal_retry` seconds and on events."""
 
     error: TerminalError
     retry_in: float
@@ -60,7 +60,7 @@ class Blocked:
 Outcome: TypeAlias = Succeeded | WillRetry | Blocked
 
 
-class Leadership(Protocol):
+class Elector(Protocol):
     """What the controller needs of an elector; see `leader.LeaderElector`."""
 
     async def wait_leading(self) -> int: ...
@@ -69,7 +69,7 @@ class Leadership(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ControllerLimits:
     """`workers` passes at a time; a pass takes at most `pass_seconds`."""
 
     workers: int = 8
@@ -86,10 +86,10 @@ class Controller(Generic[K]):
         reconcile: Callable[[K], Awaitable[Result]],
         queue: WorkQueue[K],
         *,
-        leadership: Leadership,
+        leadership: Elector,
         all_keys: Callable[[], Iterable[K]],
         clock: Clock,
-        limits: Limits = Limits(),
+        limits: ControllerLimits = ControllerLimits(),
         on_outcome: Callable[[K, Outcome, float], None] | None = None,
     ) -> None:
         self._name = name

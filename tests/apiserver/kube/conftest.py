@@ -15,7 +15,7 @@ import pytest
 from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.errors import ConnectionFailed, NotFound
 from everstep_operator.kube.resources import Resource
-from everstep_operator.kube.transport import HttpKubeClient, Limits
+from everstep_operator.kube.transport import ClientLimits, HttpKubeClient
 from everstep_operator.kube.wire import Unstructured
 
 NAMESPACES = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
@@ -112,7 +112,7 @@ async def network(control_plane: Any, tmp_path: Path) -> AsyncGenerator[Network,
 @pytest.fixture
 async def far_client(network: Network) -> AsyncGenerator[HttpKubeClient, None]:
     """A client whose every byte goes through `network`."""
-    async with HttpKubeClient(KubeConfig(str(network.kubeconfig)), limits=Limits(request_seconds=3.0)) as made:
+    async with HttpKubeClient(KubeConfig(str(network.kubeconfig)), limits=ClientLimits(request_seconds=3.0)) as made:
         yield made
 
 
