@@ -37,7 +37,7 @@ from figures import Better, Figure, finish, parser, quantile
 
 import everstep
 from everstep.recovery.state.randomness import Randomness
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 
 STEPS, TURNS = 100, 6
 SCRIPT = ROOT / "benchmarks" / "session_parts" / "step_script.py"
@@ -78,7 +78,11 @@ def measure(steps: int, turns: int) -> None:
 
     own: list[float] = []
     seeding: list[float] = []
-    for owner, name, spent in ((Boundary, "count", own), (Boundary, "agree", own), (Randomness, "begin", seeding)):
+    for owner, name, spent in (
+        (StepCoordinator, "count", own),
+        (StepCoordinator, "agree", own),
+        (Randomness, "begin", seeding),
+    ):
         setattr(owner, name, timed(getattr(owner, name), spent))
     plain: list[float] = []
     ours: list[float] = []
@@ -91,7 +95,7 @@ def measure(steps: int, turns: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         plain.append((time.perf_counter() - began) / steps)
-        one = everstep.Run(run.place, Boundary(None, run._boundary._reporter), None, rng=True)
+        one = everstep.Run(run.place, StepCoordinator(None, run._coordinator._reporter), None, rng=True)
         loader = one.loader(data, global_batch=64, seed=turn, seed_samples=False)
         dist.barrier()
         began = time.perf_counter()

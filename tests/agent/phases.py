@@ -167,7 +167,7 @@ def arm(folder: Path) -> Points:
     from everstep.recovery.group.members import Members  # noqa: PLC0415
     from everstep.recovery.group.recoverable import RecoverableGroup  # noqa: PLC0415
     from everstep.recovery.transfer import broadcast  # noqa: PLC0415
-    from everstep.train.coordination.save_schedule import Keeper  # noqa: PLC0415
+    from everstep.train.coordination.save_schedule import SaveSchedule  # noqa: PLC0415
 
     points = Points(folder)
     _know(points, AgentAnnouncements, RecoverableGroup, CurrentRound, forming)
@@ -178,8 +178,8 @@ def arm(folder: Path) -> Points:
     wrap(points, Members, "gather", "agreeing", "agreed")
     wrap(points, broadcast, "apply", "applying", "applied")
     wrap(points, Reducers, "rebuild", "rebuilding")
-    wrap(points, Keeper, "save", "save")
-    wrap(points, Keeper, "restore", "load", "loaded")
+    wrap(points, SaveSchedule, "save", "save")
+    wrap(points, SaveSchedule, "restore", "load", "loaded")
     inner = broadcast.exchange
 
     def send(divided: Any, buffers: Any, members: Any) -> None:

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.recovery.ddp.checks import check_hooks
 from everstep.recovery.ddp.reducers import Reducers, rebuild
 from everstep.recovery.errors import LoopError
-from everstep.train.guards.gradient_reduction import Reduction
+from everstep.train.guards.gradient_reduction import GradientReduction
 from everstep.train.guards.replicas import Replicas
-from everstep.train.guards.untracked.untracked_state import Census
+from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -32,16 +32,16 @@ class Loop:
         self.ddp = ddp
         self.optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         state = {"model": ddp, "optimizer": self.optimizer}
-        self._census = Census(state)
+        self._untracked_check = UntrackedStateCheck(state)
         self.reducers = Reducers(state)
-        self._watch = Reduction(state, self.reducers, self._census, lasts=lasts)
+        self._watch = GradientReduction(state, self.reducers, self._untracked_check, lasts=lasts)
 
     def step(self, model: Any = None) -> None:
-        self._census.begins()
+        self._untracked_check.begins()
         self.optimizer.zero_grad()
         (model or self.ddp)(torch.ones(2, 3)).sum().backward()
         self.optimizer.step()
-        self._census.over()
+        self._untracked_check.over()
 
 
 def test_parameter_that_required_no_gradient_when_ddp_was_made_is_refused_once_it_learns() -> None:
@@ -104,10 +104,10 @@ def test_module_that_is_frozen_as_a_whole_while_another_learns_is_let_through() 
     loop.step()
     judge.requires_grad_(False)
     other = torch.ones(2, 3, requires_grad=True)
-    loop._census.begins()
+    loop._untracked_check.begins()
     loop.ddp(other).sum().backward()
     loop.optimizer.step()
-    loop._census.over()
+    loop._untracked_check.over()
     judge.requires_grad_(True)
     loop.step()
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from everstep.train.guards.script_text.advice import text_of
-from everstep.train.guards.script_text.loop_carried import Carried
+from everstep.train.guards.script_text.loop_carried import LoopCarried
 from everstep.train.guards.untracked.covered import OWN_NAMES, keyword
 
 
-def carried(name: str, line: int = 3, *, bound: bool = True) -> Carried:
-    return Carried(name, line, "the loss", line + 1, bound=bound)
+def loop_carried(name: str, line: int = 3, *, bound: bool = True) -> LoopCarried:
+    return LoopCarried(name, line, "the loss", line + 1, bound=bound)
 
 
 def keys_of(text: str) -> list[str]:
@@ -31,12 +31,12 @@ def keys_of(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", OWN_NAMES)
 def test_a_name_of_the_sessions_own_is_not_advised(name: str) -> None:
-    text = text_of("train.py", [carried(name, bound=False)], {name: [1]})
+    text = text_of("train.py", [loop_carried(name, bound=False)], {name: [1]})
     assert f"run.track({name}_2={name})" in text
 
 
 def test_a_name_that_is_tracked_already_is_not_advised() -> None:
-    text = text_of("train.py", [carried("seen", bound=False)], {"seen": [1]}, {"seen", "seen_2"})
+    text = text_of("train.py", [loop_carried("seen", bound=False)], {"seen": [1]}, {"seen", "seen_2"})
     assert "run.track(seen_2_2=seen)" in text
 
 
@@ -57,5 +57,5 @@ def test_what_is_refused_is_to_be_tracked_by_a_name_that_is_free(name: str, take
 
 def test_a_variable_that_is_carried_in_two_places_is_written_once() -> None:
     """The hidden state of a language model is: in the epoch's function, and in the evaluation."""
-    text = text_of("train.py", [carried("hidden"), carried("hidden", 9)], {"hidden": 0.0})
+    text = text_of("train.py", [loop_carried("hidden"), loop_carried("hidden", 9)], {"hidden": 0.0})
     assert keys_of(text) == ["hidden"]

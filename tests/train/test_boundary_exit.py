@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from everstep.recovery.group.in_flight import PeerLost
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.coordination.stop_signal import Preempted
 
 # Two ranks, forked from here so that torch is imported once. Each keeps the exception, as Python does until it has left
@@ -21,7 +21,7 @@ SCRIPT = """
 import contextlib, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.coordination.stop_signal import Preempted
 
 def gloo_threads():
@@ -34,7 +34,7 @@ def gloo_threads():
 def train(rank, folder):
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     weights = torch.zeros(3)
-    boundary = Boundary.find(f"{folder}/commits", 100, None, {})
+    boundary = StepCoordinator.find(f"{folder}/commits", 100, None, {})
     boundary.begin({"weights": weights})
     boundary.watch()
     for step in range(1, 100):
@@ -87,9 +87,9 @@ def test_rank_whose_peers_leave_once_the_commit_exists_is_stopped_too(
 ) -> None:
     """The last agreement of a world that stops breaks if another rank is out of the door already. Before the commit it
     is a loss like any other."""
-    boundary = Boundary.find(str(tmp_path), 100, None, {})
-    boundary.begin({"weights": torch.zeros(3)})
-    boundary.watch()
+    coordinator = StepCoordinator.find(str(tmp_path), 100, None, {})
+    coordinator.begin({"weights": torch.zeros(3)})
+    coordinator.watch()
     answers = [False] * lost_after
 
     def agreement(done: bool) -> bool:
@@ -97,14 +97,14 @@ def test_rank_whose_peers_leave_once_the_commit_exists_is_stopped_too(
             return answers.pop(0)
         raise PeerLost("rank 1 is gone")
 
-    monkeypatch.setattr(boundary, "_all", agreement)
+    monkeypatch.setattr(coordinator, "_all", agreement)
     os.kill(os.getpid(), signal.SIGTERM)
     try:
         with pytest.raises(Preempted if lost_after else PeerLost) as caught:
-            boundary.completed(1)
+            coordinator.completed(1)
     finally:
-        boundary.leave()
-        boundary.close()
+        coordinator.leave()
+        coordinator.close()
     if isinstance(caught.value, Preempted):
         assert caught.value.committed
         assert caught.value.code == 86

@@ -17,7 +17,7 @@ from everstep.data import Batch, ElasticLoader, ElasticSampler
 from everstep.data.assignment import World
 from everstep.recovery.errors import LoopError
 from everstep.train.feeding.feed import Feed, feed_of
-from everstep.train.feeding.resharding import Cuts
+from everstep.train.feeding.resharding import Resharding
 
 DATA = TensorDataset(torch.arange(40.0))
 OTHER = TensorDataset(torch.arange(100.0, 124.0))
@@ -357,16 +357,16 @@ def test_an_evaluation_is_the_scripts_own_business(tmp_path: Path, body: Any) ->
 
 
 @pytest.fixture
-def changing() -> Iterator[Cuts]:
+def changing() -> Iterator[Resharding]:
     """In a process whose worlds change, while it builds its objects."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    cuts = Cuts(4)
-    yield cuts
-    cuts.end()
+    resharding = Resharding(4)
+    yield resharding
+    resharding.end()
     dist.destroy_process_group()
 
 
-def test_a_sampler_made_in_the_world_of_one_is_cut_for_each_world(changing: Cuts) -> None:
+def test_a_sampler_made_in_the_world_of_one_is_cut_for_each_world(changing: Resharding) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(DATA, shuffle=False)
     sampler.set_epoch(3)
     held_out = loader(sampler=sampler)
@@ -379,7 +379,9 @@ def test_a_sampler_made_in_the_world_of_one_is_cut_for_each_world(changing: Cuts
     assert [i for (x,) in held_out for i in x.tolist()] == list(range(0, 40, 2))
 
 
-def test_a_sampler_that_was_told_its_place_before_there_was_one_is_refused_when_it_is_iterated(changing: Cuts) -> None:
+def test_a_sampler_that_was_told_its_place_before_there_was_one_is_refused_when_it_is_iterated(
+    changing: Resharding,
+) -> None:
     told: DistributedSampler[Any] = DistributedSampler(DATA, 2, 0)
     everything: DistributedSampler[Any] = DistributedSampler(DATA, num_replicas=1, rank=0)
     changing.reshard(0, 2)
@@ -394,8 +396,8 @@ def test_a_sampler_that_was_told_its_place_before_there_was_one_is_refused_when_
 
 
 def test_torch_is_left_as_it_was() -> None:
-    cuts = Cuts(4)
-    cuts.end()
+    resharding = Resharding(4)
+    resharding.end()
     assert DistributedSampler.__init__.__qualname__ == "DistributedSampler.__init__"
     assert DistributedSampler.__iter__.__qualname__ == "DistributedSampler.__iter__"
     assert isinstance(loader(shuffle=True).sampler, RandomSampler)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from everstep.train.guards.script_text.known_values import constant, held, kind_of
-from everstep.train.guards.script_text.loop_carried import PLAIN, Carried, carried
+from everstep.train.guards.script_text.loop_carried import PLAIN, LoopCarried, loop_carried
 from everstep.train.guards.script_text.scripts import Script, Unknown
 from everstep.train.guards.script_text.syntax_patterns import path_of
 from everstep.train.guards.script_text.value_origins import SAVED
@@ -27,7 +27,7 @@ def found(text: str, values: dict[str, Any]) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(text))
     loop = next(n for n in ast.walk(tree) if isinstance(n, ast.For | ast.While) and "step" in ast.unparse(n))
     script = Script(tree, lambda n: kind_of(held(values, n)), lambda n: constant(values, n))
-    return {f.name: f.use for f in carried(script, loop)}
+    return {f.name: f.use for f in loop_carried(script, loop)}
 
 
 WORK = """
@@ -337,7 +337,7 @@ def test_variable_that_reaches_no_training_is_not_found(name: str) -> None:
 def test_findings_name_the_lines() -> None:
     text = loop(f"n += 1\nrate = 0.1 / n\n{LR}")
     tree = ast.parse(text)
-    (one,) = carried(Script(tree, {"n": "int"}.get), tree.body[0])
+    (one,) = loop_carried(Script(tree, {"n": "int"}.get), tree.body[0])
     lines = text.splitlines()
     assert (lines[one.line - 1].strip(), lines[one.at - 1].strip()) == ("n += 1", "group['lr'] = rate")
 
@@ -345,7 +345,7 @@ def test_findings_name_the_lines() -> None:
 def test_script_without_end_is_given_up_and_not_refused() -> None:
     body = "\n".join(f"n = n + {i}" for i in range(20_000))
     tree = ast.parse(loop(f"{body}\n(f(batch) * n).backward()", work=""))
-    assert carried(Script(tree, {"n": "int"}.get), tree.body[0]) == []
+    assert loop_carried(Script(tree, {"n": "int"}.get), tree.body[0]) == []
 
 
 # All scripts of the repository that train: those that are refused by this, and by which names.
@@ -376,7 +376,9 @@ def test_of_all_scripts_of_the_repository_only_those_that_carry_something_are_fo
             if isinstance(n, ast.For) and _is_over_steps(n.iter):
                 loops += 1
                 written = Written(tree, n)
-                lost = [f for f in carried(Script(tree, written.kind, known=written), n) if not written.is_tracked(f)]
+                lost = [
+                    f for f in loop_carried(Script(tree, written.kind, known=written), n) if not written.is_tracked(f)
+                ]
                 if lost:
                     names[str(path.relative_to(ROOT / "tests"))] = [f.name for f in lost]
     assert loops > 150
@@ -410,7 +412,7 @@ class Written(Unknown):
         elif (path := path_of(target)) is not None:
             self._values.setdefault(path, value)
 
-    def is_tracked(self, one: Carried) -> bool:
+    def is_tracked(self, one: LoopCarried) -> bool:
         """What is bound to another object no longer is."""
         root = re.split(r"[.\[]", one.name, maxsplit=1)[0]
         within = any(one.name.startswith((f"{t}.", f"{t}[")) for t in self._tracked if t is not None)

@@ -11,7 +11,7 @@ import pytest
 from torch._C import _distributed_c10d as c10d
 
 from everstep.recovery.errors import LoopError
-from everstep.train.coordination.step_agreement import MAX_STRIDE, Intent, Wish
+from everstep.train.coordination.step_agreement import MAX_STRIDE, StepAgreement, StepRequest
 
 
 def test_a_wish_for_a_save_that_lasts_until_it_is_granted_is_granted_once_and_at_one_boundary_on_all_ranks() -> None:
@@ -20,11 +20,11 @@ def test_a_wish_for_a_save_that_lasts_until_it_is_granted_is_granted_once_and_at
 
     def rank(number: int) -> list[int]:
         own = c10d.PrefixStore(name, store)
-        intent = Intent(c10d.ProcessGroupGloo(own, number, 2, timedelta(seconds=30)))
+        intent = StepAgreement(c10d.ProcessGroupGloo(own, number, 2, timedelta(seconds=30)))
         saved: list[int] = []
         for boundary in range(6 * MAX_STRIDE):
             wishes = number == 0 and len(saved) < 1 + (boundary >= 3 * MAX_STRIDE)
-            if intent.at_boundary(Wish(save=wishes)).save:
+            if intent.at_boundary(StepRequest(save=wishes)).save:
                 saved.append(boundary)
         intent.settle()
         return saved
@@ -45,9 +45,9 @@ def test_wish_is_granted_at_the_boundary_after_the_one_that_told_it_however_rare
         ticks = count()
         own = c10d.PrefixStore(name, store)
         # Each look at this clock takes a millisecond: an agreement costs as much as a step.
-        intent = Intent(c10d.ProcessGroupGloo(own, number, 2, timedelta(seconds=30)), lambda: next(ticks) / 1000)
+        intent = StepAgreement(c10d.ProcessGroupGloo(own, number, 2, timedelta(seconds=30)), lambda: next(ticks) / 1000)
         for boundary in range(10 * MAX_STRIDE):
-            if intent.at_boundary(Wish(move=number == 0 and boundary >= at)).move:
+            if intent.at_boundary(StepRequest(move=number == 0 and boundary >= at)).move:
                 intent.settle()
                 return boundary, intent.stride
         raise AssertionError("never granted")
@@ -66,11 +66,11 @@ def test_ranks_that_have_made_other_numbers_of_optimizer_steps_are_told_so_at_on
 
     def rank(number: int) -> tuple[int, str]:
         own = c10d.PrefixStore(name, store)
-        intent = Intent(c10d.ProcessGroupGloo(own, number, 2, timedelta(seconds=30)))
+        intent = StepAgreement(c10d.ProcessGroupGloo(own, number, 2, timedelta(seconds=30)))
         for boundary in range(4 * MAX_STRIDE):
             skipped = number == 1 and boundary >= 5
             try:
-                intent.at_boundary(Wish(updates=boundary + 1 - skipped))
+                intent.at_boundary(StepRequest(updates=boundary + 1 - skipped))
             except LoopError as e:
                 return boundary, str(e)
         raise AssertionError("never told")
@@ -88,10 +88,10 @@ def test_places_of_a_replica_may_make_other_numbers_of_optimizer_steps_and_repli
     def rank(number: int, made: int) -> str:
         own = c10d.PrefixStore(f"{name}-{made}", store)
         group = c10d.ProcessGroupGloo(own, number, 4, timedelta(seconds=30))
-        intent = Intent(group, place=number % 2, places=2)
+        intent = StepAgreement(group, place=number % 2, places=2)
         try:
             for boundary in range(1, 9):
-                intent.at_boundary(Wish(updates=boundary * (2 - number % 2) - (made if number == 3 else 0)))
+                intent.at_boundary(StepRequest(updates=boundary * (2 - number % 2) - (made if number == 3 else 0)))
         except LoopError as e:
             return str(e)
         intent.settle()

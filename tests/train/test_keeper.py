@@ -11,7 +11,7 @@ import torch
 
 from everstep.checkpoint import Checkpointer
 from everstep.storage.memory import MemoryStore
-from everstep.train.coordination.save_schedule import Keeper
+from everstep.train.coordination.save_schedule import SaveSchedule
 
 
 class Held(MemoryStore):
@@ -32,18 +32,20 @@ def nothing() -> None:
 
 
 @pytest.fixture
-def keeper() -> Callable[[Held], Keeper]:
-    def make(store: Held) -> Keeper:
-        made = Keeper(Checkpointer(store=store, every_steps=1000), every_seconds=0.01)
+def schedule() -> Callable[[Held], SaveSchedule]:
+    def make(store: Held) -> SaveSchedule:
+        made = SaveSchedule(Checkpointer(store=store, every_steps=1000), every_seconds=0.01)
         made.restore({"w": torch.zeros(3)})
         return made
 
     return make
 
 
-def test_a_save_that_comes_while_one_is_in_flight_is_the_one_to_wait_for(keeper: Callable[[Held], Keeper]) -> None:
+def test_a_save_that_comes_while_one_is_in_flight_is_the_one_to_wait_for(
+    schedule: Callable[[Held], SaveSchedule],
+) -> None:
     store = Held()
-    kept = keeper(store)
+    kept = schedule(store)
     state = {"w": torch.ones(3)}
     store.free.clear()
     kept.save(1, state)

@@ -9,14 +9,14 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.train.coordination.straggler import EVERY, FIRST, Even, Pace, Slow, slowest
+from everstep.train.coordination.straggler import EVERY, FIRST, NoStraggler, Straggler, StragglerDetector, slowest
 
 
 def compared(ranks: int, own: dict[int, float], steps: int, change: dict[int, dict[int, float]]) -> list[list[object]]:
     """What each rank says after each step, where ranks need `own` seconds (1 if nothing is said) and wait for the
     slowest; `change`: of `own` after a step."""
     now = [0.0]
-    paces = [Pace(lambda: now[0]) for _ in range(ranks)]
+    paces = [StragglerDetector(lambda: now[0]) for _ in range(ranks)]
     waited = [0.0] * ranks
     said: list[list[object]] = [[] for _ in range(ranks)]
     for step in range(steps):
@@ -42,13 +42,13 @@ def _note(numbers: list[int], number: int) -> list[int]:
 
 def test_a_rank_that_is_five_times_slower_is_named_once_by_all_and_its_end_too() -> None:
     said = compared(3, {1: 5.0}, 8 * EVERY, {200: {}})
-    assert said[0] == [(2 * FIRST, Slow(1, 5.0, 1.0)), (4 * EVERY, Even())]
+    assert said[0] == [(2 * FIRST, Straggler(1, 5.0, 1.0)), (4 * EVERY, NoStraggler())]
     assert said[1] == said[0] == said[2]
 
 
 def test_the_own_time_is_what_is_left_of_a_step_without_its_waits() -> None:
     now = [0.0]
-    pace = Pace(lambda: now[0])
+    pace = StragglerDetector(lambda: now[0])
     numbers: list[int] = []
     for step in range(1, FIRST + 1):
         now[0] += 1.0
@@ -62,11 +62,11 @@ def test_a_rank_that_is_a_little_slower_or_slow_for_a_moment_is_not_named() -> N
 
 
 def test_the_slow_rank_of_another_world_is_another() -> None:
-    pace = Pace(lambda: 0.0)
+    pace = StragglerDetector(lambda: 0.0)
     for number in range(2):
         pace.moved(0.0)
         said = [pace.completed(0.0, lambda _, n=number: [9_000_000 * (r == n) for r in range(3)]) for _ in range(64)]  # type: ignore[misc]
-        assert [s.rank for s in said if isinstance(s, Slow)] == [number]
+        assert [s.rank for s in said if isinstance(s, Straggler)] == [number]
 
 
 @given(st.lists(st.floats(0, 100), min_size=0, max_size=9))

@@ -11,7 +11,7 @@ import torch
 from everstep.checkpoint import Checkpointer, StateMismatch
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.places import Placed, advice, check
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 
 
 def trained(seed: int) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def test_commit_of_another_division_is_refused_with_the_mesh_that_it_needs(
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.restore(named(saved)(trained(1)))
         checkpointer.save(3, named(saved)(trained(1)))
-    boundary = Boundary.find(str(tmp_path), None, None, {}, None)
-    boundary.named = named(restoring)
+    coordinator = StepCoordinator.find(str(tmp_path), None, None, {}, None)
+    coordinator.named = named(restoring)
     with pytest.raises(StateMismatch, match=words):
-        boundary.restore(trained(2))
+        coordinator.restore(trained(2))
 
 
 def test_refusal_for_another_reason_is_left_as_it_is() -> None:

@@ -10,19 +10,19 @@ import torch.distributed as dist
 from everstep.checkpoint.ranks import Ranks
 from everstep.recovery.group.members import Members
 from everstep.recovery.state.randomness import STATE, Randomness
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import Before, Evaluations, figures, unchanged
-from everstep.train.nested_loops import Nesting
+from everstep.train.nested_loops import NestedLoops
 from everstep.train.once import Onces
 
 # Added to the step for the random numbers of its evaluations: half of the numbers that the seeds tell apart.
 EVALUATION = 2**31
 
 
-class Between:
+class BetweenSteps:
     """Of one run; `goal` tells of how many steps."""
 
-    def __init__(self, onces: Onces, evaluations: Evaluations, goal: Callable[[], int], nesting: Nesting) -> None:
+    def __init__(self, onces: Onces, evaluations: Evaluations, goal: Callable[[], int], nesting: NestedLoops) -> None:
         self.nesting = nesting
         self._onces, self._evaluations, self._goal = onces, evaluations, goal
         self.asks: list[str] = []  # what the script has asked of the run by now, in words
@@ -31,43 +31,43 @@ class Between:
 
     def run(
         self,
-        boundary: Boundary,
+        coordinator: StepCoordinator,
         state: Mapping[str, Any],
         ranks: Callable[[], Ranks],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Do what is due after `boundary.step` steps. `check` raises if a peer was lost, which the script may have kept
-        to itself. Collective."""
+        """Do what is due after `coordinator.step` steps. `check` raises if a peer was lost, which the script may have
+        kept to itself. Collective."""
         if not self._onces.done:
             self._onces.run(ranks())
             check()
-        step, evaluations = boundary.step, self._evaluations
+        step, evaluations = coordinator.step, self._evaluations
         evaluations.come(step)
         if self._before is not None and self._before.step != step:
             self._before = None
         if not (due := evaluations.due(step, self._goal())):
             return
-        self.call(due, boundary, state, check)
+        self.call(due, coordinator, state, check)
         evaluations.over(step)
 
     def call(
         self,
         functions: Iterable[Callable[[], Any]],
-        boundary: Boundary,
+        coordinator: StepCoordinator,
         state: Mapping[str, Any],
         check: Callable[[], None],
     ) -> None:
-        """Evaluate after `boundary.step` steps. If a peer is lost in it, what it has moved is put back. Collective."""
-        step = boundary.step
+        """Evaluate after `coordinator.step` steps. If a peer is lost, what it has moved is put back. Collective."""
+        step = coordinator.step
         before = Before(state, step)
         self.torn = None
         try:
             for function in functions:
-                with boundary.evaluating():
+                with coordinator.evaluating():
                     with unchanged(state, lambda: _seed(state, step)):
                         found = function()
                     before.check()
-                    boundary.log(figures(found))
+                    coordinator.log(figures(found))
             check()
         except BaseException:
             self.torn = before.put_back()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import RngState
 from everstep.contract import exit_codes
-from everstep.data.assignment import World as Cut
+from everstep.data.assignment import World as Resharded
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
@@ -24,26 +24,26 @@ from everstep.recovery.state.randomness import STATE, Randomness, Rng
 from everstep.recovery.state.shape import Shape
 from everstep.recovery.state.switches import SWITCHES, Switches
 from everstep.train import asked, early_exit, once
-from everstep.train.between_steps import Between
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.between_steps import BetweenSteps
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.coordination.stop_signal import Left, Preempted
 from everstep.train.evaluation import Evaluations
 from everstep.train.feeding.feed import Feed, feed_of
-from everstep.train.feeding.resharding import Cuts
-from everstep.train.feeding.unmanaged_loaders import ByHand
+from everstep.train.feeding.resharding import Resharding
+from everstep.train.feeding.unmanaged_loaders import UnmanagedLoaders
 from everstep.train.guards import call_mistakes
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.guards.leavable_block import may_be_left
 from everstep.train.guards.script_text import loop_check
-from everstep.train.guards.step_after_stop import OneMore
-from everstep.train.guards.untracked.untracked_state import Census
+from everstep.train.guards.step_after_stop import StepAfterStop
+from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 from everstep.train.mesh import make_mesh
-from everstep.train.nested_loops import Nesting
-from everstep.train.process_place import Place
-from everstep.train.recovering_world import Recovering
+from everstep.train.nested_loops import NestedLoops
+from everstep.train.process_place import ProcessPlace
+from everstep.train.recovering_world import RecoveringWorld
 from everstep.train.step import Phase, Step, StepScope, failed
-from everstep.train.worlds import Steady, World
+from everstep.train.worlds import FixedWorld, World
 
 log = logging.getLogger("everstep.train")
 
@@ -52,10 +52,16 @@ class Loops:
     """What `Run` is made of, but for what a script tells it before it begins."""
 
     def __init__(
-        self, place: Place, boundary: Boundary, recovery: Recovery | None, *, rng: Rng, rehearsal: bool = True
+        self,
+        place: ProcessPlace,
+        coordinator: StepCoordinator,
+        recovery: Recovery | None,
+        *,
+        rng: Rng,
+        rehearsal: bool = True,
     ) -> None:
         self.place = place
-        self._boundary = boundary
+        self._coordinator = coordinator
         self._recovery = recovery
         self._takes_shadow_steps = rehearsal
         self._shadow_step: ShadowStep | None = None
@@ -64,23 +70,23 @@ class Loops:
         self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
         self._switches = self._state[SWITCHES] = Switches(self._state)
         self._untracked = set[str]()
-        self._census = Census(self._state, self._untracked)
+        self._untracked_check = UntrackedStateCheck(self._state, self._untracked)
         self._mesh: Any = None
         self._asked = self._shape = Shape()  # of the mesh: as the script said, and as it is in this process
         self._loop = False
-        self._cuts = Cuts(place.most if recovery is not None else None)
-        self._by_hand = ByHand(worlds_change=recovery is not None)
+        self._resharding = Resharding(place.most if recovery is not None else None)
+        self._unmanaged = UnmanagedLoaders(worlds_change=recovery is not None)
         self._goal = 0  # steps
         self._world: World | None = None  # while it is not complete
         self._taken: Step | None = None  # the newest
         self._ended_by: BaseException | None = None  # what the loop raised
-        self._onces, self._evaluations, self._nesting = once.Onces(), Evaluations(), Nesting()
-        self._between = Between(self._onces, self._evaluations, lambda: self._goal, self._nesting)
+        self._onces, self._evaluations, self._nesting = once.Onces(), Evaluations(), NestedLoops()
+        self._between_steps = BetweenSteps(self._onces, self._evaluations, lambda: self._goal, self._nesting)
         self._feed: Feed | None = None
         self._function: Any = None  # that takes a step, in `train`
         self._called: list[Any] = []  # between two steps: what `evaluate` was given
         self._read = False  # the text of the loop over an epoch's steps
-        boundary.join()
+        coordinator.join()
 
     @property
     def _rank(self) -> int:
@@ -89,7 +95,7 @@ class Loops:
     @property
     def step(self) -> int:
         """Completed optimizer steps."""
-        return self._boundary.step
+        return self._coordinator.step
 
     def steps(self, loader: Any = None, *, until: int | None = None, epochs: int | None = None) -> Iterator[Step]:
         """Restore, then yield the steps that are left until `until` steps, or `epochs` epochs of `loader`, are done.
@@ -120,11 +126,16 @@ class Loops:
         """The run was asked to stop: begin the step behind its last commit, for `restart_check`. Raises `why`."""
         self._ended_by = why  # also if the script leaves its loop in that step
         check = self._check
-        if check is None or isinstance(why, Left) or not self._boundary.has_time or not may_be_left(sys._getframe(1)):
+        if (
+            check is None
+            or isinstance(why, Left)
+            or not self._coordinator.has_time
+            or not may_be_left(sys._getframe(1))
+        ):
             raise why
         rank = world.step_begins()
         self._random.begin(self.step, rank if rank is not None else self._rank)
-        yield self._new_step(one_more := OneMore(self._state, world))
+        yield self._new_step(one_more := StepAfterStop(self._state, world))
         if one_more.seen:
             check.note()
         raise why
@@ -167,7 +178,7 @@ class Loops:
             self._read = True
             self._read_loop(nested=True)
         nesting.steps_begin()
-        self._by_hand.steps_begin()
+        self._unmanaged.steps_begin()
         given = False
         try:
             while nesting.steps_left:
@@ -193,7 +204,7 @@ class Loops:
     @contextmanager
     def _looping(
         self, loader: Any, until: int | None, epochs: int | None, *, nested: bool = False
-    ) -> Iterator[tuple[World, Nesting]]:
+    ) -> Iterator[tuple[World, NestedLoops]]:
         """Join the world; leave it whatever happens."""
         if self._loop:
             raise LoopError("steps() was called before in this run; one loop over all steps is what can be resumed. "
@@ -202,18 +213,18 @@ class Loops:
         self._ask(asked.loop(loader, until, epochs, nested=nested), sys._getframe(1))
         feed, world = self._join_world(loader, nested)
         self._goal = until if until is not None else (epochs or 0) * len(feed or ())  # as cut in the run that goes on
-        self._boundary.watch()
-        self._by_hand.begin(feed, self._state)
+        self._coordinator.watch()
+        self._unmanaged.begin(feed, self._state)
         try:
             yield world, self._nesting
         except (Exception, SystemExit) as e:  # the latter to stop, with a code that a launcher knows
             self._ended_by = e
             raise
         finally:
-            self._by_hand.end()
-            self._cuts.end()
-            self._census.close()
-            self._boundary.leave()
+            self._unmanaged.end()
+            self._resharding.end()
+            self._untracked_check.close()
+            self._coordinator.leave()
 
     def _begin_step(self, world: World) -> Step:
         rank = world.step_begins()
@@ -227,9 +238,9 @@ class Loops:
 
     def _end_step(self, step: Step) -> None:
         """The script asks for the next one."""
-        self._boundary.check_handler(step.number)
+        self._coordinator.check_handler(step.number)
         if step.phase is Phase.DONE:
-            self._by_hand.step_over(step.number)
+            self._unmanaged.step_over(step.number)
         elif step.error is not None:
             raise LoopError(
                 f"{failed(step)}, which the script caught outside of `with step`: what the step has changed is not "
@@ -263,7 +274,7 @@ class Loops:
         feed = self._feed
         if feed is not None:
             feed.acknowledge()
-        self._boundary.count(self.step + 1, total=self._goal, epoch=feed.epoch if feed is not None else None)
+        self._coordinator.count(self.step + 1, total=self._goal, epoch=feed.epoch if feed is not None else None)
 
     def _join_world(self, loader: Any, nested: bool) -> tuple[Feed | None, World]:
         """The data, and the world that has the state now."""
@@ -282,17 +293,18 @@ class Loops:
 
         self._random.start()
         self._switches.start()
-        if self._comparable and self._boundary.saves:
-            self._check = RestartCheck(self._state, self._boundary, hears=self._recovery is not None)
-        world: World = Steady(
-            self._boundary, self._state, reducers, feed, self.place.world_size, self._between, self._census,
-            self._shape, self._asks(), self._check,
+        if self._comparable and self._coordinator.saves:
+            self._check = RestartCheck(self._state, self._coordinator, hears=self._recovery is not None)
+        world: World = FixedWorld(
+            self._coordinator, self._state, reducers, feed, self.place.world_size, self._between_steps,
+            self._untracked_check, self._shape, self._asks(), self._check,
         )  # fmt: skip
         if self._recovery is not None:
             self._recovery.program.asks = self._asks()
-            world = Recovering(
-                self._recovery, self._boundary, self._state, reducers, feed, self._cuts, self._between, self._census,
-                self._make_shadow_step(self._recovery, reducers), self._check,
+            world = RecoveringWorld(
+                self._recovery, self._coordinator, self._state, reducers, feed, self._resharding,
+                self._between_steps, self._untracked_check, self._make_shadow_step(self._recovery, reducers),
+                self._check,
             )  # fmt: skip
         refused = self._refused()
         world.begin()
@@ -325,16 +337,16 @@ class Loops:
 
     def _read_loop(self, *, nested: bool) -> None:
         """Raises `LoopError` for what is wrong by the script's text, where something is saved or handed on."""
-        if self._recovery is None and not self._boundary.saves:
+        if self._recovery is None and not self._coordinator.saves:
             return
         function = self._function if self._nesting.nested is nested else None
         loop_check.check_loop(
-            sys._getframe(1), function, self._state, self._census.is_untracked, self._called,
+            sys._getframe(1), function, self._state, self._untracked_check.is_untracked, self._called,
             self._feed.datasets if self._feed is not None else (),
             changes=self._recovery is not None, nested=nested,
         )  # fmt: skip
         if not nested:
-            loop_check.check_modules(self._state, self._census.is_untracked)
+            loop_check.check_modules(self._state, self._untracked_check.is_untracked)
 
     def _evaluate_now(self, call: Callable[[], Any]) -> None:
         world, nesting = self._world, self._nesting
@@ -346,7 +358,7 @@ class Loops:
             )
 
         def attempt(check: Callable[[], None]) -> None:
-            self._between.call([call], self._boundary, self._state, check)
+            self._between_steps.call([call], self._coordinator, self._state, check)
 
         if nesting.evaluates():
             while not world.attempt(attempt):
@@ -375,7 +387,7 @@ class Loops:
             raise SystemExit(exit_codes.NOT_RECOVERED)
         self._world = None
 
-    def _cut(self) -> Cut:
+    def _cut(self) -> Resharded:
         """What this process has to read of the data, in the present world."""
         size = dist.get_world_size() if self._recovery is not None else self.place.world_size
         return self._shape.reads_as(self._rank, size)
@@ -386,17 +398,17 @@ class Loops:
         return max(self._shape.of_sizes(self.place.sizes), default=1)
 
     def _ask(self, words: str, frame: FrameType) -> None:
-        self._between.asks.append(asked.call(words, frame))
+        self._between_steps.asks.append(asked.call(words, frame))
 
     def _asks(self) -> list[str]:
-        return [*self._between.asks, *asked.of_state(self._state, self._shape, self._mesh)]
+        return [*self._between_steps.asks, *asked.of_state(self._state, self._shape, self._mesh)]
 
     def _make_mesh(self, shape: Shape) -> None:
         if shape.readers > 1:
-            if self._cuts.made:
+            if self._resharding.made:
                 raise LoopError(f"{shape} after a loader or a sampler was made: the ranks of a replica read the same "
                                 "data, so make the mesh first")  # fmt: skip
             self._random.share(shape)
         self._asked, (self._shape, self._mesh, named) = shape, make_mesh(self.place, self._recovery, shape)
-        self._boundary.divide(self._shape.places, named)
-        self._cuts.shape = self._random.shape = self._shape
+        self._coordinator.divide(self._shape.places, named)
+        self._resharding.shape = self._random.shape = self._shape

@@ -19,7 +19,7 @@ from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.places import Naming, naming
 from everstep.recovery.state.shape import REPLICATE, Shape
-from everstep.train.process_place import Place
+from everstep.train.process_place import ProcessPlace
 
 
 def likely_rank(environ: Mapping[str, str]) -> int:
@@ -34,14 +34,14 @@ def likely_rank(environ: Mapping[str, str]) -> int:
     return worker * processes + int(environ.get("LOCAL_RANK", "0"))
 
 
-def make_mesh(place: Place, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any, Naming]:
+def make_mesh(place: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any, Naming]:
     """The mesh, its shape, and how commits name the state: a process that runs alone, without a launcher, holds all
     shards as one."""
     shape, mesh = _made(place, recovery, shape)
     return shape, mesh, naming(shape, mesh)
 
 
-def _made(place: Place, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any]:
+def _made(place: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any]:
     if recovery is not None:
         if env.MOST_PROCESSES in os.environ and all(size % shape.shards for size in place.sizes):
             raise LoopError(f"{shape}: the job has {_words(place.sizes)} processes, which are no whole replicas; start "

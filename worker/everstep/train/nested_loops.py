@@ -38,7 +38,7 @@ class Spot:
         return self.place % STEPS // 2
 
 
-class Nesting:
+class NestedLoops:
     """Of one run. Does nothing in one that calls `steps` alone."""
 
     def __init__(self) -> None:

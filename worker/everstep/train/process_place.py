@@ -18,7 +18,7 @@ from everstep.train.coordination.group_shutdown import quiesce
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlace:
     """This process among its peers. `made`: the process group is ours to take down. `sizes`: how many processes the
     job may come to have."""
 
@@ -47,7 +47,7 @@ def _sizes(size: int, environ: Mapping[str, str]) -> range:
     return range(most, least - 1, -int(environ.get("LOCAL_WORLD_SIZE", "1")))[::-1]
 
 
-def take_place(environ: Mapping[str, str] = os.environ) -> Place:
+def take_place(environ: Mapping[str, str] = os.environ) -> ProcessPlace:
     """Find out, and form the default process group under a launcher if the script has not: gloo for CPU tensors, NCCL
     for those of a GPU."""
     atexit.register(quiesce)  # first, so that it runs after all that is registered from now on
@@ -62,5 +62,5 @@ def take_place(environ: Mapping[str, str] = os.environ) -> Place:
         made = True
     if dist.is_available() and dist.is_initialized():
         size = dist.get_world_size()
-        return Place(dist.get_rank(), size, local, device, made, _sizes(size, environ))
-    return Place(0, 1, local, device, made, range(1, 2))
+        return ProcessPlace(dist.get_rank(), size, local, device, made, _sizes(size, environ))
+    return ProcessPlace(0, 1, local, device, made, range(1, 2))

@@ -21,61 +21,61 @@ from everstep.recovery.transfer.agreement import NoState
 from everstep.recovery.transfer.broadcast import TransferFailed
 from everstep.recovery.validity import Validity
 from everstep.train import early_exit
-from everstep.train.between_steps import Between
-from everstep.train.coordination.step_coordinator import Boundary
-from everstep.train.coordination.straggler import Pace, Slow
+from everstep.train.between_steps import BetweenSteps
+from everstep.train.coordination.step_coordinator import StepCoordinator
+from everstep.train.coordination.straggler import Straggler, StragglerDetector
 from everstep.train.feeding.feed import Feed
-from everstep.train.feeding.resharding import Cuts
+from everstep.train.feeding.resharding import Resharding
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.comparison.shadow_step import ShadowStep
-from everstep.train.guards.gradient_reduction import Reduction
+from everstep.train.guards.gradient_reduction import GradientReduction
 from everstep.train.guards.replicas import Replicas
 from everstep.train.guards.untracked.hooks import Hooks
-from everstep.train.guards.untracked.untracked_state import Census
+from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 from everstep.train.step import Phase
 
 log = logging.getLogger("everstep.train")
 
 
-class Recovering:
+class RecoveringWorld:
     """The world of the newest round."""
 
     def __init__(
         self,
         recovery: Recovery,
-        boundary: Boundary,
+        coordinator: StepCoordinator,
         state: Mapping[str, Any],
         reducers: Reducers,
         feed: Feed | None,
-        cuts: Cuts,
-        between: Between,
-        census: Census,
+        resharding: Resharding,
+        between: BetweenSteps,
+        untracked_check: UntrackedStateCheck,
         shadow_step: ShadowStep | None = None,
         check: RestartCheck | None = None,
     ) -> None:
         self._check = check
         self._recovery = recovery
         self._shadow_step = shadow_step
-        self._between = between
-        self._boundary = boundary
+        self._between_steps = between
+        self._coordinator = coordinator
         self._state = state
         self._reducers = reducers
         self._feed = feed
-        self._cuts = cuts
-        self._census = census
-        self._pace = Pace(time.monotonic)
+        self._resharding = resharding
+        self._untracked_check = untracked_check
+        self._straggler = StragglerDetector(time.monotonic)
         self._played = False  # the newest step was another rank's part
         self._last: AnnouncedRound | None = None  # the newest round that this process has trained in
 
     def begin(self) -> None:
-        self._census.start()
-        self._boundary.track(self._state)
-        self._boundary.check_by(self._recovery.check)
-        self._hooks = Hooks(self._state, self._census.is_untracked)
+        self._untracked_check.start()
+        self._coordinator.track(self._state)
+        self._coordinator.check_by(self._recovery.check)
+        self._hooks = Hooks(self._state, self._untracked_check.is_untracked)
         alive = self._reducers.alive()
-        self._replicas = Replicas(self._state, alive, self._census.is_untracked, shape=self._cuts.shape)
-        self._scales = Scales(self._state, self._cuts.shape.places)
-        Reduction(self._state, self._reducers, self._census, lasts=False)
+        self._replicas = Replicas(self._state, alive, self._untracked_check.is_untracked, shape=self._resharding.shape)
+        self._scales = Scales(self._state, self._resharding.shape.places)
+        GradientReduction(self._state, self._reducers, self._untracked_check, lasts=False)
         self._reducers.learn()  # of a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
         if (rollback := self._recovery.rollback) is not None:
@@ -85,7 +85,7 @@ class Recovering:
     def ready(self) -> bool:
         def due(check: Callable[[], None]) -> None:
             self._all_left_out()
-            self._between.run(self._boundary, self._state, lambda: self._recovery.members, check)
+            self._between_steps.run(self._coordinator, self._state, lambda: self._recovery.members, check)
 
         return self.attempt(due)
 
@@ -96,16 +96,16 @@ class Recovering:
         except Exception as e:
             if not self.lost(e):
                 raise
-            if self._between.torn is not None:
-                log.warning("a peer was lost in an evaluation, which had moved %s", self._between.torn)
-            self._enter(Validity.WHOLE if self._between.torn is None else Validity.TORN)
+            if self._between_steps.torn is not None:
+                log.warning("a peer was lost in an evaluation, which had moved %s", self._between_steps.torn)
+            self._enter(Validity.WHOLE if self._between_steps.torn is None else Validity.TORN)
             return False
         return True
 
     def step_begins(self) -> int | None:
         plays = self._shadow_step is not None and self._shadow_step.plays(self._reducers.can_renew)
-        self._recovery.begin(self._boundary.step, keep=plays)
-        self._census.begins()
+        self._recovery.begin(self._coordinator.step, keep=plays)
+        self._untracked_check.begins()
         model = None
         if self._shadow_step is not None:
             assert self._recovery.rollback is not None
@@ -119,7 +119,7 @@ class Recovering:
         return model
 
     def step_over(self) -> None:
-        self._census.over()
+        self._untracked_check.over()
         self._recovery.over()
         if self._shadow_step is not None:
             self._shadow_step.over()
@@ -133,11 +133,11 @@ class Recovering:
         if self._recovery.ended():
             rollback = self._recovery.rollback
             if self._feed is not None and rollback is not None and rollback.gradients.entered:
-                self._feed.check_weights(self._boundary.step)
+                self._feed.check_weights(self._coordinator.step)
             self._scales.ended()
             return True
         log.warning("step %d: its block ended well, but a collective in it has failed: the step is lost",
-                    self._boundary.step)  # fmt: skip
+                    self._coordinator.step)  # fmt: skip
         return False
 
     @property
@@ -153,7 +153,9 @@ class Recovering:
         # What a script makes of the error that it caught: of a mistake of its own the next attempt tells.
         if not isinstance(error, Exception | SystemExit) or self._recovery.lost is None or not self._recovery.failed:
             return False
-        log.warning("step %d: a collective has failed, and then %r came: the step is lost", self._boundary.step, error)
+        log.warning(
+            "step %d: a collective has failed, and then %r came: the step is lost", self._coordinator.step, error
+        )
         return True
 
     def lost(self, error: BaseException) -> bool:
@@ -179,7 +181,7 @@ class Recovering:
             self._feed.rewind()
         self._read_as(self._recovery.members.rank)
         rollback.uncount()
-        self._census.uncount()
+        self._untracked_check.uncount()
         assert self._shadow_step is not None
         self._shadow_step.forget_cached()
         with self._shadow_step.alone():
@@ -208,7 +210,7 @@ class Recovering:
             self._compare()
             updates = self._recovery.rollback.gradients.updates if self._recovery.rollback is not None else 0
             calls = self._recovery.main.begun
-            if self._boundary.agree(move=self._recovery.boundary_wanted, updates=updates, calls=calls):
+            if self._coordinator.agree(move=self._recovery.boundary_wanted, updates=updates, calls=calls):
                 self._enter(Validity.WHOLE)
         except NewerCommit as e:
             self._go_forward(e)
@@ -218,14 +220,14 @@ class Recovering:
             self.go_on(Phase.DONE)
 
     def _all_left_out(self) -> None:
-        self._scales.check(self._boundary.step, self._boundary.gather)
+        self._scales.check(self._coordinator.step, self._coordinator.gather)
         if (rollback := self._recovery.rollback) is not None and rollback.gradients.take_left_out():
             self._all_meet(early_exit.all_left_out)
 
     def _all_meet(self, meet: Callable[..., None]) -> None:
         """Raises `LoopError` on all members if some do not come."""
         try:
-            self._recovery.all_meet(meet, self._boundary.step)
+            self._recovery.all_meet(meet, self._coordinator.step)
         except LoopError as e:
             self._recovery.refuse(str(e))
             self._enter(Validity.TORN)
@@ -234,11 +236,11 @@ class Recovering:
         self._all_left_out()
         self._reducers.learn()
         size = self._recovery.members.world_size
-        self._replicas.completed(size, self._boundary.same, self._boundary.gather, last=last)
+        self._replicas.completed(size, self._coordinator.same, self._coordinator.gather, last=last)
         self._hooks.check()
         if self._feed is not None:
-            self._feed.completed(size, self._boundary.same, self._boundary.gather)
-        self._census.completed(size, self._boundary.same)
+            self._feed.completed(size, self._coordinator.same, self._coordinator.gather)
+        self._untracked_check.completed(size, self._coordinator.same)
         if self._shadow_step is not None:
             self._shadow_step.compare()
         if self._check is not None:
@@ -259,14 +261,14 @@ class Recovering:
         if members.world_size == 1:
             return
         waited = self._recovery.main.waited
-        found = self._pace.completed(waited, lambda number: [told[0] for told in members.gather((number,))])
+        found = self._straggler.completed(waited, lambda number: [told[0] for told in members.gather((number,))])
         if found is None:
             return
         if members.rank == 0:
             log.warning("%s", found)
-        elif isinstance(found, Slow) and found.rank == members.rank:
+        elif isinstance(found, Straggler) and found.rank == members.rank:
             log.warning("this is the slow one: %s", found)
-        self._boundary.slow(str(found) if isinstance(found, Slow) else None)
+        self._coordinator.slow(str(found) if isinstance(found, Straggler) else None)
 
     def all_leave(self) -> None:
         self._all_meet(early_exit.all_leave)
@@ -275,10 +277,10 @@ class Recovering:
         if self._recovery.to_settle:
             self._enter(Validity.WHOLE)
             return False
-        before = self._boundary.step
+        before = self._coordinator.step
         try:
             self._completed(last=True)
-            self._boundary.finish(before, save=save)
+            self._coordinator.finish(before, save=save)
         except NewerCommit as e:
             self._go_forward(e)
             return False
@@ -292,14 +294,14 @@ class Recovering:
 
     def _enter(self, validity: Validity) -> None:
         worth: Validity | None = validity
-        trained = self._boundary.step
+        trained = self._coordinator.step
         try:
             while worth is not None:
-                self._boundary.step = self._recovery.enter(self._boundary.step, worth, self._start, self._moved)
+                self._coordinator.step = self._recovery.enter(self._coordinator.step, worth, self._start, self._moved)
                 worth = self._catch_up(trained)
         except Drained:
             self._recovery.part()
-            self._boundary.part()
+            self._coordinator.part()
         except (NoState, TransferFailed, FormingFailed) as e:
             log.error("%s; this process ends, and a new one takes its place", e)
             raise SystemExit(exit_codes.NOT_RECOVERED) from e
@@ -322,7 +324,7 @@ class Recovering:
         meanwhile: then all restore that. `trained`: the step that this member had come to by itself. What the state is
         worth if a peer was lost meanwhile; None if none was."""
         worth = Validity.WHOLE
-        held, round_ = self._boundary.step, self._recovery.round
+        held, round_ = self._coordinator.step, self._recovery.round
         assert round_ is not None
         try:
             newest = self._newest_commit(round_)
@@ -333,9 +335,9 @@ class Recovering:
                     raise NoState(f"step {newest} is committed, and no commit could be restored")
                 self._reducers.resume()
             settle(self._state, self._recovery.members.gather)
-            self._between.agree(self._boundary.step, self._recovery.members)
+            self._between_steps.agree(self._coordinator.step, self._recovery.members)
             if self._shadow_step is not None:
-                self._shadow_step.meet(joins=self._boundary.step != trained)
+                self._shadow_step.meet(joins=self._coordinator.step != trained)
         except RuntimeError as e:
             if not self.lost(e):
                 raise
@@ -351,28 +353,28 @@ class Recovering:
         last = members.maximum(known)  # 0: in rounds of another count, which have no order with these
         if last < 0 or 0 < round_.number - 1 <= last:
             return -1
-        return members.maximum(self._boundary.newest_commit() if members.rank == 0 else -1)
+        return members.maximum(self._coordinator.newest_commit() if members.rank == 0 else -1)
 
     def _moved(self) -> None:
         """The round has formed; its members are not at one state yet."""
         members, round_ = self._recovery.members, self._recovery.round
         assert round_ is not None
-        self._boundary.move(members, round_.number, round_.rendezvous)
-        self._between.meet(self._boundary.step, members)
+        self._coordinator.move(members, round_.number, round_.rendezvous)
+        self._between_steps.meet(self._coordinator.step, members)
         self._replicas.moved()
         self._scales.moved()
-        self._census.moved()
-        self._pace.moved(self._recovery.main.waited)
+        self._untracked_check.moved()
+        self._straggler.moved(self._recovery.main.waited)
         self._read_as(members.rank)
         if self._feed is not None:
             self._feed.moved()
 
     def _read_as(self, rank: int) -> None:
-        world = self._cuts.reshard(rank, self._recovery.members.world_size)
+        world = self._resharding.reshard(rank, self._recovery.members.world_size)
         if self._feed is not None:
             self._feed.reshard(world.rank, world.size)
 
     def _start(self) -> int | None:
-        step = self._boundary.restore(self._state)
-        self._between.nesting.restored()
-        return step if self._boundary.restored else None
+        step = self._coordinator.restore(self._state)
+        self._between_steps.nesting.restored()
+        return step if self._coordinator.restored else None

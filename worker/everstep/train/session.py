@@ -42,7 +42,7 @@ from everstep.reporting.report import Reporter
 from everstep.train import asked, early_exit, evaluation, once
 from everstep.train.averaging import average
 from everstep.train.coordination.group_shutdown import leave_group
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.guards import call_mistakes
 from everstep.train.guards.untracked.covered import OWN_NAMES
 from everstep.train.loops import Loops
@@ -83,9 +83,9 @@ def start(
     if recovery is not None:
         recovery.start(most_processes())
     place = take_place()
-    boundary = Boundary.find(checkpoint, every_steps, every_seconds, options, reporter)
-    _started[:] = [run] = [Run(place, boundary, recovery, rng=rng, rehearsal=rehearsal)]
-    saves = f"{'a' if boundary.saves else 'no'} checkpoint URL, every_steps={every_steps}"
+    coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options, reporter)
+    _started[:] = [run] = [Run(place, coordinator, recovery, rng=rng, rehearsal=rehearsal)]
+    saves = f"{'a' if coordinator.saves else 'no'} checkpoint URL, every_steps={every_steps}"
     run._ask(f"everstep.start({saves}, rng={rng!r}, rehearsal={rehearsal})", sys._getframe(1))
     return run
 
@@ -192,7 +192,7 @@ class Run(Loops):
         cut = self._cut()
         options |= {"rank": cut.rank, "world_size": cut.size}
         made = ElasticLoader(dataset, global_batch=global_batch, seed=seed, **options)
-        self._cuts.add(made)
+        self._resharding.add(made)
         return made
 
     def once(self, fn: Callable[[], Any], *, each: str = "job") -> once.Once:
@@ -250,7 +250,7 @@ class Run(Loops):
     def log(self, **metrics: Any) -> None:
         """Numbers or 0-d tensors of this step, logged in it or behind it in the loop: for the progress report and, of
         rank 0, for the step's commit, where `Keep(best=…, metric="loss")` finds them. Never waits for a device."""
-        self._boundary.log(metrics, of_state=self._nesting.nested and not self._nesting.in_steps)
+        self._coordinator.log(metrics, of_state=self._nesting.nested and not self._nesting.in_steps)
 
     def close(self) -> None:
         """What the end of the `with` block does, for a script without one: finish the save in flight and leave the
@@ -258,7 +258,7 @@ class Run(Loops):
         self.__exit__(*sys.exc_info())
 
     def _close(self) -> None:
-        self._boundary.close()
+        self._coordinator.close()
         if self.place.made and dist.is_initialized():
             leave_group()
 

@@ -24,14 +24,14 @@ from everstep.recovery.state.randomness import settle
 from everstep.recovery.state.scalers import Scales
 from everstep.recovery.state.shape import Shape
 from everstep.train import early_exit
-from everstep.train.between_steps import Between
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.between_steps import BetweenSteps
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.feeding.feed import Feed
 from everstep.train.guards.comparison.restart_check import RestartCheck
-from everstep.train.guards.gradient_reduction import Reduction
+from everstep.train.guards.gradient_reduction import GradientReduction
 from everstep.train.guards.replicas import Replicas
 from everstep.train.guards.untracked.hooks import Hooks
-from everstep.train.guards.untracked.untracked_state import Census
+from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 from everstep.train.step import Phase, StepScope
 
 
@@ -72,18 +72,18 @@ class World(StepScope, Protocol):
         ...
 
 
-class Steady:
+class FixedWorld:
     """The world of a process group that was made once."""
 
     def __init__(
         self,
-        boundary: Boundary,
+        coordinator: StepCoordinator,
         state: Mapping[str, Any],
         reducers: Reducers,
         feed: Feed | None,
         world_size: int,
-        between: Between,
-        census: Census,
+        between: BetweenSteps,
+        untracked_check: UntrackedStateCheck,
         shape: Shape,
         asks: Sequence[str],
         check: RestartCheck | None = None,
@@ -91,37 +91,37 @@ class Steady:
         self._shape = shape
         self._asks = asks
         self._check = check
-        self._boundary = boundary
+        self._coordinator = coordinator
         self._state = state
         self._reducers = reducers
         self._feed = feed
         self._size = world_size
-        self._between = between
-        self._census = census
+        self._between_steps = between
+        self._untracked_check = untracked_check
         self._began, self._slowest = 0.0, 0.0  # seconds
 
     def begin(self) -> None:
         if self._size > 1:
-            same_calls.meet("\n".join(self._asks), self._boundary.gather)
+            same_calls.meet("\n".join(self._asks), self._coordinator.gather)
         self._hooks: Hooks | None = None
-        if kept := self._boundary.saves:
-            self._census.start()
-            self._hooks = Hooks(self._state, self._census.is_untracked)
-            checks.check_hooks(self._reducers.alive(), self._census.is_untracked)
+        if kept := self._coordinator.saves:
+            self._untracked_check.start()
+            self._hooks = Hooks(self._state, self._untracked_check.is_untracked)
+            checks.check_hooks(self._reducers.alive(), self._untracked_check.is_untracked)
         places = self._shape.places
         checks.check_places(self._reducers.alive(), places, lambda group: _is_across(group, places))
-        alive, is_free = self._reducers.alive(), self._census.is_untracked
+        alive, is_free = self._reducers.alive(), self._untracked_check.is_untracked
         self._replicas = Replicas(self._state, alive, is_free, kept=kept, shape=self._shape)
         self._scales = Scales(self._state, places if self._size > 1 else 1)
         if self._size > 1:
-            Reduction(self._state, self._reducers, self._census, lasts=True)
+            GradientReduction(self._state, self._reducers, self._untracked_check, lasts=True)
         self._reducers.learn()  # of a backward pass that the script made before
-        self._boundary.restore(self._state)
-        self._between.nesting.restored()
+        self._coordinator.restore(self._state)
+        self._between_steps.nesting.restored()
         self._reducers.resume()
-        settle(self._state, self._boundary.gather)
+        settle(self._state, self._coordinator.gather)
         if self._feed is not None:
-            self._feed.agree(None if self._boundary.restored else self._boundary.first, self._boundary.same)
+            self._feed.agree(None if self._coordinator.restored else self._coordinator.first, self._coordinator.same)
         self._gradients = Gradients(self._state)
         for target in self._state.values() if self._check is not None else ():
             if isinstance(target, torch.optim.Optimizer):
@@ -134,14 +134,14 @@ class Steady:
 
     def ready(self) -> bool:
         self._all_left_out()
-        return self.attempt(lambda check: self._between.run(self._boundary, self._state, self._ranks, check))
+        return self.attempt(lambda check: self._between_steps.run(self._coordinator, self._state, self._ranks, check))
 
     def attempt(self, work: Callable[[Callable[[], None]], None]) -> bool:
         work(lambda: None)
         return True
 
     def _all_left_out(self) -> None:
-        self._scales.check(self._boundary.step, self._boundary.gather)
+        self._scales.check(self._coordinator.step, self._coordinator.gather)
         if self._gradients.take_left_out():
             self._all_meet(early_exit.all_left_out)
 
@@ -151,22 +151,22 @@ class Steady:
     def step_begins(self) -> None:
         """As this process's own rank."""
         self._began = time.monotonic()
-        self._census.begins()
+        self._untracked_check.begins()
         self._taken += 1
         self._gradients.begin(watched=not self._taken & (self._taken - 1))
         if self._check is not None:
             self._check.begin(dist.get_rank() if self._size > 1 else 0, self._size)
 
     def step_over(self) -> None:
-        self._census.over()
+        self._untracked_check.over()
         if self._check is not None:
             self._check.over()
         self._slowest = max(self._slowest, time.monotonic() - self._began)
 
     def step_ended(self) -> bool:
-        self._gradients.ended(self._boundary.step)
+        self._gradients.ended(self._coordinator.step)
         if self._feed is not None and self._gradients.entered:
-            self._feed.check_weights(self._boundary.step)
+            self._feed.check_weights(self._coordinator.step)
         self._scales.ended()
         return True
 
@@ -180,7 +180,7 @@ class Steady:
 
     def between(self) -> None:
         self._completed()
-        self._boundary.agree(updates=self._gradients.updates, calls=self._begun())
+        self._coordinator.agree(updates=self._gradients.updates, calls=self._begun())
 
     def _begun(self) -> int:
         """How many collectives the program has begun; 0 where the backend does not count them. Nor where places have
@@ -196,23 +196,23 @@ class Steady:
     def _all_meet(self, meet: Callable[..., None]) -> None:
         if self._size > 1:
             store = distributed_c10d._get_default_store()
-            meet(store, dist.get_rank(), self._size, self._boundary.step, self._slowest)
+            meet(store, dist.get_rank(), self._size, self._coordinator.step, self._slowest)
 
     def _completed(self, *, last: bool = False) -> None:
         self._all_left_out()
         self._reducers.learn()
-        self._replicas.completed(self._size, self._boundary.same, self._boundary.gather, last=last)
+        self._replicas.completed(self._size, self._coordinator.same, self._coordinator.gather, last=last)
         if self._hooks is not None:
             self._hooks.check()
         if self._feed is not None:
-            self._feed.completed(self._size, self._boundary.same, self._boundary.gather)
-        self._census.completed(self._size, self._boundary.same)
+            self._feed.completed(self._size, self._coordinator.same, self._coordinator.gather)
+        self._untracked_check.completed(self._size, self._coordinator.same)
         if self._check is not None:
             self._check.completed()
 
     def finish(self) -> bool:
         self._completed(last=True)
-        self._boundary.finish(self._boundary.step)
+        self._coordinator.finish(self._coordinator.step)
         return True
 
 

@@ -38,7 +38,7 @@ from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
 from everstep.data import ElasticLoader
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import LateRng
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import figures
 
 try:
@@ -121,22 +121,22 @@ class Position:
 class Run:
     """A loop that is restored, saved and stopped; made by `start`. Leave it by its `with`, which commits the end."""
 
-    def __init__(self, accelerator: Any, boundary: Boundary, state: dict[str, Any]) -> None:
+    def __init__(self, accelerator: Any, coordinator: StepCoordinator, state: dict[str, Any]) -> None:
         self._accelerator = accelerator
-        self._boundary = boundary
+        self._coordinator = coordinator
         self._data: Position | ElasticLoader = state["data"]
         self._rng = state["rng"]
         self._in_hand: Any = None
         self._total: int | None = None
-        boundary.begin(state)
+        coordinator.begin(state)
         if isinstance(self._data, ElasticLoader):
             self._rng.apply()  # it draws nothing
-        boundary.watch()
+        coordinator.watch()
 
     @property
     def completed(self) -> int:
         """Completed optimizer steps."""
-        return self._boundary.step
+        return self._coordinator.step
 
     @property
     def epoch(self) -> int:
@@ -171,18 +171,18 @@ class Run:
 
     def evaluate(self, fn: Callable[[], Any]) -> None:
         """Call `fn` now. A mapping that it returns is logged, but for the commits of the steps that follow."""
-        self._boundary.log(figures(fn()), of_state=True)
+        self._coordinator.log(figures(fn()), of_state=True)
 
     def step(self, **metrics: Any) -> None:
         """The work on a batch is done. Counts a step if the optimizer has stepped, and may then save, or stop."""
-        self._boundary.log(metrics)
+        self._coordinator.log(metrics)
         if isinstance(self._data, ElasticLoader):
             if not self._in_hand.last:
                 return
             self._data.acknowledge()
         elif not self._accelerator.sync_gradients:
             return
-        self._boundary.completed(self._boundary.step + 1, total=self._total, epoch=self._data.epoch)
+        self._coordinator.completed(self._coordinator.step + 1, total=self._total, epoch=self._data.epoch)
 
     def __enter__(self) -> Run:
         return self
@@ -192,9 +192,9 @@ class Run:
     ) -> None:
         try:
             if error is None:
-                self._boundary.finish(self._boundary.step)
+                self._coordinator.finish(self._coordinator.step)
         finally:
-            self._boundary.leave()
+            self._coordinator.leave()
 
 
 def start(
@@ -228,10 +228,10 @@ def start(
     if own_loop:
         _check_own(accelerator)
         loader, objects = trained_loader(accelerator) if loader is None else loader, held(accelerator)
-    boundary = Boundary.find(checkpoint, every_steps, every_seconds, options or {})
+    coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options or {})
     if recovery is not None:
-        return Prepared(accelerator, boundary, recovery, loader, objects, own_loop=own_loop)
-    return Run(accelerator, boundary, track(accelerator, loader=loader, **objects))
+        return Prepared(accelerator, coordinator, recovery, loader, objects, own_loop=own_loop)
+    return Run(accelerator, coordinator, track(accelerator, loader=loader, **objects))
 
 
 def _check_own(accelerator: Any) -> None:

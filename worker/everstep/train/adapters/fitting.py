@@ -38,14 +38,14 @@ from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.validity import Validity
 from everstep.train.adapters.logged import Logged
 from everstep.train.adapters.uncounted import Uncounted
-from everstep.train.between_steps import Between
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.between_steps import BetweenSteps
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import Evaluations
-from everstep.train.feeding.resharding import Cuts
-from everstep.train.nested_loops import Nesting
+from everstep.train.feeding.resharding import Resharding
+from everstep.train.nested_loops import NestedLoops
 from everstep.train.once import Onces
 from everstep.train.process_place import most_processes
-from everstep.train.recovering_world import Recovering
+from everstep.train.recovering_world import RecoveringWorld
 from everstep.train.step import Phase
 
 INSTEAD = "or say EverstepCallback(in_process=False): then all processes end with a lost peer, and go on from a commit"
@@ -140,7 +140,7 @@ class Progress:
         self.kept = dict(state) or None
 
 
-class _World(Recovering):
+class _World(RecoveringWorld):
     place: Callable[[int, int], None]
 
     def _moved(self) -> None:
@@ -155,11 +155,11 @@ class _World(Recovering):
 class Fitting:
     """One `trainer.fit`. `drop`: reads so many batches that are trained on."""
 
-    def __init__(self, trainer: Any, recovery: Recovery, boundary: Boundary, progress: Progress) -> None:
+    def __init__(self, trainer: Any, recovery: Recovery, coordinator: StepCoordinator, progress: Progress) -> None:
         _check(trainer)
         self._trainer = trainer
         self._recovery = recovery
-        self._boundary = boundary
+        self._coordinator = coordinator
         self._progress = progress
         self._random = Randomness(True, trainer.strategy.root_device)
         self._logged = Logged()
@@ -177,9 +177,11 @@ class Fitting:
         state[STATE] = self._random
         state[BUCKETS] = reducers = Reducers(state)
         self._random.start()
-        self._boundary.join()
-        between = Between(Onces(), Evaluations(), lambda: 0, Nesting())
-        self._world = _World(self._recovery, self._boundary, state, reducers, None, Cuts(None), between, Uncounted())
+        self._coordinator.join()
+        between = BetweenSteps(Onces(), Evaluations(), lambda: 0, NestedLoops())
+        self._world = _World(
+            self._recovery, self._coordinator, state, reducers, None, Resharding(None), between, Uncounted()
+        )
         self._world.place = self._place
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # which passes over lost peers
         if type(trainer.precision_plugin).optimizer_step is Precision.optimizer_step:
@@ -195,17 +197,17 @@ class Fitting:
         self._progress.keep()
         if self._behind:
             self._behind = False
-            self._boundary.log(self._logged.new(self._trainer))  # what the step's validation found
+            self._coordinator.log(self._logged.new(self._trainer))  # what the step's validation found
             self._world.between()
         if self._number != self._round:
             raise Again
         self._world.step_begins()
-        self._random.begin(self._boundary.step, self._recovery.members.rank)
+        self._random.begin(self._coordinator.step, self._recovery.members.rank)
         self._in_step = True
 
     def batch_ends(self) -> None:
         trainer = self._trainer
-        if trainer.global_step == self._boundary.step:
+        if trainer.global_step == self._coordinator.step:
             return
         self._world.step_over()
         if not self._world.step_ended():
@@ -213,15 +215,15 @@ class Fitting:
         self._in_step, self._behind = False, True
         self._recovery.program.scope.enter(ScriptPhase.STEP)
         total = trainer.max_steps if trainer.max_steps > 0 else None
-        self._boundary.log(self._logged.new(trainer))
-        self._boundary.count(trainer.global_step, total=total, epoch=trainer.current_epoch)
+        self._coordinator.log(self._logged.new(trainer))
+        self._coordinator.count(trainer.global_step, total=total, epoch=trainer.current_epoch)
 
     # The passes.
 
     def _passes(self) -> None:
         """In place of Lightning's stage, without its check of the validation before the training."""
         trainer = self._trainer
-        self._boundary.watch()  # in place of Lightning's own handler
+        self._coordinator.watch()  # in place of Lightning's own handler
         try:
             self._world.begin()
             while True:
@@ -235,7 +237,7 @@ class Fitting:
                         trainer.fit_loop.run()
                     self._behind = False
                     self._progress.keep()
-                    self._boundary.log(self._logged.new(self._trainer))
+                    self._coordinator.log(self._logged.new(self._trainer))
                     if self._world.finish():
                         return
                 except Again:
@@ -245,7 +247,7 @@ class Fitting:
                         raise
                     traceback.clear_frames(e.__traceback__)
         finally:
-            self._boundary.leave()
+            self._coordinator.leave()
             for holder, name in ((trainer, "_run_stage"), (trainer.precision_plugin, "optimizer_step")):
                 holder.__dict__.pop(name, None)
 

@@ -31,7 +31,7 @@ from typing import Any
 from everstep.checkpoint import Checkpointer, CheckpointError
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 
 try:
     from transformers import TrainerCallback
@@ -65,7 +65,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         **options: Any,
     ) -> None:
         accelerated.recovery()  # before there is another world
-        self._boundary = Boundary.find(checkpoint, every_steps, every_seconds, options)
+        self._coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
         self._optimizer, self._scheduler, self._rng = Late(), Late(), LateRng()
         self._state: dict[str, Any] = {}
         self._trainer: Any = None
@@ -85,11 +85,11 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         self._trainer = trainer
         kept = KeptState(trainer)
         if (recovery := accelerated.recovery()) is not None:
-            self._unbroken = Unbroken(trainer, recovery, self._boundary, kept)
+            self._unbroken = Unbroken(trainer, recovery, self._coordinator, kept)
             try:
                 return self._unbroken.run(arguments)
             finally:
-                self._boundary.leave()
+                self._coordinator.leave()
         self._state = {
             "model": trainer.model, "optimizer": self._optimizer, "scheduler": self._scheduler, "trainer": kept,
             "rng": self._rng,
@@ -97,7 +97,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         if trainer.accelerator.scaler is not None:
             self._state["scaler"] = trainer.accelerator.scaler
         try:
-            if self._boundary.begin(self._state) == 0:
+            if self._coordinator.begin(self._state) == 0:
                 return trainer.train(**arguments)
             with tempfile.TemporaryDirectory(prefix="everstep-trainer-") as folder:
                 Path(folder, STATE_FILE).write_text(json.dumps(kept.loaded))
@@ -105,9 +105,9 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
                     return trainer.train(resume_from_checkpoint=folder, **arguments)
         except AtEnd:
             trainer.is_in_train = False
-            return TrainOutput(self._boundary.step, 0.0, {})
+            return TrainOutput(self._coordinator.step, 0.0, {})
         finally:
-            self._boundary.leave()
+            self._coordinator.leave()
 
     # Trainer's events.
 
@@ -120,7 +120,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         known_order(kwargs["train_dataloader"])
         if self._unbroken is not None:
             if not self._watching:
-                self._boundary.watch()
+                self._coordinator.watch()
             self._watching = True
             self._unbroken.redo()
             return
@@ -128,11 +128,11 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         self._state["model"] = kwargs["model"]
         self._optimizer.bind(kwargs["optimizer"])
         self._scheduler.bind(kwargs["lr_scheduler"])
-        self._boundary.watch()
+        self._coordinator.watch()
         if 0 < state.max_steps <= state.global_step:
             # Trainer's loop would make one more step if the last one was in the middle of an epoch.
             self._rng.apply()
-            self._boundary.finish(state.global_step)
+            self._coordinator.finish(state.global_step)
             raise AtEnd
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -142,16 +142,16 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
             # The first batch is here: making the iterator, and fetching, drew numbers that the run drew before.
             self._begun = True
             self._rng.apply()
-        elif state.global_step > self._boundary.step:
-            self._boundary.completed(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
+        elif state.global_step > self._coordinator.step:
+            self._coordinator.completed(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._boundary.log(logs or {})
+        self._coordinator.log(logs or {})
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = self._unbroken is None or args.load_best_model_at_end
         if best and (state.global_step >= state.max_steps or control.should_training_stop):
-            self._boundary.save(state.global_step)  # before Trainer loads its best model
+            self._coordinator.save(state.global_step)  # before Trainer loads its best model
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
@@ -159,7 +159,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         if self._unbroken is not None:
             self._unbroken.finish(save=not best)
         else:
-            self._boundary.finish(state.global_step, save=not best)
+            self._coordinator.finish(state.global_step, save=not best)
 
 
 def _check(trainer: Any, arguments: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from everstep.recovery.errors import LoopError
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng, RngAt
 from everstep.train.adapters.logged import Logged
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 
 try:
     from lightning.pytorch import Callback
@@ -104,7 +104,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
     ) -> None:
         self._recovery = fitting.recovery() if in_process else None
         self._fitting: fitting.Fitting | None = None
-        self._boundary = Boundary.find(checkpoint, every_steps, every_seconds, options)
+        self._coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
         self._rng, self._data, self._logged = LateRng(), Late(), Logged()
         self._epoch_rng: RngAt | None = None
         self._skip = 0  # batches to read and drop
@@ -122,7 +122,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         if self._recovery is not None:
             self._fit_in_rounds(self._recovery, trainer, pl_module, progress)
             return
-        step = self._boundary.begin(self._everything(trainer, pl_module, progress))
+        step = self._coordinator.begin(self._everything(trainer, pl_module, progress))
         if step == 0:
             self._fresh = True
             return
@@ -147,7 +147,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
                 "trainer.fit(module, Elastic(…)) under everstep-run: pass an ordinary DataLoader, " + fitting.INSTEAD
             )
         kept = fitting.Progress(trainer, progress.state_dict)
-        self._fitting = fitting.Fitting(trainer, recovery, self._boundary, kept)
+        self._fitting = fitting.Fitting(trainer, recovery, self._coordinator, kept)
         state = self._everything(trainer, pl_module, progress) | {"loops": kept}
         for name in ("data", "rng", "rng_of_epoch"):
             del state[name]
@@ -157,7 +157,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         if self._fitting is not None:
             _drop(trainer, self._fitting.skip)
             return
-        self._boundary.watch()  # Lightning's own handler calls a collective from the signal; ours takes its place
+        self._coordinator.watch()  # Lightning's own handler calls a collective from the signal; ours takes its place
         if isinstance(trainer.train_dataloader, Elastic):
             self._data.bind(trainer.train_dataloader)
         else:
@@ -178,10 +178,10 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         elif not self._begun:
             self._begun = True
             self._rng.apply()
-        elif trainer.global_step > self._boundary.step:
-            self._boundary.log(self._logged.new(trainer))
+        elif trainer.global_step > self._coordinator.step:
+            self._coordinator.log(self._logged.new(trainer))
             total = trainer.max_steps if trainer.max_steps > 0 else None
-            self._boundary.completed(trainer.global_step, total=total, epoch=trainer.current_epoch)
+            self._coordinator.completed(trainer.global_step, total=total, epoch=trainer.current_epoch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._fitting is not None:
@@ -193,18 +193,18 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         if isinstance(trainer.train_dataloader, Elastic):
             trainer.train_dataloader.settle()
         self._ended = True
-        self._boundary.log(self._logged.new(trainer))
+        self._coordinator.log(self._logged.new(trainer))
         try:
-            self._boundary.finish(trainer.global_step)
+            self._coordinator.finish(trainer.global_step)
         finally:
-            self._boundary.leave()  # before Lightning puts its own handler away
+            self._coordinator.leave()  # before Lightning puts its own handler away
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if not self._ended and self._fitting is None:  # the commit is of the last step: nothing was trained
-            self._boundary.finish(trainer.global_step, save=False)
+            self._coordinator.finish(trainer.global_step, save=False)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._boundary.leave()
+        self._coordinator.leave()
 
     def _everything(self, trainer: Any, pl_module: Any, progress: _Progress) -> dict[str, Any]:
         state: dict[str, Any] = {

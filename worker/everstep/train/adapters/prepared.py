@@ -26,7 +26,7 @@ from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.own_loop import OwnLoop
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import figures
 from everstep.train.process_place import take_place
 from everstep.train.session import Run
@@ -35,11 +35,11 @@ from everstep.train.session import Run
 class Session(Run):
     """The session's own run, which tells `place` of each world, and of what it trains on."""
 
-    def __init__(self, boundary: Boundary, recovery: Recovery, place: Places) -> None:
+    def __init__(self, coordinator: StepCoordinator, recovery: Recovery, place: Places) -> None:
         super().__init__(
-            take_place(), boundary, recovery, rng=True, rehearsal=False
+            take_place(), coordinator, recovery, rng=True, rehearsal=False
         )  # it keeps its rank in many places
-        self._cuts.add(place)
+        self._resharding.add(place)
 
     @property
     def epoch(self) -> int:
@@ -75,7 +75,7 @@ class Prepared:
     def __init__(
         self,
         accelerator: Any,
-        boundary: Boundary,
+        coordinator: StepCoordinator,
         recovery: Recovery,
         loader: Any,
         objects: Mapping[str, Any],
@@ -84,7 +84,7 @@ class Prepared:
     ) -> None:
         self._accelerator = accelerator
         self._places = Places(accelerator)
-        self._session = Session(boundary, recovery, self._places)
+        self._session = Session(coordinator, recovery, self._places)
         self._micros = accelerator.gradient_accumulation_steps
         self._scales = not isinstance(loader, ElasticLoader)
         self._loader = self._session.taken(_base(loader), self._micros) if self._scales else loader

@@ -35,13 +35,13 @@ from everstep.recovery.group.script_location import ScriptPhase
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.uncounted import Uncounted
-from everstep.train.between_steps import Between
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.between_steps import BetweenSteps
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import Evaluations
-from everstep.train.feeding.resharding import Cuts
-from everstep.train.nested_loops import Nesting
+from everstep.train.feeding.resharding import Resharding
+from everstep.train.nested_loops import NestedLoops
 from everstep.train.once import Onces
-from everstep.train.recovering_world import Recovering
+from everstep.train.recovering_world import RecoveringWorld
 from everstep.train.step import Phase
 
 
@@ -57,18 +57,18 @@ class _Built(Exception):
     """Trainer has made its objects."""
 
 
-class _Agreement(Between):
+class _Agreement(BetweenSteps):
     """What members agree on when they are at one state: which of the work behind the step is done by all."""
 
     def __init__(self, work: Any) -> None:
-        super().__init__(Onces(), Evaluations(), lambda: 0, Nesting())
+        super().__init__(Onces(), Evaluations(), lambda: 0, NestedLoops())
         self._work = work
 
     def agree(self, step: int, members: Members) -> None:
         self._work.back_to(min(done for (done,) in members.gather((self._work.done,))))
 
 
-class _World(Recovering):
+class _World(RecoveringWorld):
     def _moved(self) -> None:
         members = self._recovery.members
         accelerated.move(members.rank, members.world_size)
@@ -79,10 +79,10 @@ class Unbroken:
     """One training of `trainer`. `kept`: its `TrainerState` in the run's state, which also says what is done behind the
     step."""
 
-    def __init__(self, trainer: Any, recovery: Recovery, boundary: Boundary, kept: Any) -> None:
+    def __init__(self, trainer: Any, recovery: Recovery, coordinator: StepCoordinator, kept: Any) -> None:
         self._trainer = trainer
         self._recovery = recovery
-        self._boundary = boundary
+        self._coordinator = coordinator
         self._kept = kept
         self._random = Randomness(True, trainer.args.device)
         self._world: _World
@@ -106,7 +106,7 @@ class Unbroken:
             self._begin()
             while True:
                 self._round = self._number
-                trainer.args.eval_on_start = eval_on_start and self._boundary.step == 0
+                trainer.args.eval_on_start = eval_on_start and self._coordinator.step == 0
                 try:
                     return self._pass(given)
                 except Again:
@@ -136,7 +136,7 @@ class Unbroken:
     def finish(self, save: bool) -> None:
         if not self._world.finish(save=save):
             raise Again
-        self._random.begin(self._boundary.step, self._recovery.members.rank)  # what follows draws alike
+        self._random.begin(self._coordinator.step, self._recovery.members.rank)  # what follows draws alike
 
     def redo(self) -> None:
         """At the beginning of a pass: do what is left of the work behind the step. Raises `AtEnd`."""
@@ -145,10 +145,10 @@ class Unbroken:
         self._kept.put_back()
         trainer.current_flos = 0.0  # an int until the first step, and what ranks add up is to be of one type
         state, control = trainer.state, trainer.control
-        if self._boundary.step and self._kept.done == 0:
+        if self._coordinator.step and self._kept.done == 0:
             self._do_work()
         ends = control.should_training_stop or 0 < state.max_steps <= state.global_step
-        if self._boundary.step and self._kept.done == 1 and (ends or self._kept.at_epoch_end()):
+        if self._coordinator.step and self._kept.done == 1 and (ends or self._kept.at_epoch_end()):
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, trainer.control)
             self._do_work()
         if ends or trainer.control.should_training_stop:
@@ -190,9 +190,16 @@ class Unbroken:
         state[BUCKETS] = reducers = Reducers(state)
         self._kept.seed = self._seed
         self._random.start()
-        self._boundary.join()
+        self._coordinator.join()
         self._world = _World(
-            self._recovery, self._boundary, state, reducers, None, Cuts(None), _Agreement(self._kept), Uncounted()
+            self._recovery,
+            self._coordinator,
+            state,
+            reducers,
+            None,
+            Resharding(None),
+            _Agreement(self._kept),
+            Uncounted(),
         )
         self._world.begin()
 
@@ -211,7 +218,7 @@ class Unbroken:
         trainer.__dict__.pop("_eval_dataloaders", None)
         torch.manual_seed(self._kept.seed)  # by which Accelerate shuffles
         try:
-            if self._boundary.step == 0:
+            if self._coordinator.step == 0:
                 return trainer.train(**given)
             with tempfile.TemporaryDirectory(prefix="everstep-trainer-") as folder:
                 Path(folder, "trainer_state.json").write_text(json.dumps(self._kept.fields()))
@@ -275,7 +282,7 @@ class Unbroken:
         trainer.lr_scheduler = None
         made = trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
         trainer._created_lr_scheduler = False
-        if self._boundary.step:
+        if self._coordinator.step:
             made.load_state_dict(held)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group.update(rate)
@@ -300,5 +307,5 @@ class Unbroken:
         self._in_step = False
         self._recovery.program.scope.enter(ScriptPhase.STEP)
         state = self._trainer.state
-        self._boundary.count(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
+        self._coordinator.count(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
         self._kept.step_ended()

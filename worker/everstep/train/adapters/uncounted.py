@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from everstep.train.guards.untracked.untracked_state import Census
+from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 
 
-class Uncounted(Census):
+class Uncounted(UntrackedStateCheck):
     """The framework holds what training moves, and it is tracked; what it holds besides is no business of ours."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.02  # from one look at the peers to the next, while a save is w
 ASK_SECONDS = 3.0  # for the store to answer what a run can do without
 
 
-class Keeper:
+class SaveSchedule:
     """`every_seconds`: what the clock is asked by; the checkpointer itself is asked at each step."""
 
     def __init__(self, checkpointer: Checkpointer, *, every_seconds: float | None) -> None:
@@ -47,7 +47,7 @@ class Keeper:
         every_seconds: float | None,
         options: Mapping[str, Any],
         environ: Mapping[str, str] = os.environ,
-    ) -> Keeper | None:
+    ) -> SaveSchedule | None:
         """By what was passed, else by the environment; None if neither names a place. Raises `CheckpointError`,
         `StoreUnusable`."""
         if isinstance(checkpoint, Checkpointer):

@@ -31,7 +31,7 @@ SMOOTHING = 0.2  # weight of the newest measurement
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class StepRequest:
     """What a rank asks for, or what all have agreed on."""
 
     stop: bool = False
@@ -41,7 +41,7 @@ class Wish:
     calls: int = 0  # collectives of the program that it has begun in this world; likewise
 
 
-class Intent:
+class StepAgreement:
     """`at_boundary(wish)` after every step, on every rank; the answer is the same on each, and mostly no wish. Raises
     `LoopError`, on all of them, once their `updates` or `calls` differ: then one has skipped an optimizer step or a
     collective that others made.
@@ -70,14 +70,14 @@ class Intent:
         """Boundaries from one agreement to the next; the same on every rank."""
         return self._stride
 
-    def at_boundary(self, wish: Wish) -> Wish:
+    def at_boundary(self, wish: StepRequest) -> StepRequest:
         """Say what this rank wants, and hear what all do now. Raises what the collective raises if a peer is gone."""
         if self._group is None:
             return wish
         began = self._clock()
         if self._left is not None:
             self._step = _smooth(self._step, began - self._left)
-        agreed = Wish()
+        agreed = StepRequest()
         if self._boundary == self._next:
             read = self._flight is not None
             agreed = self._read()
@@ -100,16 +100,16 @@ class Intent:
             self._flight[0].wait()
             self._flight = None
 
-    def _begin(self, wish: Wish) -> None:
+    def _begin(self, wish: StepRequest) -> None:
         told = [wish.stop, wish.save, wish.move, self._wanted_stride(), wish.calls, -wish.calls]
         for place in range(self._places):
             told += [wish.updates, -wish.updates] if place == self._place else [NONE_TOLD, NONE_TOLD]
         values = torch.tensor(told, dtype=torch.int64)
         self._flight = (reduce_into(values, dist.ReduceOp.MAX, self._group), values)
 
-    def _read(self) -> Wish:
+    def _read(self) -> StepRequest:
         if self._flight is None:
-            return Wish()
+            return StepRequest()
         work, values = self._flight
         work.wait()
         self._flight = None
@@ -130,7 +130,7 @@ class Intent:
                 "each later one of it was combined with another of theirs. Call every collective on all ranks, in the "
                 "same order"
             )
-        return Wish(bool(stop), bool(save), bool(move))
+        return StepRequest(bool(stop), bool(save), bool(move))
 
     def _wanted_stride(self) -> int:
         """As many boundaries as make the cost small, and no more than answer within `MAX_SECONDS`."""

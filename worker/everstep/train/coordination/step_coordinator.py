@@ -30,8 +30,8 @@ from everstep.reporting.report import Reporter, default_reporter
 from everstep.storage.errors import StoreUnusable
 from everstep.train.coordination.group_shutdown import part
 from everstep.train.coordination.metrics import Metrics
-from everstep.train.coordination.save_schedule import Keeper
-from everstep.train.coordination.step_agreement import Intent, Wish, group_of_its_own
+from everstep.train.coordination.save_schedule import SaveSchedule
+from everstep.train.coordination.step_agreement import StepAgreement, StepRequest, group_of_its_own
 from everstep.train.coordination.stop_signal import Left, Preempted, StopSignal
 
 log = logging.getLogger("everstep.train")
@@ -41,18 +41,18 @@ ONE_MORE_SECONDS, ONE_MORE_STEPS = 5.0, 3.0  # that must be left, to begin one m
 PEER_SECONDS = 600.0  # an agreement of the ranks fails after so long
 
 
-class Boundary:
+class StepCoordinator:
     """`join` and `restore` once, `completed` after each step, `finish` after the last, `leave` whatever happened."""
 
-    def __init__(self, keeper: Keeper | None, reporter: Reporter) -> None:
-        self._keeper = keeper
+    def __init__(self, schedule: SaveSchedule | None, reporter: Reporter) -> None:
+        self._schedule = schedule
         self._reporter = reporter
         self._metrics = Metrics()
         self._evaluates = False
         self._stop = StopSignal()
         self._state: Mapping[str, Any] = {}
         self._group: Any = None
-        self._intent = Intent(None)
+        self._agreement = StepAgreement(None)
         self._rank = 0
         self._check: Callable[[], None] = _nothing
         # The state as a commit names it.
@@ -70,20 +70,20 @@ class Boundary:
         every_seconds: float | None,
         options: Mapping[str, Any],
         reporter: Reporter | None = None,
-    ) -> Boundary:
+    ) -> StepCoordinator:
         """With the store and policy that were passed, else those of the environment; see `everstep.start`."""
         with _exit_codes():
-            keeper = Keeper.find(checkpoint, every_steps, every_seconds, options)
-        return cls(keeper, reporter or default_reporter())
+            schedule = SaveSchedule.find(checkpoint, every_steps, every_seconds, options)
+        return cls(schedule, reporter or default_reporter())
 
     def join(self) -> None:
         """Meet the other ranks. Collective, and needs the process group where there is to be one."""
         if dist.is_available() and dist.is_initialized():
             self._rank = dist.get_rank()
         self._group = group_of_its_own(PEER_SECONDS)
-        self._intent = Intent(self._group)
+        self._agreement = StepAgreement(self._group)
         self._reporter.started()
-        if self._keeper is None and self._rank == 0:
+        if self._schedule is None and self._rank == 0:
             log.warning("no checkpoint URL: nothing is saved. Pass one, or set EVERSTEP_CHECKPOINT_URL")
 
     def track(self, state: Mapping[str, Any]) -> None:
@@ -99,26 +99,26 @@ class Boundary:
         self._rank = ranks.rank
         self._reporter.moved(ranks.rank, ranks.world_size, round_)
         self._group = ranks.group if ranks.world_size > 1 else None
-        self._intent = self._intent_over(self._group)
-        if self._keeper is not None:
-            self._keeper.move(ranks, round_, rendezvous)
+        self._agreement = self._intent_over(self._group)
+        if self._schedule is not None:
+            self._schedule.move(ranks, round_, rendezvous)
 
     def divide(self, places: int, named: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
         """The script divides its model over the `places` ranks of a replica, and commits name the state so."""
         self.places, self.named = places, named
-        self._intent = self._intent_over(self._group)
+        self._agreement = self._intent_over(self._group)
 
-    def _intent_over(self, group: Any) -> Intent:
-        return Intent(group, place=self._rank % self.places, places=self.places)
+    def _intent_over(self, group: Any) -> StepAgreement:
+        return StepAgreement(group, place=self._rank % self.places, places=self.places)
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Restore `state`, which is also what is saved from now on; completed steps. Collective."""
         self._state = state
-        if self._keeper is not None:
+        if self._schedule is not None:
             with _exit_codes():
                 named = self.named(state)
                 try:
-                    self.step = self._keeper.restore(named)
+                    self.step = self._schedule.restore(named)
                 except StateMismatch as e:
                     if not (more := places.advice(str(e), named.places if isinstance(named, places.Placed) else 1)):
                         raise
@@ -128,21 +128,21 @@ class Boundary:
     @property
     def saves(self) -> bool:
         """Whether there is a store to save to."""
-        return self._keeper is not None
+        return self._schedule is not None
 
     @property
     def restored(self) -> bool:
         """Whether `restore` found a commit."""
-        return self._keeper is not None and self._keeper.restored
+        return self._schedule is not None and self._schedule.restored
 
     @property
-    def keeper(self) -> Keeper | None:
+    def schedule(self) -> SaveSchedule | None:
         """What saves; None without a store."""
-        return self._keeper
+        return self._schedule
 
     def newest_commit(self) -> int:
         """Its step; -1 if there is none, or none is known. Not collective."""
-        found = self._keeper.newest() if self._keeper is not None else None
+        found = self._schedule.newest() if self._schedule is not None else None
         return -1 if found is None else found
 
     def begin(self, state: Mapping[str, Any]) -> int:
@@ -209,26 +209,26 @@ class Boundary:
 
     def _agree(self, move: bool, updates: int, calls: int) -> bool:
         with _exit_codes():
-            keeper = self._keeper
-            wanted = keeper is not None and self._rank == 0 and keeper.due()
-            agreed = self._intent.at_boundary(Wish(self._stop.asked, wanted, move, updates, calls))
+            schedule = self._schedule
+            wanted = schedule is not None and self._rank == 0 and schedule.due()
+            agreed = self._agreement.at_boundary(StepRequest(self._stop.asked, wanted, move, updates, calls))
             if agreed.stop:
                 self._preempt()
-            if keeper is not None and (keeper.due_at(self.step) or agreed.save):
-                self._begin_save(keeper)
+            if schedule is not None and (schedule.due_at(self.step) or agreed.save):
+                self._begin_save(schedule)
         if agreed.move:
-            self._intent.settle()  # or those that leave first break it for the others
+            self._agreement.settle()  # or those that leave first break it for the others
         return agreed.move
 
     def save(self, step: int) -> None:
         """Begin to save the state after the last step now, because later it will be another. Collective."""
         self.step = step
-        if self._keeper is not None and not self._all(self._keeper.durable(step, None, self._check)):
+        if self._schedule is not None and not self._all(self._schedule.durable(step, None, self._check)):
             with _exit_codes():
-                self._begin_save(self._keeper)
+                self._begin_save(self._schedule)
 
-    def _begin_save(self, keeper: Keeper) -> None:
-        keeper.save(self.step, self.named(self._state), self._metrics.of_step() if self._rank == 0 else None)
+    def _begin_save(self, schedule: SaveSchedule) -> None:
+        schedule.save(self.step, self.named(self._state), self._metrics.of_step() if self._rank == 0 else None)
 
     def same(self, number: int) -> bool:
         """Whether all ranks say this number, of at most 63 bits. Collective."""
@@ -252,18 +252,18 @@ class Boundary:
         """Training is complete after `step` steps: commit them, and report it. Collective."""
         if step != self.step:
             self.count(step)
-        self._intent.settle()
+        self._agreement.settle()
         with _exit_codes():
-            if self._keeper is not None and save and not self._save_now(lambda: None):
+            if self._schedule is not None and save and not self._save_now(lambda: None):
                 raise SaveFailed(f"the last step, {step}, could not be committed")
         self.close()
         self._reporter.done()
 
     def close(self) -> None:
         """Let the save in flight end. May be called again."""
-        if self._keeper is not None:
+        if self._schedule is not None:
             with _exit_codes():
-                self._keeper.checkpointer.close()
+                self._schedule.checkpointer.close()
 
     def leave(self) -> None:
         """Put the handler of SIGTERM back that was there before."""
@@ -275,7 +275,7 @@ class Boundary:
 
     def _preempt(self) -> NoReturn:
         try:
-            self._intent.settle()
+            self._agreement.settle()
             committed = self._save_now(self._stop.remaining)
             enough = self._stop.remaining() > ONE_MORE_SECONDS + ONE_MORE_STEPS * self._step_seconds
             self.has_time = self._all(committed and enough)
@@ -291,18 +291,21 @@ class Boundary:
         if self._rank == 0 or isinstance(error, Left):
             log.warning("%s", error)
         self._reporter.flush()
-        self._group, self._intent = None, Intent(None)  # the frames of `error` would keep them till Python is half gone
+        self._group, self._agreement = (
+            None,
+            StepAgreement(None),
+        )  # the frames of `error` would keep them till Python is half gone
         atexit.register(part)
         raise error
 
     def _save_now(self, remaining: Callable[[], float | None]) -> bool:
         """Commit the present state, unless it is; whether it is durable, the same answer on every rank."""
-        if self._keeper is None:
+        if self._schedule is None:
             return False
-        if self._all(self._keeper.durable(self.step, remaining(), self._check)):
+        if self._all(self._schedule.durable(self.step, remaining(), self._check)):
             return True
-        self._begin_save(self._keeper)
-        return self._all(self._keeper.durable(self.step, remaining(), self._check))
+        self._begin_save(self._schedule)
+        return self._all(self._schedule.durable(self.step, remaining(), self._check))
 
     def _all(self, done: bool) -> bool:
         """Whether every rank says so; rank 0 does only when the commit exists, so nobody leaves before."""

@@ -20,7 +20,7 @@ MICRO = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class Straggler:
     """The others wait for `rank`. Seconds of its own in a step, and of theirs in the middle."""
 
     rank: int
@@ -35,23 +35,23 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True)
-class Even:
+class NoStraggler:
     """Nobody waits for one rank any more."""
 
     def __str__(self) -> str:
         return "no rank is slower than the others any more"
 
 
-def slowest(own: Sequence[float]) -> Slow | None:
+def slowest(own: Sequence[float]) -> Straggler | None:
     """The rank that holds the others up, of what each needs; None if none does."""
     if len(own) < 2:
         return None
     rank = max(range(len(own)), key=lambda r: own[r])
     others = statistics.median([seconds for r, seconds in enumerate(own) if r != rank])
-    return Slow(rank, own[rank], others) if own[rank] > max(LEAST, FACTOR * others) else None
+    return Straggler(rank, own[rank], others) if own[rank] > max(LEAST, FACTOR * others) else None
 
 
-class Pace:
+class StragglerDetector:
     """One world's, on one rank."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -64,7 +64,7 @@ class Pace:
         self._steps, self._seen, self._told = 0, [-1] * CONFIRMED, -1
         self._mark = (self._clock(), waited)
 
-    def completed(self, waited: float, gather: Callable[[int], Sequence[int]]) -> Slow | Even | None:
+    def completed(self, waited: float, gather: Callable[[int], Sequence[int]]) -> Straggler | NoStraggler | None:
         """A step is complete on all ranks. `gather`: every rank's number, by rank; collective. What is new to say."""
         now, (then, before) = self._clock(), self._mark
         self._mark = (now, waited)
@@ -81,7 +81,7 @@ class Pace:
             return found
         if found is None and self._told >= 0:
             self._told = -1
-            return Even()
+            return NoStraggler()
         return None
 
 

@@ -24,7 +24,7 @@ _make = DistributedSampler.__init__
 _iterate = DistributedSampler.__iter__
 
 
-class Cut(Protocol):
+class Resharded(Protocol):
     """What was made for a place in a world."""
 
     @property
@@ -35,7 +35,7 @@ class Cut(Protocol):
         ...
 
 
-class Cuts:
+class Resharding:
     """One a run. `most`: where worlds change, the most processes that the job may have; look at the samplers that are
     made from now on. Before there is a world their length is that of a share of so many, which schedules are made by;
     iterated, they give all samples, as in a world of one."""
@@ -43,14 +43,14 @@ class Cuts:
     def __init__(self, most: int | None) -> None:
         self._most = most
         self.shape = Shape()  # of the mesh, if the run has one
-        self._loaders = weakref.WeakSet[Cut]()
+        self._loaders = weakref.WeakSet[Resharded]()
         self._samplers = weakref.WeakSet[DistributedSampler[Any]]()
         self._fixed = weakref.WeakKeyDictionary[DistributedSampler[Any], World | None]()  # made in which world
         self._world: World | None = None  # None: while the process builds its objects
         if most is not None:
             self._look()
 
-    def add(self, loader: Cut) -> None:
+    def add(self, loader: Resharded) -> None:
         """A loader that `run.loader` made, say."""
         self._loaders.add(loader)
 

@@ -28,7 +28,7 @@ from everstep.train.feeding.feed import Feed
 _advance = _BaseDataLoaderIter.__next__
 
 
-class ByHand:
+class UnmanagedLoaders:
     """From `begin` to `end`; `step_over` after each step. `worlds_change`: a script that tracks a loader's position
     itself is right only where they do not."""
 

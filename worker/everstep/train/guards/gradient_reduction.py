@@ -21,15 +21,17 @@ from everstep.recovery.ddp.reducers import Reducers, parallel
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.optimizers import before_step
 from everstep.train.guards.replicas import cared_for
-from everstep.train.guards.untracked.untracked_state import Census
+from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 
 
-class Reduction:
-    """Of the DDP objects of a process, and the optimizers of the tracked `state`, in the steps that `census` sees.
-    `lasts`: the world does, so that the script may make DDP objects in its loop too."""
+class GradientReduction:
+    """Of the DDP objects of a process, and the optimizers of the tracked `state`, in the steps that `untracked_state`
+    sees. `lasts`: the world does, so that the script may make DDP objects in its loop too."""
 
-    def __init__(self, state: Mapping[str, Any], reducers: Reducers, census: Census, *, lasts: bool) -> None:
-        self._census = census
+    def __init__(
+        self, state: Mapping[str, Any], reducers: Reducers, untracked_check: UntrackedStateCheck, *, lasts: bool
+    ) -> None:
+        self._untracked_check = untracked_check
         self._lasts = lasts
         self._names = _names(state)
         self._ddps = [(weakref.ref(ddp), reducers.reduced(ddp)) for ddp in reducers.alive()]
@@ -42,7 +44,7 @@ class Reduction:
                     before_step(optimizer, self._check)
 
     def _check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not self._census.in_step:
+        if not self._untracked_check.in_step:
             return
         for p in self._left_out(optimizer):
             if p.requires_grad and p.grad is not None and not (self._lasts and self._is_averaged_by_now(p)):

@@ -25,7 +25,7 @@ class Seen(PeerLost):
     """The gradients are there. The step's block is left as if a peer were lost."""
 
 
-class OneMore:
+class StepAfterStop:
     """What such a step asks in place of its world (`step.StepScope`)."""
 
     def __init__(self, state: Mapping[str, Any], world: Any) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from everstep.recovery.errors import LoopError
-from everstep.train.coordination.step_coordinator import Boundary
+from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.guards.comparison.local_gradients import LocalGradients, pack, unpack
 from everstep.train.guards.comparison.optimizer_updates import OptimizerUpdates
 from everstep.train.guards.plain_values import TRACK, Values, differences, listed, plain_values
@@ -43,9 +43,9 @@ class RestartCheck:
     """Of one process. `hears`: it is told of the collectives of the step. Those sums that depend on other ranks' values
     are left out then."""
 
-    def __init__(self, state: Mapping[str, Any], boundary: Boundary, *, hears: bool) -> None:
+    def __init__(self, state: Mapping[str, Any], coordinator: StepCoordinator, *, hears: bool) -> None:
         self._state = state
-        self._boundary = boundary
+        self._coordinator = coordinator
         self._hears = hears
         self._program: str | None = None  # None: not asked yet, or nobody can tell
         self._gradients: LocalGradients | None = None
@@ -58,12 +58,12 @@ class RestartCheck:
     def begin(self, rank: int, world_size: int) -> None:
         """A step begins, which this process takes as itself."""
         self._forget()
-        keeper, step = self._boundary.keeper, self._boundary.step
-        if keeper is None or rank != 0:
+        schedule, step = self._coordinator.schedule, self._coordinator.step
+        if schedule is None or rank != 0:
             return
-        if keeper.restored_step == step:
+        if schedule.restored_step == step:
             self._restored = step
-        if step not in (self._restored, keeper.saved_step):
+        if step not in (self._restored, schedule.saved_step):
             return
         if self._program is None:
             self._program = program()
@@ -95,16 +95,16 @@ class RestartCheck:
         if self._sums is not None:
             if self._step == self._restored:
                 self._compare(self._sums)
-            elif (keeper := self._boundary.keeper) is not None:
-                keeper.attach(NEXT, pack(self._sums, self._head()))
+            elif (schedule := self._coordinator.schedule) is not None:
+                schedule.attach(NEXT, pack(self._sums, self._head()))
         self._forget()
 
     def note(self) -> None:
         """The same of a step that is not made, before the process leaves."""
         self.over()
-        keeper = self._boundary.keeper
-        if self._sums is not None and keeper is not None and keeper.saved_step == self._step:
-            keeper.attach_now(NEXT, pack(self._sums, self._head()))
+        schedule = self._coordinator.schedule
+        if self._sums is not None and schedule is not None and schedule.saved_step == self._step:
+            schedule.attach_now(NEXT, pack(self._sums, self._head()))
         self._forget()
 
     def _head(self) -> dict[str, Any]:
@@ -120,9 +120,9 @@ class RestartCheck:
         }
 
     def _compare(self, sums: torch.Tensor) -> None:
-        keeper = self._boundary.keeper
-        assert keeper is not None
-        told = {name: note for name, data in keeper.attached((NEXT, AGAIN)).items() if (note := _unpacked(data))}
+        schedule = self._coordinator.schedule
+        assert schedule is not None
+        told = {name: note for name, data in schedule.attached((NEXT, AGAIN)).items() if (note := _unpacked(data))}
         if NEXT not in told:
             return
         theirs, head = told[NEXT]
@@ -152,7 +152,7 @@ class RestartCheck:
             )  # fmt: skip
             return
         if AGAIN not in told:
-            keeper.attach_to_restored(AGAIN, pack(sums, self._head()))
+            schedule.attach_to_restored(AGAIN, pack(sums, self._head()))
         raise LoopError(text)
 
     def _difference(self, sums: torch.Tensor, theirs: torch.Tensor, head: Mapping[str, Any], alike: bool) -> str:

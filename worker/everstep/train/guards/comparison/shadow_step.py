@@ -1,13 +1,13 @@
 """A process that takes the place of a lost one plays another's part first, and is compared with it.
 
 What a script keeps in plain variables, caches, hooks and files is in no checkpoint, and a new process does not have it.
-`carried` reads much of that from the script's text, and cannot read all. So before a new process's gradients count, it
-runs the block of its first step as a rank that has trained already: with that one's samples and random numbers, and
-with the tracked state that it was given. Collectives are not run. The block is left before the first optimizer's step
-if nothing behind it notices; else it runs to its end. Then everything is put back, and the process takes the step as
-itself. If its gradients were not those that the other rank computes in that step, the run is refused on all ranks
-before it is saved (ADR 0018). What such a process lacks may show later (a threshold that a counter comes to), so it
-plays again in its 3rd, 5th, 9th, … step.
+`loop_carried` reads much of that from the script's text, and cannot read all. So before a new process's gradients
+count, it runs the block of its first step as a rank that has trained already: with that one's samples and random
+numbers, and with the tracked state that it was given. Collectives are not run. The block is left before the first
+optimizer's step if nothing behind it notices; else it runs to its end. Then everything is put back, and the process
+takes the step as itself. If its gradients were not those that the other rank computes in that step, the run is refused
+on all ranks before it is saved (ADR 0018). What such a process lacks may show later (a threshold that a counter comes
+to), so it plays again in its 3rd, 5th, 9th, … step.
 
 DDP's forward pass brings rank 0's buffers to all ranks; in a part it does not. So rank 0 sends them before, in the
 steps in which somebody plays.

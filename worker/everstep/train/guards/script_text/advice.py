@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from everstep.train.guards.script_text.known_values import MISSING, PARTS, held
-from everstep.train.guards.script_text.loop_carried import Carried
+from everstep.train.guards.script_text.loop_carried import LoopCarried
 from everstep.train.guards.script_text.value_origins import FORWARD, ITERATORS
 from everstep.train.guards.untracked.covered import OWN_NAMES, word
 
@@ -19,7 +19,7 @@ NAMED = 8  # variables in one text
 _LONGEST = 60  # of a value that is written out
 
 
-def text_of(file: str, found: list[Carried], values: Mapping[str, Any], taken: Iterable[str] = ()) -> str:
+def text_of(file: str, found: list[LoopCarried], values: Mapping[str, Any], taken: Iterable[str] = ()) -> str:
     """Of variables of the loop in `file`, the most harmful first. `taken`: names of what is tracked by now."""
     said = "; ".join(_said(f, f.file or file, f.at_file or file) for f in found[:NAMED])
     names = ", ".join(repr(f.name) for f in found)
@@ -33,7 +33,7 @@ def text_of(file: str, found: list[Carried], values: Mapping[str, Any], taken: I
     )
 
 
-def _said(f: Carried, file: str, at_file: str) -> str:
+def _said(f: LoopCarried, file: str, at_file: str) -> str:
     where = f"line {f.at}" if at_file == file else f"line {f.at} of {at_file}"
     return (
         f"{f.name} is carried from step to step in a plain variable (line {f.line} of {file} changes it), and "
@@ -41,10 +41,10 @@ def _said(f: Carried, file: str, at_file: str) -> str:
     )
 
 
-def _lines(found: list[Carried], values: Mapping[str, Any], taken: set[str]) -> list[str]:
+def _lines(found: list[LoopCarried], values: Mapping[str, Any], taken: set[str]) -> list[str]:
     lines = [f"Use `step.number` in place of {f.name}" for f in found if f.counts]
     tracked = dict[str, None]()
-    dicts = dict[str, list[Carried]]()  # what they are attributes of → those that go into one dictionary
+    dicts = dict[str, list[LoopCarried]]()  # what they are attributes of → those that go into one dictionary
     for f in found:
         *front, last = PARTS.findall(f.name)
         owner = "".join(front)
@@ -71,12 +71,12 @@ def _is_inside(function: Any, name: str, values: Mapping[str, Any], path: str) -
     return name not in vars(function) and held(values, path) is not MISSING
 
 
-def _is_whole(f: Carried, value: Any) -> bool:
+def _is_whole(f: LoopCarried, value: Any) -> bool:
     """It can be tracked as it is, and stays the same object."""
     return isinstance(value, list | dict) and not f.bound
 
 
-def _dictionary(owner: str, inside: list[Carried], values: Mapping[str, Any], taken: set[str]) -> str:
+def _dictionary(owner: str, inside: list[LoopCarried], values: Mapping[str, Any], taken: set[str]) -> str:
     """Tracked, and made where the variables are."""
     kept, uses = list[str](), list[str]()
     name = f"{owner}.carried" if owner else "carried"

@@ -1,4 +1,4 @@
-"""What a loop does to one of its variables, for `carried`, and what follows from all of it. Pure."""
+"""What a loop does to one of its variables, for `loop_carried`, and what follows from all of it. Pure."""
 
 from __future__ import annotations
 

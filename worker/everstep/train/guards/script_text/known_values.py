@@ -154,7 +154,7 @@ def _reads_loader(value: Any, depth: int = 0) -> bool:
     return depth < 4 and any(_reads_loader(part, depth + 1) for part in inside)
 
 
-class Known(Unknown):
+class KnownValues(Unknown):
     """Of `values`, as the file called `file` sees them. `moving`: ids of what training moves; `data`: of the datasets
     that it reads."""
 

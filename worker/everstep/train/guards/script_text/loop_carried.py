@@ -38,7 +38,7 @@ from everstep.train.guards.script_text.value_origins import (
     Taint,
 )
 
-# Of what the loop begins with. Tensors, modules and what holds them are watched while they train (`census`).
+# Of what the loop begins with. Tensors, modules and what holds them are watched while they train (`untracked_state`).
 PLAIN = frozenset({
     "int", "float", "bool", "str", "NoneType", "list", "tuple", "dict", "set", "deque", "defaultdict", "Counter",
 })  # fmt: skip
@@ -56,7 +56,7 @@ _HARM = (
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class LoopCarried:
     """`name` is changed by the loop in `line`, and `use` in line `at` depends on what the step before left in it.
     `bound`: the loop gives the name to another object. `counts`: it is the index of an enumeration of steps."""
 
@@ -71,12 +71,12 @@ class Carried:
     own: bool = False  # comes from data, of which each rank has its own
 
 
-def carried(
+def loop_carried(
     script: Script,
     loop: ast.stmt,
     begin: Mapping[str, Taint] | None = None,
     also: Collection[tuple[ast.FunctionDef, str]] = (),
-) -> list[Carried]:
+) -> list[LoopCarried]:
     """Of a loop over steps, or of a function that takes one step; by name, in order. `begin`: what else is known.
     `also`: functions that are called between two steps, and of methods the name of what they are called on."""
     walk = _Walk(script, begin or {}, (), frozenset())
@@ -89,14 +89,16 @@ def carried(
             walk.run(loop, also)
             flags = frozenset(names - states_of(walk.changes) - walk.counts)
     except (Spent, RecursionError):
-        return [] if script.alone else carried(script.without_others(), loop, begin, also)
-    found: dict[str, Carried] = {}
+        return [] if script.alone else loop_carried(script.without_others(), loop, begin, also)
+    found: dict[str, LoopCarried] = {}
     for taint, use, at, file in sorted(walk.uses, key=lambda u: harm(u[1])):
         for name in sorted(behind(taint, walk.changes) & names):
             change = walk.changes.get(name, Change(at, file))
             if not change.made:
                 counts = name in walk.counts
-                one = Carried(name, change.line, use, at, change.bound, counts, change.file, file, "*" in change.kept)
+                one = LoopCarried(
+                    name, change.line, use, at, change.bound, counts, change.file, file, "*" in change.kept
+                )
                 found.setdefault(name, one)
     return sorted(found.values(), key=lambda f: (harm(f.use), f.name))
 

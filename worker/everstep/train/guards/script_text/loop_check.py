@@ -1,9 +1,9 @@
 """Reads the text of the script's loop before its first step, and refuses what a new process could not go on with.
 
-`carried` says which plain variables are carried from step to step and reach what is trained; this finds the loop among
-the frames that run, and what its variables hold now. Found there too: a generator function that hands out a step's
-batch from within the step, and a rank that was read from the environment before the loop. Where there is no text (a
-prompt, a library's loop) nothing is said.
+`loop_carried` says which plain variables are carried from step to step and reach what is trained; this finds the loop
+among the frames that run, and what its variables hold now. Found there too: a generator function that hands out a
+step's batch from within the step, and a rank that was read from the environment before the loop. Where there is no text
+(a prompt, a library's loop) nothing is said.
 
 Invariant: none of the script's code is called, and nothing of the script's is kept alive.
 """
@@ -26,8 +26,8 @@ import torch
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.script_objects import is_script, variables
 from everstep.train.guards.script_text.advice import text_of
-from everstep.train.guards.script_text.known_values import PARTS, Known, constant, held, kind_of
-from everstep.train.guards.script_text.loop_carried import Carried, carried
+from everstep.train.guards.script_text.known_values import PARTS, KnownValues, constant, held, kind_of
+from everstep.train.guards.script_text.loop_carried import LoopCarried, loop_carried
 from everstep.train.guards.script_text.read_ranks import bound, read_ranks
 from everstep.train.guards.script_text.scripts import Script
 from everstep.train.guards.script_text.sources import code_of, definition, tree_of
@@ -179,7 +179,7 @@ def _texts_of_loop(
     nested: bool,
 ) -> list[str]:
     covered, values = Covered(state), place.values
-    known = Known(values, place.file, covered.objects, data)
+    known = KnownValues(values, place.file, covered.objects, data)
     # A loader is tracked for its position, and not for what it reads.
     kept = covered.objects - (set(data) - {id(target) for target in state.values()})
 
@@ -192,8 +192,8 @@ def _texts_of_loop(
 
     script = Script(place.tree, lambda n: kind_of(held(values, n)), lambda n: constant(values, n), known)
     texts = list[str]()
-    lost, saved = list[Carried](), list[Carried]()
-    for found in carried(script, place.loop, also=list(_between(place, evaluations))):
+    lost, saved = list[LoopCarried](), list[LoopCarried]()
+    for found in loop_carried(script, place.loop, also=list(_between(place, evaluations))):
         if found.use == RETURNED or is_untracked(found.name) or (nested and _is_of_run(place, found.name)):
             continue
         if not is_tracked(found.name):
@@ -301,7 +301,7 @@ def _texts_of_module(module: torch.nn.Module, is_untracked: Callable[..., bool])
         return type(value).__name__ if isinstance(value, int | float) and value is not True else None
 
     script = Script(tree, number, lambda n: constant(values, n))
-    for found in carried(script, forward, {f"self.{name}": PARAMETERS for name in tensors}):
+    for found in loop_carried(script, forward, {f"self.{name}": PARAMETERS for name in tensors}):
         name = word(found.name)
         if is_untracked(f"{kind.__name__}.{name}", kind.__name__):
             continue

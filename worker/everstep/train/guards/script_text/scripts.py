@@ -1,4 +1,4 @@
-"""A file of the script's for `carried` to walk through, and what can be asked of its variables. Pure."""
+"""A file of the script's for `loop_carried` to walk through, and what can be asked of its variables. Pure."""
 
 from __future__ import annotations
 

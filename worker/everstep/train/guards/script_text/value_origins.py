@@ -1,4 +1,4 @@
-"""What the values of expressions come from, for `carried`: a set of names, and of a few marks.
+"""What the values of expressions come from, for `loop_carried`: a set of names, and of a few marks.
 
 A name is a variable's as the step before left it; "?name" one that holds a constant which is made once. The marks: "*"
 comes from data, parameters or random numbers and is another one in each step; "#" is a function of the step's number;

@@ -1,7 +1,7 @@
 """Which untracked tensors reach the parameters in one step.
 
-While a `Flow` is entered it sees each function of torch's that the script calls, and notes what was computed from the
-tensors that it was given. One of them reaches the parameters if a loss is computed from it on which `backward` is
+While a `TensorFlow` is entered it sees each function of torch's that the script calls, and notes what was computed from
+the tensors that it was given. One of them reaches the parameters if a loss is computed from it on which `backward` is
 called, or a gradient, or if it is written into a tracked tensor. What it cannot see (a custom autograd function,
 numbers taken out of a tensor) ends the trail, so that "does not reach" is weaker than "reaches".
 
@@ -26,7 +26,7 @@ _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itrue
 _SINKS = frozenset({"backward", "grad"})
 
 
-class Flow(TorchFunctionMode):
+class TensorFlow(TorchFunctionMode):
     """`sources`: tensors by name."""
 
     def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:

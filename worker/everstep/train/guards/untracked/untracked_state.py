@@ -31,7 +31,7 @@ from everstep.recovery.errors import LoopError
 from everstep.train.guards.script_objects import Generator, Held, variables, walk
 from everstep.train.guards.untracked.change_marks import state_of_generator
 from everstep.train.guards.untracked.covered import Covered, tensors_of
-from everstep.train.guards.untracked.tensor_flow import Flow, is_safe
+from everstep.train.guards.untracked.tensor_flow import TensorFlow, is_safe
 from everstep.train.guards.untracked.verdicts import Finding, Looks, Seen, judge, look, subject_of, track
 
 log = logging.getLogger("everstep.train")
@@ -40,10 +40,10 @@ NAMED = 8  # names in one text
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 # Another kernel, with other last bits, is chosen for these in evaluation where functions are seen.
 _FUSED = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
-_live: weakref.WeakSet[Census] = weakref.WeakSet()  # of this process: its threads may be several runs
+_live: weakref.WeakSet[UntrackedStateCheck] = weakref.WeakSet()  # of this process: its threads may be several runs
 
 
-class Census:
+class UntrackedStateCheck:
     """Of the tracked `state`. `untracked`: names of what may be lost; it may grow."""
 
     def __init__(self, state: Mapping[str, Any], untracked: Collection[str] = ()) -> None:
@@ -62,7 +62,7 @@ class Census:
         self._begin: dict[str, Seen] = {}
         self._generators: list[tuple[str, Any, int]] = []
         self._drawn: list[str] = []
-        self._flow: Flow | None = None
+        self._flow: TensorFlow | None = None
         self._told = set[str]()
         self._hook: Any = None
 
@@ -107,7 +107,7 @@ class Census:
         self._generators = [(h.name, h.value, state_of_generator(h.value)) for h in _generators(free)]
         if self._steps > 1 and is_safe() and not any(_is_fused(h.value) for h in held.values()):
             tensors = {h.name: h.value for h in free if h.name in self._begin and isinstance(h.value, torch.Tensor)}
-            self._flow = Flow(tensors)
+            self._flow = TensorFlow(tensors)
             self._flow.begin()
 
     def over(self) -> None:
@@ -140,7 +140,7 @@ class Census:
         self._covered = Covered(self._state)
         held = self._held()
         now = look((h for h in held.values() if self._is_free(h)), self._first)
-        flow = self._flow if self._flow is not None else Flow({})
+        flow = self._flow if self._flow is not None else TensorFlow({})
         looks = Looks(
             self._first,
             self._begin,
