@@ -128,7 +128,7 @@ def refusal(played: Played) -> str | None:
     """The text by which the loop was refused on all ranks, if it was; what the session says in one error."""
     if not played.codes or not all(played.codes) or played.hung:
         return None
-    found = re.search(r"(?:LoopError|NotRecoverable): (.+(?:\n(?![\w.]*Error|---|\d\d:).+)*)", played.log)
+    found = re.search(r"(?:LoopError|NotRecoverable): (.+(?:\n(?!\[rank\d|[\w.]*Error|---|\d\d:).+)*)", played.log)
     return found[1] if found is not None else None
 
 

@@ -35,20 +35,21 @@ def as_undisturbed(row: Row, folder: Path) -> Played:
 
 
 def hold(
-    row: Row, what: str, played: Played, reference: Played | None, *, disturbed: bool = False, files: bool = True
-) -> bool:
-    """Whether the script was refused, as it may be. Raises `NotHeld`. `files`: compare what the script wrote,
+    row: Row, what: str, played: Played, reference: Played | None, *, disturbed: bool = False, files: bool = True,
+    launcher: str = "everstep-run",
+) -> bool:  # fmt: skip
+    """Whether the script was refused, as it is to be. Raises `NotHeld`. `files`: compare what the script wrote,
     and ask for survivors in their processes; torchrun has none."""
-    said = refusal(played)
+    said, refused = refusal(played), row.refused_under(launcher)
     if UNREAD in played.log:
         raise NotHeld(f"{row.script}, {what}: the reader of its text gave up\n{played.log[-3000:]}")
-    if said is not None and row.refused:
-        if not re.search(row.refused, said, re.DOTALL):
+    if said is not None and refused:
+        if not re.search(refused, said, re.DOTALL):
             raise NotHeld(f"{row.script}, {what}: refused without its name or the line to write: {said}")
         return True
     if said is not None:
         raise NotHeld(f"{row.script}, {what}: refused, and it can be right: {said}")
-    if row.refused and not row.or_same and (disturbed or not row.late):
+    if refused and (disturbed or not row.late):
         raise NotHeld(f"{row.script}, {what}: not refused; exit codes {list(played.codes)}")
     if found := difference(played, reference, row.apart, 0.0 if EXACT and row.exact else row.near, files):
         raise NotHeld(f"{row.script}, {what}: {found}\n{played.log[-3000:]}")
@@ -78,9 +79,11 @@ def test_script_with_a_rank_killed_ends_as_undisturbed_or_is_refused(
     plain = as_undisturbed(row, undisturbed) if row.torchrun else None
     if launcher == "torchrun":
         assert plain is not None
-        if not hold(row, "undisturbed", plain, None):
+        if not hold(row, "undisturbed", plain, None, launcher=launcher) and row.kills:
             killed = under_torchrun(made(tmp_path, "killed"), row.path, row.kills[0])
-            hold_killed(row, row.kills[0], killed, plain, files=False)  # steps behind the commit come again
+            hold_killed(
+                row, row.kills[0], killed, plain, files=False, launcher=launcher
+            )  # steps behind the commit come again
         return
     if plain is not None and any(plain.codes):
         plain = None  # refused there too
@@ -101,9 +104,11 @@ def test_script_with_all_ranks_killed_ends_as_undisturbed(row: Row, endpoint: st
         assert not hold(row, ALL, killed, first, disturbed=True, files=False)
 
 
-def hold_killed(row: Row, kill: str, played: Played, reference: Played, *, files: bool = True) -> None:
+def hold_killed(
+    row: Row, kill: str, played: Played, reference: Played, *, files: bool = True, launcher: str = "everstep-run"
+) -> None:
     assert played.killed, f"{row.script} never came to {kill}\n{played.log[-3000:]}"
-    if hold(row, kill, played, reference, disturbed=True, files=files) and not row.late:
+    if hold(row, kill, played, reference, disturbed=True, files=files, launcher=launcher) and not row.late:
         raise NotHeld(f"{row.script} is refused when a peer was lost ({kill}), and not before")
 
 

@@ -25,6 +25,7 @@ from everstep.recovery.state.scalers import Scales
 from everstep.recovery.state.shape import Shape
 from everstep.train import early_exit
 from everstep.train.between_steps import BetweenSteps
+from everstep.train.coordination.messages import Messages
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.feeding.feed import Feed
 from everstep.train.guards.comparison.restart_check import RestartCheck
@@ -127,6 +128,7 @@ class FixedWorld:
             if isinstance(target, torch.optim.Optimizer):
                 before_step(target, self._before_update)
         self._taken = 0
+        self._messages = Messages(self._numbered)
 
     def _before_update(self, optimizer: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         assert self._check is not None
@@ -183,8 +185,10 @@ class FixedWorld:
         self._coordinator.agree(updates=self._gradients.updates, calls=self._begun())
 
     def _begun(self) -> int:
-        """How many collectives the program has begun; 0 where the backend does not count them. Nor where places have
-        other work: gloo's number has sends and receives in it, of which a pipeline's middle stages make the most."""
+        """How many collectives the program has begun; 0 where the backend does not count them."""
+        return self._numbered() - self._messages.count
+
+    def _numbered(self) -> int:
         group: Any = dist.group.WORLD if self._size > 1 and self._shape.places == 1 else None
         with contextlib.suppress(RuntimeError):
             return int(group._get_sequence_number_for_group()) if group is not None else 0
@@ -212,6 +216,7 @@ class FixedWorld:
 
     def finish(self) -> bool:
         self._completed(last=True)
+        self._messages.end()
         self._coordinator.finish(self._coordinator.step)
         return True
 

@@ -1,0 +1,30 @@
+"""Rank 0 hears from rank 1 what it has lost, by a message; the third rank has no part in it."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            loss = mse_loss(model(data), target)
+            batch.scale(loss).backward()
+            if run.rank == 0:
+                other = torch.zeros(())
+                dist.recv(other, 1)
+                run.log(other=other)
+            elif run.rank == 1:
+                dist.send(loss.detach(), 0)
+            optimizer.step()
+            optimizer.zero_grad()

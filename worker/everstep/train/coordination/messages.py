@@ -1,0 +1,53 @@
+"""Messages from one rank to another in a world of torch's own, which gloo numbers as it numbers collectives.
+
+Of collectives each rank has begun as many as the others; of messages each its own number, and `monitored_barrier` is
+made of them. Invariant: what is counted here is in gloo's number, and in no collective.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_FUNCTIONS = (
+    "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list", "monitored_barrier",
+)  # fmt: skip
+
+
+class Messages:
+    """Counts those that the script sends and receives, until `end`. `number`: gloo's, of the default group."""
+
+    def __init__(self, number: Callable[[], int]) -> None:
+        self._number = number
+        self._torchs = {name: getattr(distributed_c10d, name) for name in _FUNCTIONS}
+        self._inside = False
+        self.count = 0
+        for name, function in self._torchs.items():
+            self._replace(name, self._counting(function))
+
+    def end(self) -> None:
+        for name, function in self._torchs.items():
+            self._replace(name, function)
+
+    def _counting(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def counted(*arguments: Any, **named: Any) -> Any:
+            if self._inside:
+                return function(*arguments, **named)
+            before, self._inside = self._number(), True
+            try:
+                return function(*arguments, **named)
+            finally:
+                self._inside = False
+                self.count += self._number() - before
+
+        return counted
+
+    @staticmethod
+    def _replace(name: str, function: Any) -> None:
+        setattr(distributed_c10d, name, function)
+        setattr(dist, name, function)
