@@ -12,7 +12,7 @@ import pytest
 from agent_job import HERE, Agent, Job
 
 from everstep.agent.hang.mismatch import Seen, clash, compare, decode, ranks_in_words
-from everstep.contract.calls import Call
+from everstep.contract.calls import Call, in_group
 
 SUM = "all_reduce(float32[10])"
 LARGER = "all_reduce(float32[20])"
@@ -53,6 +53,18 @@ def test_ranks_that_wait_in_the_same_collective_match() -> None:
     verdict = compare(dict.fromkeys(range(3), waits(7, SUM)))
     assert verdict.odd == ()
     assert verdict.why.startswith(f"ranks 0-2 wait in {SUM}, and nothing arrives")
+
+
+def test_ranks_in_groups_of_their_own_are_told_with_their_lines_and_not_blamed() -> None:
+    inner = in_group(Call(7, SUM))
+    here, there = " at train.py:31 in main", " at train.py:40 in main"
+    seen = {0: Seen(inner, (), here), 1: Seen(in_group(Call(7, COPY)), (), there), 2: Seen(None, (Call(4, SUM),))}
+    verdict = compare(seen)
+    assert verdict.odd == ()
+    assert f"rank 0 waits in {SUM} in a group of some ranks{here}" in verdict.why
+    assert f"rank 1 waits in {COPY} in a group of some ranks{there}" in verdict.why
+    assert "rank 2 waits at the end of the step" in verdict.why
+    assert "nothing arrives" in verdict.why
 
 
 def test_an_aborted_rank_is_compared_with_what_others_had_at_the_same_place() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 KEPT = 8  # of the newest: a member may be ahead of another by what it need not wait for
 MAX_WHAT = 120
+IN_GROUP = " in a group of some ranks"
 MAX_SHAPES = 3
 MAX_KNOWN = 1024  # kinds of calls whose words are remembered
 
@@ -46,6 +47,11 @@ class Call:
 
     number: int
     what: str
+
+
+def in_group(call: Call) -> Call:
+    """As one of a group that other ranks are not in: they may rightly be in another one of their own."""
+    return Call(call.number, f"{call.what[: MAX_WHAT - len(IN_GROUP)]}{IN_GROUP}")
 
 
 class Calls:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from everstep.contract.calls import in_group
 from everstep.recovery.announcements import AnnouncedRound, Announcements, StepStatus
 from everstep.recovery.current_round import CurrentRound
 from everstep.recovery.ddp import checks
@@ -141,7 +142,8 @@ class Recovery:
     def _step_status(self) -> StepStatus:
         """In the thread that hears of rounds."""
         began = self._began
-        call = self.main.waits_in()
+        inner = (group.waits_in() for group in self._round.programs[1:])
+        call = self.main.waits_in() or next((in_group(call) for call in inner if call is not None), None)
         waits = call is not None or any(group.waits for group in self._round.groups)
         return StepStatus(began[0] if began else None, waits, max(self._recent, default=0.0), call, self.main.recent())
 

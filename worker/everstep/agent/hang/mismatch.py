@@ -13,10 +13,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.contract.calls import Call, read_row, read_rows, row, rows
+from everstep.contract.calls import IN_GROUP, Call, read_row, read_rows, row, rows
 
 MAX_BYTES = 4096
 MAX_AT = 120
+NO_MATCH = "the ranks' collectives do not match: "
 MAX_GROUPS = 4  # of ranks that are told apart in a text
 MAX_RANGES = 6  # of ranks in one group
 
@@ -68,7 +69,14 @@ def compare(seen: Mapping[int, Seen]) -> Verdict:
     if len(groups) == 1:
         said = _said(sorted(seen), seen, numbers=_ambiguous(groups))
         return Verdict((), f"{said}, and nothing arrives: no rank computes, and none is elsewhere")
-    return _differ(groups.values(), seen, numbers=_ambiguous(groups))
+    verdict = _differ(groups.values(), seen, numbers=_ambiguous(groups))
+    if not any(call is not None and call.what.endswith(IN_GROUP) for call in groups):
+        return verdict
+    # Each may be in the right one of its own groups, and wait for what was lost on the way to one of them.
+    return Verdict(
+        (),
+        f"{verdict.why.removeprefix(NO_MATCH)}; nothing arrives: no rank computes, and they are in groups of their own",
+    )
 
 
 def clash(rank: int, ended: Seen, others: Mapping[int, Seen]) -> Verdict | None:
@@ -95,7 +103,7 @@ def _differ(groups: Iterable[list[int]], seen: Mapping[int, Seen], *, numbers: b
     ordered = sorted(groups, key=lambda ranks: (len(ranks), -ranks[0]))
     odd = tuple(sorted(rank for ranks in ordered[:-1] for rank in ranks))
     said = [_said(ranks, seen, numbers=numbers) for ranks in ordered]
-    return Verdict(odd, "the ranks' collectives do not match: " + _listed(said))
+    return Verdict(odd, NO_MATCH + _listed(said))
 
 
 def _ambiguous(groups: Mapping[Call | None, list[int]]) -> bool:
