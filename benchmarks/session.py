@@ -8,8 +8,9 @@ on stop and save, the data's position) is also timed by itself, inside: the diff
 is mostly noise, its own time is not. A step takes about 25 ms, most of it computation.
 
 Then what all of it costs where peers may be lost: steps of 10 and of 100 ms (`session_parts/step_script.py`) under
-torchrun without Everstep, and under `everstep-run` with everything tracked and a place for commits, in turns. The cost
-is the difference of the medians; the mean also has the steps 64, 128, … in which the whole state is looked at.
+torchrun without Everstep, and under `everstep-run` with everything tracked and a place for commits, in turns; of two
+replicas, and of one that the script divides over both processes (`run.mesh(model=2)`). The cost is the difference of
+the medians; the mean also has the steps 64, 128, … in which the whole state is looked at.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def imports(samples: int) -> list[float]:
 
 def steps_of(kind: str, length: int, steps: int, folder: Path) -> list[float]:
     """Seconds of each step but the first, of two processes under a launcher."""
-    launcher = Path(sys.executable).with_name("torchrun" if kind == "plain" else "everstep-run")
+    launcher = Path(sys.executable).with_name("torchrun" if kind.startswith("plain") else "everstep-run")
     out = folder / f"{kind}-{length}.json"
     shutil.rmtree(out.with_name("store"), ignore_errors=True)
     arguments = [kind, str(length), str(steps + FIRST + 1), str(out)]
@@ -141,23 +142,24 @@ def steps_of(kind: str, length: int, steps: int, folder: Path) -> list[float]:
     return list(json.loads(out.read_text()))[FIRST:]
 
 
-def costs(steps: dict[int, int], turns: int) -> list[Figure]:
-    """What the session adds to a step of each length."""
+def costs(steps: dict[int, int], turns: int, divided: str = "") -> list[Figure]:
+    """What the session adds to a step of each length. `divided`: "-model" for one replica of two processes."""
     figures = []
+    what = f"{divided.removeprefix('-')}_step" if divided else "step"
     for length in LENGTHS:
         taken: dict[str, list[float]] = {"plain": [], "session": []}
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(turns):
                 for kind in taken:
-                    taken[kind] += steps_of(kind, length, steps[length], Path(folder))
+                    taken[kind] += steps_of(kind + divided, length, steps[length], Path(folder))
         plain, ours = (quantile(taken[kind], 0.5) for kind in ("plain", "session"))
         mean = statistics.fmean(taken["session"]) - statistics.fmean(taken["plain"])
-        n, goal = len(taken["session"]), GOAL if length == 100 else None
+        n, goal = len(taken["session"]), GOAL if length == 100 and not divided else None
         figures += [
-            Figure(f"step_of_{length}_ms.plain", 1000 * plain, "ms", Better.LOWER, n),
-            Figure(f"step_of_{length}_ms.cost", 1e6 * (ours - plain), "us", Better.LOWER, n),
-            Figure(f"step_of_{length}_ms.cost_mean", 1e6 * mean, "us", Better.LOWER, n),
-            Figure(f"step_of_{length}_ms.share", 100 * (ours - plain) / plain, "%", Better.LOWER, n, goal),
+            Figure(f"{what}_of_{length}_ms.plain", 1000 * plain, "ms", Better.LOWER, n),
+            Figure(f"{what}_of_{length}_ms.cost", 1e6 * (ours - plain), "us", Better.LOWER, n),
+            Figure(f"{what}_of_{length}_ms.cost_mean", 1e6 * mean, "us", Better.LOWER, n),
+            Figure(f"{what}_of_{length}_ms.share", 100 * (ours - plain) / plain, "%", Better.LOWER, n, goal),
         ]
     return figures
 
@@ -199,6 +201,7 @@ def main() -> int:
         Figure("import_everstep", 1000 * quantile(added, 0.5), "ms", Better.LOWER, len(added), IMPORT_GOAL),
         Figure("session_share_of_a_step", 100 * seen["own"] / plain, "%", Better.LOWER, steps * turns, GOAL),
         *costs(counts, rounds),
+        *costs(counts, rounds, "-model"),
     ]
     return finish(figures, args)
 

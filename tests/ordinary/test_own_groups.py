@@ -65,6 +65,26 @@ def test_rank_killed_is_replaced_and_the_run_ends_with_the_undisturbed_bits(
     assert began(tmp_path / "killed") == SIZE + lost, "what was killed was replaced, and the others went on"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("places", "kill"), [(2, "3@5:optimizer"), (3, "4@5:backward")])
+def test_rank_of_six_is_replaced_in_three_replicas_of_two_and_two_of_three(
+    places: int, kill: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    text = (SCRIPTS / f"{PARTS}.py").read_text()
+    assert "HIDDEN = 2," in text
+    script.write_text(text.replace("HIDDEN = 2,", f"HIDDEN = {places},"))
+    ended = []
+    for folder, when in (("undisturbed", ""), ("killed", kill)):
+        code, log = under_agent(tmp_path / folder, script, when, size=6)
+        assert code == 0, log[-3000:]
+        ended.append(found(tmp_path / folder))
+    assert (tmp_path / "killed" / "killed").exists()
+    assert len(ended[0]) == 6
+    assert differences(*ended) == ""
+    assert began(tmp_path / "killed") == 6 + 1, "what was killed was replaced, and the others went on"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_place_that_nobody_holds_comes_from_the_commit(name: str, tmp_path: Path, folder: Path) -> None:
     code, log = under_agent(tmp_path / "killed", SCRIPTS / f"{name}.py", "1@6:backward", size=2)
