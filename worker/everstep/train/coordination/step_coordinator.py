@@ -168,8 +168,8 @@ class StepCoordinator:
         numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float | torch.Tensor)}
         of_state = of_state or self._evaluates
         self._metrics.log(numbers, of_state=of_state)
-        if of_state and self._rank == 0 and self._keeper is not None and self._keeper.saving(self.step):
-            self._keeper.checkpointer.add_metrics(self.step, self._metrics.of_state())
+        if of_state and self._rank == 0 and self._schedule is not None and self._schedule.saving(self.step):
+            self._schedule.checkpointer.add_metrics(self.step, self._metrics.of_state())
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
