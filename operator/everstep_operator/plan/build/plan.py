@@ -108,7 +108,8 @@ def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, .
     records, progress = facts.job.status.recoveries, facts.snapshot.progress
     if change is not None:
         return records if change.recovery is None else _opened(facts, change.recovery, records)
-    if not facts.world.stands:
+    # Under c10d all ranks of the one round have reported a step, also if a readiness probe has not succeeded yet.
+    if not (facts.world.stands or facts.roster.whole):
         return records
     full = facts.world.size >= facts.roster.wanted
     last_step = facts.job.status.restarts.last_step

@@ -46,8 +46,12 @@ def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
     quorum = _quorum(facts, f"{size} workers train, of {wanted} wanted")
     before = _reason_before(facts)
     if before in (ReadyReason.RECOVERING, ReadyReason.RESIZING) and not trains(facts):
-        where = "ready" if facts.roster.whole else "in the round"
-        return Verdict(ReadyReason(before), f"{size}/{wanted} {where}, waiting for the first step", quorum=quorum)
+        counted = (
+            f"{facts.ready}/{wanted} ready{_succeeded(facts)}"
+            if facts.roster.whole
+            else f"{size}/{wanted} in the round"
+        )
+        return Verdict(ReadyReason(before), f"{counted}, waiting for the first step", quorum=quorum)
     training = max(0, size - len(facts.succeeded & facts.world.members))
     if size >= wanted:
         return Verdict(ReadyReason.RUNNING, f"{training}/{wanted} ready{_succeeded(facts)}", quorum=quorum)
