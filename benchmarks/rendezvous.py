@@ -35,14 +35,14 @@ from everstep.contract.document import Member, Sizes
 from everstep.contract.rounds import DOCUMENT_PATH, EXPIRATIONS_HEADER
 from everstep.membership.backends.memory import MemoryStore
 from everstep.membership.driver import Driver
-from everstep.membership.joining import Settings
+from everstep.membership.joining import JoinSettings
 from everstep.membership.proposals import Patience
 from everstep.membership.world_state import Broken, Round
 
 MANY = 1000
 PROCESSES = 8
 LIMIT = 120.0
-SETTINGS = Settings(patience=Patience(last_call=2.0, rejoin=30.0), ttl=30.0)
+SETTINGS = JoinSettings(patience=Patience(last_call=2.0, rejoin=30.0), ttl=30.0)
 
 
 def crowd(count: int, seed: int) -> tuple[float, float, int]:

@@ -26,12 +26,12 @@ from everstep.membership.backends.etcd_http import Gateway
 from everstep.membership.backends.operator_calls import OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
 from everstep.membership.driver import Driver
-from everstep.membership.joining import Settings
+from everstep.membership.joining import JoinSettings
 from everstep.membership.proposals import Patience
 from everstep.membership.store import RoundStore
 
 LIMIT = 60.0
-SETTINGS = Settings(patience=Patience(last_call=2.0, rejoin=30.0), ttl=30.0)
+SETTINGS = JoinSettings(patience=Patience(last_call=2.0, rejoin=30.0), ttl=30.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from everstep.contract.document import Member, Sizes
 from everstep.membership.driver import Driver
-from everstep.membership.joining import Settings
+from everstep.membership.joining import JoinSettings
 from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.proposals import Patience
 from everstep.membership.store import RoundStore
@@ -20,20 +20,20 @@ from everstep.membership.world_state import Round
 T = TypeVar("T")
 LIMIT = 30.0  # seconds that any wait may take
 # No lease expires because the tests' process had no processor for a while; where one is to expire, it is short.
-QUICK = Settings(patience=Patience(last_call=0.5, rejoin=5.0), ttl=20.0)
+QUICK = JoinSettings(patience=Patience(last_call=0.5, rejoin=5.0), ttl=20.0)
 EXPIRING = replace(QUICK, ttl=2.0)
 
 
 class Crew:
     """Agents of one job. `store()` gives each its own client."""
 
-    def __init__(self, store: Callable[[], RoundStore], sizes: Sizes, settings: Settings = QUICK) -> None:
+    def __init__(self, store: Callable[[], RoundStore], sizes: Sizes, settings: JoinSettings = QUICK) -> None:
         self._store, self._sizes, self._settings = store, sizes, settings
         self.drivers: dict[str, Driver] = {}
         self.monitors: dict[str, PeerMonitor] = {}
         self._pool = ThreadPoolExecutor(16)
 
-    def add(self, name: str, *, linked: bool = False, settings: Settings | None = None) -> Driver:
+    def add(self, name: str, *, linked: bool = False, settings: JoinSettings | None = None) -> Driver:
         if linked:
             self.monitors[name] = PeerMonitor(name)
         peers = self.monitors.get(name)
@@ -67,7 +67,7 @@ class Crew:
 
 
 @contextmanager
-def crew(store: Callable[[], RoundStore], sizes: Sizes, settings: Settings = QUICK) -> Iterator[Crew]:
+def crew(store: Callable[[], RoundStore], sizes: Sizes, settings: JoinSettings = QUICK) -> Iterator[Crew]:
     made = Crew(store, sizes, settings)
     try:
         yield made

@@ -6,7 +6,7 @@ from typing import Any
 
 from everstep.contract.document import Document, Member, Sizes
 from everstep.membership.commands import Form, Join, Waited
-from everstep.membership.machine import Refused, apply
+from everstep.membership.machine import Rejected, apply
 
 
 def agent(name: str, index: int = -1, **more: Any) -> Member:
@@ -22,9 +22,9 @@ def after(document: Document, *events: Any) -> Document:
     return document
 
 
-def refused(document: Document, event: Any) -> Refused:
+def refused(document: Document, event: Any) -> Rejected:
     result = apply(document, event)
-    assert isinstance(result, Refused), f"{event} was not refused"
+    assert isinstance(result, Rejected), f"{event} was not refused"
     return result
 
 

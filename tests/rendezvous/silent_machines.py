@@ -23,7 +23,7 @@ from everstep.contract.document import Member, Sizes
 from everstep.membership.backends.operator_calls import OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
 from everstep.membership.driver import Driver
-from everstep.membership.joining import Settings
+from everstep.membership.joining import JoinSettings
 from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.proposals import Patience
 from everstep.membership.world_state import Broken, Round
@@ -32,7 +32,7 @@ LOST = "lost"  # the machine that falls silent: the leader and agent 2 are on it
 KEPT = ("spare", "left", "right")  # the other replica, and the other agents
 SERVICE = "10.231.7.200"
 PORT = 8080
-ROUNDS = Settings(patience=Patience(last_call=30.0))  # all else as it is by default
+ROUNDS = JoinSettings(patience=Patience(last_call=30.0))  # all else as it is by default
 
 
 class SilentNode:

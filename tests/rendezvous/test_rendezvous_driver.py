@@ -27,7 +27,7 @@ from everstep.membership.commands import Charge, CloseJob, SetBoundary
 from everstep.membership.driver import Driver
 from everstep.membership.errors import JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
 from everstep.membership.joining import LONGEST_WAIT
-from everstep.membership.machine import Refused
+from everstep.membership.machine import Rejected
 from everstep.membership.store import Backoff, RoundStore, View
 from everstep.membership.world_state import Broken, Closed, Growing, Round, Whole
 
@@ -140,8 +140,8 @@ def test_a_step_to_let_joiners_in_is_agreed_once(store: MakeStore) -> None:
         job.add("c")
         job.joining("c")
         job.drivers["a"].wait(LIMIT)
-        assert not isinstance(job.drivers["a"].change(SetBoundary("a", 1, 40)), Refused)
-        assert isinstance(job.drivers["b"].change(SetBoundary("b", 1, 41)), Refused)
+        assert not isinstance(job.drivers["a"].change(SetBoundary("a", 1, 40)), Rejected)
+        assert isinstance(job.drivers["b"].change(SetBoundary("b", 1, 41)), Rejected)
         until(lambda: job.drivers["b"].world_state() == Growing(1, 40))
         job.drivers["c"].leave()  # it still waits
 
@@ -151,7 +151,7 @@ def test_a_member_that_was_taken_out_while_it_lived_learns_it_and_can_come_back(
         job.start("abc")
         job.drivers["a"].evict("c", "a test says so")
         until(lambda: isinstance(job.drivers["c"].world_state(), Broken))
-        assert isinstance(job.drivers["c"].evict("a", "revenge"), Refused)
+        assert isinstance(job.drivers["c"].evict("a", "revenge"), Rejected)
         # Before the others, who would not wait for it.
         back = job.joining("c")["c"]
         until(lambda: job.drivers["a"].document().joining)  # type: ignore[union-attr]
@@ -301,7 +301,7 @@ def test_a_charge_whose_answer_was_lost_is_counted_once_and_said_so() -> None:
         found = job.drivers["a"].change(Charge("a", 1, "exit code 1"))
         assert isinstance(found, Document)
         assert found.restarts == 1
-        assert isinstance(job.drivers["b"].change(Charge("b", 1, "lost a peer")), Refused)
+        assert isinstance(job.drivers["b"].change(Charge("b", 1, "lost a peer")), Rejected)
 
 
 class Held(MemoryStore):

@@ -17,11 +17,11 @@ from everstep.contract.document import Document, Member, Sizes, decode
 from everstep.membership.backends.memory import MemoryStore
 from everstep.membership.driver import Driver
 from everstep.membership.errors import JoinTimedOut, StoreUnavailable
-from everstep.membership.joining import Settings
+from everstep.membership.joining import JoinSettings
 from everstep.membership.proposals import Patience
 from everstep.membership.world_state import Whole
 
-SETTINGS = Settings(patience=Patience(last_call=0.2, rejoin=3.0), ttl=0.6)
+SETTINGS = JoinSettings(patience=Patience(last_call=0.2, rejoin=3.0), ttl=0.6)
 CALLS = 8  # of one agent: about what it needs until it is in its second round; later ones renew its lease
 
 

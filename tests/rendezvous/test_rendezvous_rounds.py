@@ -47,7 +47,7 @@ from everstep.membership.commands import (
 from everstep.membership.errors import DocumentInvalid
 from everstep.membership.formation.reachability import EXACT, largest_set
 from everstep.membership.formation.selection import growth
-from everstep.membership.machine import MAX_FLAPS, Refused, apply
+from everstep.membership.machine import MAX_FLAPS, Rejected, apply
 from everstep.membership.world_state import Broken, Finishing, Growing, Left, Stopping, Whole, world_state
 from everstep_operator.rounds.rules import with_pinned_sizes
 
@@ -307,7 +307,7 @@ def test_whatever_is_reported_one_round_of_enough_who_reach_each_other_is_formed
     for name in who:
         document = after(document, Join(agent(name), sizes))
     result = apply(document, Form(who[-1], 1, Waited.NOTHING))
-    if isinstance(result, Refused):
+    if isinstance(result, Rejected):
         assert not enough
         return
     assert len(names(result)) == enough >= sizes.minimum

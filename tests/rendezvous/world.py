@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from everstep.contract.document import FINISHED, LEFT, Document, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership import machine, proposals, world_state
 from everstep.membership.commands import Command, Drain, Evict, Leave, Reach, Stop, Waited, Withdraw
-from everstep.membership.machine import Refused
+from everstep.membership.machine import Rejected
 from everstep.membership.proposals import Admitted, Proposal
 from everstep.membership.world_state import Round
 from everstep_operator.rounds.rules import with_join_requests, with_pinned_sizes
@@ -117,7 +117,7 @@ class World:
         if document is None:
             return
         after = machine.apply(document, event)
-        if isinstance(after, Refused) or not self._swap(version, after, f"{agent.name}: {event}"):
+        if isinstance(after, Rejected) or not self._swap(version, after, f"{agent.name}: {event}"):
             return
         agent.seen = self.history[-1]
         match event:
@@ -151,7 +151,7 @@ class World:
         fenced = agent.name in self.evicted.get(document.round, set()) and all(
             m.agent != agent.name for m in document.joining
         )
-        if (outside or fenced or number != document.round) and not isinstance(machine.apply(document, event), Refused):
+        if (outside or fenced or number != document.round) and not isinstance(machine.apply(document, event), Rejected):
             raise Violation(f"{agent.name} did {event} in round {document.round}")
 
     # --- what the operator does

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from everstep.membership.backends.configuration import Configuration
-from everstep.membership.joining import Settings
+from everstep.membership.joining import JoinSettings
 from everstep_operator.rounds.presence import LEASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ TODAY = re.compile(r"^\| \*\*(.+?)\*\* \|.*In the code: (.*)\|$", re.MULTILINE)
 
 def test_lease_that_the_docs_and_figures_are_about_is_the_default() -> None:
     ttl = Configuration(()).ttl
-    assert Settings().ttl == LEASE == ttl
+    assert JoinSettings().ttl == LEASE == ttl
     assert f"| `ttl` | {ttl:g} |" in (ROOT / "docs/reference/rendezvous.md").read_text()
     ours = [way for way in _ways() if way.module == "everstep.agent.main"]
     assert ours

@@ -16,7 +16,7 @@ from round_stage import NS, SIZES, A, B, Mortal, Stage, Term
 
 from everstep.contract.document import Document, DocumentInvalid, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership.commands import CloseJob, Command, Done, Evict, Form, Join, Waited
-from everstep.membership.machine import Refused, apply
+from everstep.membership.machine import Rejected, apply
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
 from everstep_operator.plan.snapshot import RoundView
@@ -32,7 +32,7 @@ async def change(
     sight = await rounds.read(agent, 0)
     before = Document(SIZES) if sight.document is None else decode(sight.document.encode())
     after = apply(before, event(before))
-    if isinstance(after, Refused):
+    if isinstance(after, Rejected):
         return True  # it happened already, though nobody was told
     return await rounds.swap(agent, sight.version, encode(after)) is not None
 

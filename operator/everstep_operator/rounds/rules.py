@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from everstep.contract.document import FINISHED, MAX_MEMBERS, Document, JoinRequest, Sizes, encode
 from everstep.membership.commands import Form, Join, Waited
-from everstep.membership.machine import Refused, apply, join_all
+from everstep.membership.machine import Rejected, apply, join_all
 from everstep.membership.proposals import above, outcome, without_expired
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.documents import RoundsRefused
@@ -94,7 +94,7 @@ def with_join_requests(
     # How long survivors wait for replacements is their own affair.
     patient = any(join_request.patient for join_request in join_requests.values())
     formed = apply(joined, Form(let_in[0], joined.round, Waited.NOTHING, shrink=not patient))
-    return joined if isinstance(formed, Refused) else formed
+    return joined if isinstance(formed, Rejected) else formed
 
 
 def urgency(before: Document | None, after: Document | None) -> Urgency:

@@ -10,7 +10,7 @@ import pytest
 
 from everstep.contract.document import MAX_BYTES, Document, Member, Sizes, decode, encode
 from everstep.membership.commands import Command, Form, Join, Waited
-from everstep.membership.machine import Refused, apply
+from everstep.membership.machine import Rejected, apply
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
@@ -48,7 +48,7 @@ class Life:
 async def change(rounds: RoundStore, agent: Agent, event: Command) -> bool:
     sight = await rounds.read(agent, 0)
     after = apply(Document(SIZES) if sight.document is None else decode(sight.document.encode()), event)
-    assert not isinstance(after, Refused), after
+    assert not isinstance(after, Rejected), after
     return await rounds.swap(agent, sight.version, encode(after)) is not None
 
 

@@ -25,8 +25,8 @@ from everstep.membership.draining import another_asked, enough_stay
 from everstep.membership.driver import CROWDED, WHOLE, Driver
 from everstep.membership.errors import JoinRefused, JoinTimedOut, RendezvousClosed, RendezvousFailed, StoreRefused
 from everstep.membership.identity import agent_id, own_address
-from everstep.membership.joining import Settings
-from everstep.membership.machine import Refused
+from everstep.membership.joining import JoinSettings
+from everstep.membership.machine import Rejected
 from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.proposals import Patience
 from everstep.membership.world_state import Round, WorldState
@@ -127,7 +127,7 @@ class Membership:
                     done = None
                     break
                 await asyncio.sleep(AGAIN_SECONDS)
-        if isinstance(done, Refused):
+        if isinstance(done, Rejected):
             log.debug("%s: %s", change, done.reason)
         if isinstance(change, Charge):
             if isinstance(done, Document):
@@ -135,10 +135,10 @@ class Membership:
             elif done is None:
                 self._post(Charged(None))
 
-    def _apply(self, command: MemberCommand) -> Document | Refused | None:
+    def _apply(self, command: MemberCommand) -> Document | Rejected | None:
         """None: the store cannot count this failure."""
         done = self._driver.change(command)
-        refused = isinstance(done, Refused) and done is not CROWDED
+        refused = isinstance(done, Rejected) and done is not CROWDED
         if refused and isinstance(command, Charge) and _forgotten(self._driver.seen(), command.round):
             return None
         return done
@@ -193,7 +193,7 @@ def open_driver(arguments: Arguments, processes: int, environ: Mapping[str, str]
     if arguments.local:
         _check(arguments)
         member = Member(index, agent, incarnation, processes, LOCAL)
-        patience = Settings(patience=Patience(0.0, 0.0), spread=0.0)
+        patience = JoinSettings(patience=Patience(0.0, 0.0), spread=0.0)
         return Driver(MemoryStore(), member, Sizes(1, 1), patience), Configuration(()).timeout
     try:
         store, settings = open_store(arguments.backend, arguments.endpoint, arguments.rendezvous, arguments.run_id)

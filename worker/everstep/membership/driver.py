@@ -18,8 +18,8 @@ from everstep.contract.document import Document, JoinRequest, Member, Report, Si
 from everstep.membership import proposals
 from everstep.membership.commands import CloseJob, Command, Evict, Leave, Reach
 from everstep.membership.errors import JoinTimedOut, RendezvousFailed, StoreUnavailable
-from everstep.membership.joining import Joining, Settings, decoded, read_join_requests
-from everstep.membership.machine import MAX_FLAPS, Refused, apply, is_here
+from everstep.membership.joining import Joining, JoinSettings, decoded, read_join_requests
+from everstep.membership.machine import MAX_FLAPS, Rejected, apply, is_here
 from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.store import RoundStore, View
 from everstep.membership.world_state import Broken, Round, Whole, WorldState, describe, world_state
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 LOOK = 0.5  # seconds after which a thread looks whether it is to stop
 WHOLE = Whole()
 TRIES = 20  # of a change that meets others' changes
-CROWDED = Refused("others changed the document all the time")
+CROWDED = Rejected("others changed the document all the time")
 
 
 class Driver:
@@ -40,14 +40,14 @@ class Driver:
         store: RoundStore,
         member: Member,
         sizes: Sizes,
-        settings: Settings | None = None,
+        settings: JoinSettings | None = None,
         *,
         random: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
         peers: PeerMonitor | None = None,
     ) -> None:
         self._store, self._member, self._sizes = store, member, sizes
-        self._settings = settings or Settings()
+        self._settings = settings or JoinSettings()
         self._random = random or Random()  # noqa: S311 - jitter
         self._clock = clock
         self._peers = peers
@@ -157,18 +157,18 @@ class Driver:
         """What the store holds now. Asks it."""
         return decoded(self._store.read())
 
-    def change(self, command: Command) -> Document | Refused:
+    def change(self, command: Command) -> Document | Rejected:
         """Have the document changed by a command of this agent's. Raises what the store raises."""
         # Only a job that no agent has joined yet can be closed without a document.
         outside = isinstance(command, CloseJob) and command.outside
         begun = Document(self._sizes, id=self._member.agent) if outside else None
         return self._change(lambda _: command, begun)
 
-    def evict(self, agent: str, why: str) -> Document | Refused:
+    def evict(self, agent: str, why: str) -> Document | Rejected:
         """Take out an agent that is known to be gone."""
         return self._change(lambda document: Evict(self._member.agent, document.round, agent, why))
 
-    def report(self, agent: str, reaches: bool) -> Document | Refused:
+    def report(self, agent: str, reaches: bool) -> Document | Rejected:
         """Say that this agent does not reach another, or that it does again."""
         return self._change(lambda document: Reach(self._member.agent, document.round, agent, reaches))
 
@@ -194,16 +194,16 @@ class Driver:
             if thread is not threading.current_thread():
                 thread.join(self._settings.ttl)
 
-    def _change(self, make: Callable[[Document], Command], begun: Document | None = None) -> Document | Refused:
+    def _change(self, make: Callable[[Document], Command], begun: Document | None = None) -> Document | Rejected:
         """`begun`: what is changed where there is no document yet."""
         for attempt in range(1, TRIES + 1):
             view = self._store.read()
             self._see(view)  # also where nothing is left to change, because another did it
             document = decoded(view) or begun
             if document is None:
-                return Refused("there is no round")
+                return Rejected("there is no round")
             after = apply(document, make(document))
-            if isinstance(after, Refused):
+            if isinstance(after, Rejected):
                 return after
             data = encode(after)
             version = self._store.compare_and_swap(view.version, data)
@@ -231,14 +231,14 @@ class Driver:
         """What all know of the two after this agent said what it finds; None if the store does not answer."""
         low, high = sorted((self.agent, agent))
         done = self._quietly(lambda: self.report(agent, reaches))
-        if isinstance(done, Refused):
+        if isinstance(done, Rejected):
             log.debug("%s", done.reason)
             done = self._quietly(self.document)
         if not isinstance(done, Document):
             return None
         return next((r for r in done.reports if (r.low, r.high) == (low, high)), Report(low, high, False, 0))
 
-    def _quietly(self, change: Callable[[], Document | Refused | None]) -> Document | Refused | None:
+    def _quietly(self, change: Callable[[], Document | Rejected | None]) -> Document | Rejected | None:
         try:
             return change()
         except RendezvousFailed as e:

@@ -32,7 +32,7 @@ PER_AGENT = 1e-4  # seconds for each agent that waits: the more write and read, 
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class JoinSettings:
     """How patient an agent is. Seconds."""
 
     patience: Patience = field(default_factory=Patience)
@@ -53,7 +53,7 @@ class Joining:
         self,
         store: RoundStore,
         join_request: JoinRequest,
-        settings: Settings,
+        settings: JoinSettings,
         random: Random,
         clock: Callable[[], float],
         ask: Callable[[JoinRequest], float],

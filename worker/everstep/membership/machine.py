@@ -1,6 +1,6 @@
 """The membership machine: what follows from one event on one document. Pure: no clock, no chance, no I/O.
 
-`apply(document, event)` gives the new document, or `Refused` with the reason; nothing else changes a document. With
+`apply(document, event)` gives the new document, or `Rejected` with the reason; nothing else changes a document. With
 compare-and-swap underneath, its invariants are the job's:
 
 - A round's number is given once, and only grows; its members never change, they are only lost (`gone`).
@@ -56,22 +56,22 @@ MAX_FLAPS = 5  # times that two agents may lose each other; then they are not pu
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Rejected:
     """The event changes nothing; `reason` says why, or what is waited for. `final`: it never will."""
 
     reason: str
     final: bool = False
 
 
-def apply(document: Document, event: Command) -> Document | Refused:
+def apply(document: Document, event: Command) -> Document | Rejected:
     """The document after the event, or why there is none."""
     if document.closed is not None:
-        return Refused(f"the job is closed: {document.closed}", final=True)
+        return Rejected(f"the job is closed: {document.closed}", final=True)
     match event:
         case Join():
             return _join(document, event)
         case Leave():
-            return _lose(document, event.agent, event.why) or Refused(f"{event.agent} is not here")
+            return _lose(document, event.agent, event.why) or Rejected(f"{event.agent} is not here")
         case Stop():
             return _stop(document, event.agent)
         case Charge():
@@ -79,16 +79,18 @@ def apply(document: Document, event: Command) -> Document | Refused:
         case CloseJob():
             first = event.outside and document.round == 0
             if not (first or is_here(document, event.by) or _failed_for_good(document, event.by)):
-                return Refused(f"{event.by} is neither in round {document.round} nor waiting: it may not close the job")
+                return Rejected(
+                    f"{event.by} is neither in round {document.round} nor waiting: it may not close the job"
+                )
             return replace(document, closed=redact.sentence(event.why, MAX_REASON))
         case _:
             return _fence(document, event.by, event.round) or _in_round(document, event)
 
 
-def _in_round(document: Document, event: InRound) -> Document | Refused:
+def _in_round(document: Document, event: InRound) -> Document | Rejected:
     match event:
         case Withdraw():
-            return _lose(document, event.by, event.why) or Refused(f"{event.by} is not here")
+            return _lose(document, event.by, event.why) or Rejected(f"{event.by} is not here")
         case Drain():
             return _drain(document)
         case Break():
@@ -99,8 +101,8 @@ def _in_round(document: Document, event: InRound) -> Document | Refused:
             return replace(document, in_process=True)
         case Evict():
             if event.by == event.agent:
-                return Refused(f"{event.by} may leave or step out, it cannot evict itself")
-            return _lose(document, event.agent, event.why) or Refused(f"{event.agent} is not here")
+                return Rejected(f"{event.by} may leave or step out, it cannot evict itself")
+            return _lose(document, event.agent, event.why) or Rejected(f"{event.agent} is not here")
         case Reach():
             return _reach(document, event)
         case Form():
@@ -126,11 +128,11 @@ def is_member(document: Document, agent: str) -> bool:
     )
 
 
-def _fence(document: Document, by: str, number: int) -> Refused | None:
+def _fence(document: Document, by: str, number: int) -> Rejected | None:
     if number != document.round:
-        return Refused(f"{by} decided in round {number}, and round {document.round} is the present one")
+        return Rejected(f"{by} decided in round {number}, and round {document.round} is the present one")
     if not is_here(document, by):
-        return Refused(f"{by} is neither in round {number} nor waiting")
+        return Rejected(f"{by} is neither in round {number} nor waiting")
     return None
 
 
@@ -148,16 +150,16 @@ def _lose(document: Document, agent: str, why: str) -> Document | None:
     return replace(document, joining=waiting, gone=gone, history=history)
 
 
-def _stop(document: Document, agent: str) -> Document | Refused:
+def _stop(document: Document, agent: str) -> Document | Rejected:
     if agent in document.stopping or not is_here(document, agent):
-        return Refused(f"{agent} is not here, or known to be asked to stop")
+        return Rejected(f"{agent} is not here, or known to be asked to stop")
     return replace(document, stopping=draining.marked(document, agent))
 
 
-def _drain(document: Document) -> Document | Refused:
+def _drain(document: Document) -> Document | Rejected:
     leavers = draining.leavers(document)
     if isinstance(leavers, str):
-        return Refused(leavers)
+        return Rejected(leavers)
     for agent in leavers:
         document = _lose(document, agent, LEFT) or document
     return document
@@ -167,22 +169,22 @@ def _remember(document: Document, setback: Setback) -> tuple[Setback, ...]:
     return (*document.history, setback)[-MAX_HISTORY:]
 
 
-def _charge(document: Document, event: Charge) -> Document | Refused:
+def _charge(document: Document, event: Charge) -> Document | Rejected:
     """Once a round, because others follow from the first failure; and once more for a process that was started after
     it and fails before the next round, or a script that fails before its loop would be started for ever. Agents that
     were in no round are counted apart. An agent that repeats a charge has not heard the answer."""
     if event.unless_others and any(s.round == event.round and s.agent != event.agent for s in document.history):
-        return Refused("another agent set the round back")
+        return Rejected("another agent set the round back")
     if event.unless_others and draining.another_asked(document, event.agent):
-        return Refused("another agent is asked to stop")
+        return Rejected("another agent is asked to stop")
     charged = [s for s in document.history if s.charged and s.round == event.round]
     own = [s for s in charged if s.agent == event.agent]
     if len(charged if event.round else own) > event.earlier:
         if own:
             return document
-        return Refused(f"a failure in round {event.round} was charged already", final=True)
+        return Rejected(f"a failure in round {event.round} was charged already", final=True)
     if event.round > document.round:
-        return Refused(f"there is no round {event.round} yet", final=True)
+        return Rejected(f"there is no round {event.round} yet", final=True)
     setback = Setback(event.round, event.agent, redact.sentence(event.why, MAX_REASON), True)
     kept = [s for s in document.history if s.charged or (s.round, s.agent) != (event.round, event.agent)]
     return replace(document, restarts=document.restarts + 1, history=(*kept, setback)[-MAX_HISTORY:])
@@ -195,20 +197,20 @@ def _failed_for_good(document: Document, agent: str) -> bool:
     return charged and any(seat.agent == agent for seat in document.seats)
 
 
-def _break(document: Document, by: str, why: str) -> Document | Refused:
+def _break(document: Document, by: str, why: str) -> Document | Rejected:
     if not is_member(document, by):
-        return Refused(f"{by} is not in round {document.round}")
+        return Rejected(f"{by} is not in round {document.round}")
     if document.gone or document.broken is not None:
-        return Refused(f"round {document.round} is over already")
+        return Rejected(f"round {document.round} is over already")
     history = _remember(document, Setback(document.round, by, redact.sentence(why, MAX_REASON), False))
     return replace(document, broken=redact.sentence(why, MAX_REASON), history=history)
 
 
-def _done(document: Document, agent: str) -> Document | Refused:
+def _done(document: Document, agent: str) -> Document | Rejected:
     if not is_member(document, agent):
-        return Refused(f"{agent} is not in round {document.round}")
+        return Rejected(f"{agent} is not in round {document.round}")
     if agent in document.done:
-        return Refused(f"{agent} has said so already")
+        return Rejected(f"{agent} has said so already")
     done = (*document.done, agent)
     finished = all(member.agent in done for member in document.members)
     return replace(document, done=done, closed=FINISHED if finished else None)
@@ -223,27 +225,27 @@ def join_all(document: Document, joins: Iterable[Join]) -> tuple[Document, list[
     return (assignment.document() if let_in else document), let_in
 
 
-def _join(document: Document, event: Join) -> Document | Refused:
+def _join(document: Document, event: Join) -> Document | Rejected:
     assignment = IndexAssignment(document)
     refused = assignment.join(event.member, event.sizes)
-    return assignment.document() if refused is None else Refused(*refused)
+    return assignment.document() if refused is None else Rejected(*refused)
 
 
-def _reach(document: Document, event: Reach) -> Document | Refused:
+def _reach(document: Document, event: Reach) -> Document | Rejected:
     if event.by == event.target or not is_here(document, event.target):
-        return Refused(f"{event.target} is not a peer of {event.by}")
+        return Rejected(f"{event.target} is not a peer of {event.by}")
     low, high = sorted((event.by, event.target))
     old = next((r for r in document.reports if (r.low, r.high) == (low, high)), Report(low, high, False, 0))
     if old.active is not event.reaches:
-        return Refused(f"that {low} and {high} do {'' if event.reaches else 'not '}reach each other is known")
+        return Rejected(f"that {low} and {high} do {'' if event.reaches else 'not '}reach each other is known")
     if event.reaches and old.times >= MAX_FLAPS:
-        return Refused(
+        return Rejected(
             f"{low} and {high} lost each other {old.times} times: they are not put together again", final=True
         )
     fresh = replace(old, active=not event.reaches, times=old.times + (0 if event.reaches else 1))
     others = tuple(r for r in document.reports if r != old)
     if len(others) >= MAX_REPORTS:
-        return Refused(f"{MAX_REPORTS} reports are open already")
+        return Rejected(f"{MAX_REPORTS} reports are open already")
     document = replace(document, reports=tuple(sorted((*others, fresh), key=lambda r: (r.low, r.high))))
     # Nobody is taken out: other reports of the same fault may be on their way. The next round is formed in the light of
     # all that have come when the members are back. If too few could be in it, the round is left as it is: what it sent
@@ -256,15 +258,15 @@ def _reach(document: Document, event: Reach) -> Document | Refused:
     return document
 
 
-def _form(document: Document, event: Form) -> Document | Refused:
+def _form(document: Document, event: Form) -> Document | Rejected:
     if not is_waiting(document, event.by):
-        return Refused(f"{event.by} does not wait for a round: it cannot form one")
+        return Rejected(f"{event.by} does not wait for a round: it cannot form one")
     members = selection.next_members(document, event.waited, shrink=event.shrink)
     if isinstance(members, str):
-        return Refused(members)
+        return Rejected(members)
     number = max(document.round, document.floor) + 1
     if number >= MAX_NUMBER:
-        return Refused(f"round {number - 1} is the last that can be counted", final=True)
+        return Rejected(f"round {number - 1} is the last that can be counted", final=True)
     taken = {member.agent for member in members}
     left = tuple(member for member in document.joining if member.agent not in taken)
     # A pair's report outlives the round while both hold their seats: forgotten, it would be met again.
@@ -283,11 +285,11 @@ def _form(document: Document, event: Form) -> Document | Refused:
     )
 
 
-def _set_boundary(document: Document, event: SetBoundary) -> Document | Refused:
+def _set_boundary(document: Document, event: SetBoundary) -> Document | Rejected:
     if not is_member(document, event.by) or document.gone or document.broken is not None:
-        return Refused(f"round {document.round} does not run: there is no step to agree on")
+        return Rejected(f"round {document.round} does not run: there is no step to agree on")
     if document.boundary is not None:
-        return Refused(f"round {document.round} ends after step {document.boundary}: agreed already")
+        return Rejected(f"round {document.round} ends after step {document.boundary}: agreed already")
     if not 0 <= event.step < MAX_NUMBER:
-        return Refused(f"step {event.step} is no step", final=True)
+        return Rejected(f"step {event.step} is no step", final=True)
     return replace(document, boundary=event.step)

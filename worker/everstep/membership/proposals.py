@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from everstep.contract.document import Document, JoinRequest
 from everstep.membership.commands import Form, Join, Leave, Waited
-from everstep.membership.machine import Refused, apply, join_all
+from everstep.membership.machine import Rejected, apply, join_all
 from everstep.membership.world_state import Closed, Round
 
 MAX_STAGGER = 2.0  # seconds
@@ -116,7 +116,7 @@ def propose_join(
     # First: who expired needs no sizes and no index any more, and must bar nobody.
     cleared, reasons = without_expired(now, agent, present)
     joined = apply(cleared, Join(join_request.member, join_request.sizes))
-    if isinstance(joined, Refused):
+    if isinstance(joined, Rejected):
         return Barred(joined.reason) if joined.final else Wait(joined.reason)
     if joined != cleared:
         reasons.append(f"{agent} joins")
@@ -124,7 +124,7 @@ def propose_join(
     reasons += folded
     # Whoever changed something has not waited for anything since.
     formed = apply(now, Form(agent, now.round, Waited.NOTHING if now != before else waited, shrink))
-    if not isinstance(formed, Refused):
+    if not isinstance(formed, Rejected):
         return Proposal(formed, (*reasons, f"round {formed.round} of {len(formed.members)}"))
     return Proposal(now, tuple(reasons)) if now != before else Wait(formed.reason)
 
@@ -147,7 +147,7 @@ def without_expired(document: Document, by: str, present: Mapping[str, JoinReque
         if agent == by or agent in present:
             continue
         after = apply(document, Leave(agent, "its lease expired"))
-        if not isinstance(after, Refused):
+        if not isinstance(after, Rejected):
             document = after
             reasons.append(f"{agent} expired")
     return document, reasons

@@ -22,7 +22,7 @@ ASK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class ProcessState:
     """What a process says: the step that it is in (None: between two), whether a collective of it waits for others, and
     seconds of its slowest recent step. `call`: the program's collective that waits, None if none or if it is one of
     ours between two steps; `recent`: the program's newest, oldest first."""
@@ -53,7 +53,7 @@ class Watch:
 
     floor: float
     factor: float = FACTOR
-    where: Where | None = None
+    where: ProcessState | None = None
     stalled: float = 0.0
     looked: float = 0.0
 
@@ -65,7 +65,7 @@ class Watch:
         return max(self.floor, self.factor * slowest)
 
 
-def look(watch: Watch, where: Where | None, now: float) -> tuple[Watch, Found]:
+def look(watch: Watch, where: ProcessState | None, now: float) -> tuple[Watch, Found]:
     """The watch after an answer, or None in place of one; and what it shows."""
     passed = min(now - watch.looked, 2 * ASK_SECONDS)
     watch = replace(watch, looked=now)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.agent.decide import events as e
-from everstep.agent.decide.stall import ASK_SECONDS, Found, Where, look
+from everstep.agent.decide.stall import ASK_SECONDS, Found, ProcessState, look
 from everstep.agent.hang.board import Board
 from everstep.agent.hang.mismatch import Seen, Verdict, clash, compare
 from everstep.agent.processes import stacks
@@ -85,7 +85,7 @@ class Watcher:
         """`where` and `broken`. Raises KeyError, TypeError, ValueError."""
         recent = read_rows(message.get("recent", []))
         if message["kind"] == "where":
-            process.said = Where(
+            process.said = ProcessState(
                 message["step"], bool(message["waits"]), float(message["slowest"]),
                 read_row(message.get("call")), recent,
             )  # fmt: skip

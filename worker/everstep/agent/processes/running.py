@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.agent.decide.stall import Found, Watch, Where
+from everstep.agent.decide.stall import Found, ProcessState, Watch
 from everstep.agent.processes.output import Files
 
 
@@ -19,7 +19,7 @@ class Running:
     files: Files
     watch: Watch
     speaks: bool = False
-    said: Where | None = None
+    said: ProcessState | None = None
     stall: tuple[Found, float] = field(default=(Found.GOES_ON, 0.0))
 
 

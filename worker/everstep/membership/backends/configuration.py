@@ -20,7 +20,7 @@ from everstep.membership.backends.etcd import PREFIX
 from everstep.membership.backends.etcd_http import Access, Gateway, endpoints
 from everstep.membership.backends.operator_calls import OperatorCalls, base_url
 from everstep.membership.errors import RendezvousFailed
-from everstep.membership.joining import Settings
+from everstep.membership.joining import JoinSettings
 from everstep.membership.proposals import Patience
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ class Configuration:
     token_file: str = ""
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> JoinSettings:
         first, later = (FIRST_CALL, LATER_CALL) if self.last_call is None else (self.last_call, self.last_call)
-        return Settings(patience=Patience(later, self.rejoin, self.shrink_after, first), ttl=self.ttl)
+        return JoinSettings(patience=Patience(later, self.rejoin, self.shrink_after, first), ttl=self.ttl)
 
 
 _SECONDS = {

@@ -45,7 +45,7 @@ from everstep.membership.errors import (
 )
 from everstep.membership.formation.selection import growth
 from everstep.membership.identity import agent_id, own_address
-from everstep.membership.machine import Refused
+from everstep.membership.machine import Rejected
 from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.store import RoundStore
 from everstep.membership.torch_log import warnings_off
@@ -248,7 +248,7 @@ class RoundHandler(RendezvousHandler):
         self._say(lambda: self._driver.change(CloseJob(self._driver.agent, why, outside)))
         self._closed = True
 
-    def _say(self, change: Callable[[], Document | Refused]) -> None:
+    def _say(self, change: Callable[[], Document | Rejected]) -> None:
         """Make the change, however long the store is away within `close_timeout`."""
         until = time.monotonic() + self._close_timeout
         while True:
@@ -266,7 +266,7 @@ class RoundHandler(RendezvousHandler):
             if time.monotonic() + AGAIN > until:
                 raise RendezvousTimeoutError(f"not in {self._close_timeout:g} s: {why}")
             time.sleep(AGAIN)
-        if isinstance(done, Refused) and not done.final:
+        if isinstance(done, Rejected) and not done.final:
             raise RendezvousStateError(done.reason)
 
 
