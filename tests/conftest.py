@@ -180,7 +180,7 @@ def project_images(kind_cluster: handle.Cluster) -> tuple[str, str]:
 def _nothing_to_close_at_exit() -> Iterator[None]:
     """Checkpointers that a test forgets are those of processes that died: nothing is to be saved when pytest ends."""
     yield
-    if (at_exit := sys.modules.get("everstep.checkpoint.at_exit")) is not None:
+    if (at_exit := sys.modules.get("everstep.checkpoint.save.at_exit")) is not None:
         at_exit.forget_all()
-    if (alive := sys.modules.get("everstep.checkpoint.alive")) is not None:
+    if (alive := sys.modules.get("everstep.checkpoint.log.alive")) is not None:
         alive.end_all(5.0)  # or they write files while later tests look for what these have left

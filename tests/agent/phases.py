@@ -159,7 +159,7 @@ class Chunks:
 
 def arm(folder: Path) -> Points:
     """In a training process, before its run begins."""
-    from everstep.checkpoint import exchange  # noqa: PLC0415  imports torch
+    from everstep.checkpoint.load import exchange  # noqa: PLC0415  imports torch
     from everstep.recovery.announcements import AgentAnnouncements  # noqa: PLC0415
     from everstep.recovery.current_round import CurrentRound  # noqa: PLC0415
     from everstep.recovery.ddp.reducers import Reducers  # noqa: PLC0415

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from states_held import shows_twice
 from torch.distributed.tensor import DTensor
 
-from everstep.checkpoint.tree import DTYPES
+from everstep.checkpoint.state.tree import DTYPES
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, DTensor)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)

@@ -15,7 +15,7 @@ from states_held import differences, fillable, held, own_part
 from torch.distributed.tensor import DTensor
 
 import everstep
-from everstep.checkpoint.memory import span
+from everstep.checkpoint.state.memory import span
 from everstep.storage import MemoryStore, ObjectStore
 
 FEW, MANY = 200, 10_000

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import everstep
 from everstep.checkpoint import StateMismatch
-from everstep.checkpoint.tree import DTYPES
+from everstep.checkpoint.state.tree import DTYPES
 from everstep.storage import MemoryStore, open_store
 
 MESHES = ("line", "column", "row")

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.checkpoint import Fenced, Occupied, alive, wire
-from everstep.checkpoint.alive import PATIENCE_SECONDS, QUIET_SECONDS, Process, wait_for_owner
-from everstep.checkpoint.layout import ALIVE, alive_name
-from everstep.checkpoint.log import Claim
-from everstep.checkpoint.manifest import OpenRecord, Owner
+from everstep.checkpoint import Fenced, Occupied
+from everstep.checkpoint.format import wire
+from everstep.checkpoint.format.layout import ALIVE, alive_name
+from everstep.checkpoint.format.manifest import OpenRecord, Owner
+from everstep.checkpoint.log import alive
+from everstep.checkpoint.log.alive import PATIENCE_SECONDS, QUIET_SECONDS, Process, wait_for_owner
+from everstep.checkpoint.log.decisions import Claim
 from everstep.checkpoint.ranks import Alone
 from everstep.storage import MemoryStore
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 import everstep
-from everstep.checkpoint import CheckpointError, pins
-from everstep.checkpoint.catalog import Catalog
-from everstep.checkpoint.layout import DATA
+from everstep.checkpoint import CheckpointError
+from everstep.checkpoint.format.layout import DATA
+from everstep.checkpoint.retention import pins
+from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore, StoreUnusable
 from everstep.storage.faults import Fail, FaultStore
 

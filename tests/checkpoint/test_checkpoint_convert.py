@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import everstep
 from everstep.checkpoint import CheckpointError, import_checkpoint
-from everstep.checkpoint.catalog import Catalog
-from everstep.checkpoint.differences import differences, of_commit
-from everstep.checkpoint.outgoing import export_as
-from everstep.checkpoint.source_files import open_source
+from everstep.checkpoint.convert.differences import differences, of_commit
+from everstep.checkpoint.convert.outgoing import export_as
+from everstep.checkpoint.convert.source_files import open_source
+from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

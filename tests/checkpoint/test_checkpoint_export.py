@@ -13,9 +13,9 @@ from safetensors.torch import load_file, load_model
 
 import everstep
 from everstep.checkpoint import CheckpointError, Damaged
-from everstep.checkpoint.catalog import Catalog
-from everstep.checkpoint.copying import copy
-from everstep.checkpoint.export import export
+from everstep.checkpoint.convert.copying import copy
+from everstep.checkpoint.convert.export import export
+from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore, open_store
 
 

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint import Checkpointer, CheckpointError, pins, wire
-from everstep.checkpoint.catalog import Catalog
-from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.compaction import is_compacted
-from everstep.checkpoint.compactor import Compactor
+from everstep.checkpoint import Checkpointer, CheckpointError
+from everstep.checkpoint.format import wire
+from everstep.checkpoint.format.compaction import is_compacted
+from everstep.checkpoint.format.layout import is_deletion, save_folder
+from everstep.checkpoint.format.manifest import CommitRecord
 from everstep.checkpoint.keep import Kept
-from everstep.checkpoint.layout import is_deletion, save_folder
-from everstep.checkpoint.manifest import CommitRecord
+from everstep.checkpoint.log.commitlog import CommitLog
+from everstep.checkpoint.retention import pins
+from everstep.checkpoint.retention.catalog import Catalog
+from everstep.checkpoint.retention.compactor import Compactor
 from everstep.storage import MemoryStore, ObjectStore, StoreUnusable
 from everstep.storage.faults import Fail, FaultStore
 from everstep.storage.local import LocalStore

@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 from warm_python import warm
 
 import everstep
-from everstep.checkpoint import CheckpointError, StateMismatch, import_checkpoint, incoming
-from everstep.checkpoint.catalog import Catalog
-from everstep.checkpoint.chunks import CHUNKS
-from everstep.checkpoint.copying import copy
-from everstep.checkpoint.layout import record_name
-from everstep.checkpoint.source_files import open_source
+from everstep.checkpoint import CheckpointError, StateMismatch, import_checkpoint
+from everstep.checkpoint.convert import incoming
+from everstep.checkpoint.convert.copying import copy
+from everstep.checkpoint.convert.source_files import open_source
+from everstep.checkpoint.format.chunks import CHUNKS
+from everstep.checkpoint.format.layout import record_name
+from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore, RetryableError, RetryingStore, RetryPolicy, open_store
 from everstep.storage.faults import Fail, FaultStore, LoseResponse
 from everstep.storage.pace import Pacer

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import everstep
-from everstep.checkpoint import CheckpointError, Keep, NoCommit, pins
-from everstep.checkpoint.catalog import Catalog
+from everstep.checkpoint import CheckpointError, Keep, NoCommit
+from everstep.checkpoint.format.layout import KEPT, hold_name, owner_of, save_id, shard_name, tag_of
+from everstep.checkpoint.format.manifest import CommitRecord, Shard
 from everstep.checkpoint.keep import Kept, numbers, plan_marks
-from everstep.checkpoint.layout import KEPT, hold_name, owner_of, save_id, shard_name, tag_of
-from everstep.checkpoint.manifest import CommitRecord, Shard
-from everstep.checkpoint.marker import kept_of
-from everstep.checkpoint.retention import plan_retention
+from everstep.checkpoint.retention import pins
+from everstep.checkpoint.retention.catalog import Catalog
+from everstep.checkpoint.retention.marker import kept_of
+from everstep.checkpoint.retention.plan import plan_retention
 from everstep.storage import MemoryStore, StoreUnusable
 from everstep.storage.faults import Fail, FaultStore
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import everstep
-from everstep.checkpoint import pins
-from everstep.checkpoint.catalog import Catalog
+from everstep.checkpoint.retention import pins
+from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import Data, MemoryStore, RetryableError, RetryingStore, RetryPolicy
 
 FAST = RetryPolicy(first=0.001, most=0.01, outage=10.0)

@@ -18,12 +18,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import everstep
 from everstep.checkpoint import StateMismatch
-from everstep.checkpoint.alike import digests
-from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.errors import FormatError, SaveFailed
-from everstep.checkpoint.log import Head
-from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord
-from everstep.checkpoint.state import capture
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord
+from everstep.checkpoint.log.commitlog import CommitLog
+from everstep.checkpoint.log.decisions import Head
+from everstep.checkpoint.state.alike import digests
+from everstep.checkpoint.state.capture import capture
 from everstep.storage import MemoryStore, open_store
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from everstep.checkpoint import StateMismatch
-from everstep.checkpoint.named import by_name, by_number, names_of, numbered
+from everstep.checkpoint.state.named import by_name, by_number, names_of, numbered
 
 
 def network(seed: int) -> torch.nn.ModuleDict:

@@ -14,8 +14,8 @@ import torch
 
 import everstep
 from everstep.checkpoint import Damaged, NoCommit, StateMismatch
-from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.layout import record_name
+from everstep.checkpoint.format.layout import record_name
+from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.storage import MemoryStore, StoreUnusable, open_store
 
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from everstep.checkpoint import CheckpointError
-from everstep.checkpoint.catalog import Catalog
+from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore
 
 WATCHED = r"""
 import sys
 from pathlib import Path
-import torch, torch._dynamo, everstep, everstep.checkpoint.export
-from everstep.checkpoint.catalog import Catalog
-from everstep.checkpoint.copying import copy
+import torch, torch._dynamo, everstep, everstep.checkpoint.convert.export
+from everstep.checkpoint.retention.catalog import Catalog
+from everstep.checkpoint.convert.copying import copy
 from everstep.storage import open_store
 
 def audit(event, arguments):

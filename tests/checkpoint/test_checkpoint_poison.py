@@ -13,7 +13,7 @@ import torch
 
 import everstep
 from everstep.checkpoint import CheckpointError, StateMismatch
-from everstep.checkpoint.loads import SURVIVED_STEPS
+from everstep.checkpoint.log.loads import SURVIVED_STEPS
 from everstep.storage import MemoryStore, RetryableError, open_store
 from everstep.storage.faults import Fail, FaultStore
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint import shared
-from everstep.checkpoint.layout import record_name
-from everstep.checkpoint.manifest import OpenRecord, encode_record
+from everstep.checkpoint.format.layout import record_name
+from everstep.checkpoint.format.manifest import OpenRecord, encode_record
+from everstep.checkpoint.log import shared
 from everstep.checkpoint.ranks import Alone
 from everstep.storage import MemoryStore, RetryableError, StorageError, StoreUnusable, TerminalError
 

@@ -24,8 +24,9 @@ from states_checked import FEW, MANY, check, committed, times
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import everstep
-from everstep.checkpoint import StateMismatch, alike, tree
-from everstep.checkpoint import state as state_module
+from everstep.checkpoint import StateMismatch
+from everstep.checkpoint.state import alike, tree
+from everstep.checkpoint.state import capture as state_module
 from everstep.storage import MemoryStore
 
 

@@ -11,10 +11,10 @@ import torch
 import everstep
 from everstep.checkpoint import Fenced, StateMismatch
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.holders import Holders, agreed
 from everstep.checkpoint.ranks import Alone
-from everstep.checkpoint.tree import Flattener, unflatten
-from everstep.checkpoint.union import merged, paths, pruned, unasked
+from everstep.checkpoint.state.holders import Holders, agreed
+from everstep.checkpoint.state.tree import Flattener, unflatten
+from everstep.checkpoint.state.union import merged, paths, pruned, unasked
 from everstep.storage import MemoryStore
 
 

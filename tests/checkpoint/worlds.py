@@ -30,11 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import everstep
 import everstep.checkpoint
-import everstep.checkpoint.chunks
+import everstep.checkpoint.format.chunks
 from everstep.storage import ObjectStore, open_store
 
 torch.set_num_threads(1)
-everstep.checkpoint.chunks.MIN_CHUNK_BYTES = 4096  # type: ignore[misc]  so that small states have several chunks
+everstep.checkpoint.format.chunks.MIN_CHUNK_BYTES = 4096  # type: ignore[misc]  so that small states have several chunks
 
 State = dict[str, Any]
 Result = dict[str, Any]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
-from everstep.checkpoint.state import apply, capture
+from everstep.checkpoint.state.capture import apply, capture
 from everstep.data import ElasticLoader
 from everstep.data.assignment import World
 from everstep.recovery.digests import content, state_digest

@@ -16,8 +16,8 @@ from recovery_agents import Agents, Process
 from recovery_script import Wanted
 
 from everstep.checkpoint import Catalog
-from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.manifest import CommitRecord, OpenRecord
+from everstep.checkpoint.format.manifest import CommitRecord, OpenRecord
+from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.storage import open_store
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.checkpoint.state import capture
+from everstep.checkpoint.state.capture import capture
 from everstep.recovery.digests import content
 from everstep.recovery.rollback import undo_copy
 from everstep.recovery.rollback.rollback import Rollback

@@ -13,8 +13,8 @@ import pytest
 from agents import LIMIT, QUICK, Crew, crew, until
 from etcd_server import EtcdCluster
 
-from everstep.checkpoint.log import Append, Claim, Head, Refuse, advance, decide_open
-from everstep.checkpoint.manifest import OpenRecord
+from everstep.checkpoint.format.manifest import OpenRecord
+from everstep.checkpoint.log.decisions import Append, Claim, Head, Refuse, advance, decide_open
 from everstep.contract.document import Sizes
 from everstep.membership.backends.etcd import EtcdStore
 from everstep.membership.backends.etcd_http import Gateway

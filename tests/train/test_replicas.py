@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from everstep.checkpoint.state import apply
+from everstep.checkpoint.state.capture import apply
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.replicas import Replicas
 from everstep.train.guards.untracked.covered import Covered

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from everstep.checkpoint.errors import StateMismatch
-from everstep.checkpoint.state import apply, capture
+from everstep.checkpoint.state.capture import apply, capture
 from everstep.recovery.state.switches import SWITCHES, Switches
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.checkpoint.arrangement import Arranger
 from everstep.checkpoint.ranks import Alone
-from everstep.checkpoint.state import Captured, apply, capture
+from everstep.checkpoint.save.arrangement import Arranger
+from everstep.checkpoint.state.capture import Captured, apply, capture
 
 
 class One(Alone):

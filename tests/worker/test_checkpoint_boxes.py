@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint.boxes import Box, Item, first_element, flat_begin, flat_boxes, share
+from everstep.checkpoint.format.boxes import Box, Item, first_element, flat_begin, flat_boxes, share
 
 shapes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 17, 64]), max_size=3).map(tuple)
 items = st.lists(st.tuples(shapes, st.sampled_from([1, 2, 4, 8])), max_size=8).map(

@@ -19,11 +19,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import everstep
-from everstep.checkpoint import CheckpointError, SaveFailed, StateMismatch, UnsupportedVersion, layout
-from everstep.checkpoint.commitlog import CommitLog
+from everstep.checkpoint import CheckpointError, SaveFailed, StateMismatch, UnsupportedVersion
+from everstep.checkpoint.format import layout
+from everstep.checkpoint.format.manifest import OpenRecord
 from everstep.checkpoint.handle import Committed
-from everstep.checkpoint.manifest import OpenRecord
-from everstep.checkpoint.opening import Settings
+from everstep.checkpoint.log.commitlog import CommitLog
+from everstep.checkpoint.log.opening import Settings
 from everstep.checkpoint.ranks import Alone
 from everstep.contract import env
 from everstep.storage import MemoryStore, ObjectStore, RetryableError, RetryingStore, RetryPolicy, StoreUnusable
@@ -592,7 +593,8 @@ def processor_seconds(*codes: str) -> list[float]:
 
 def test_import_is_cheap_and_brings_no_torch() -> None:
     code = (
-        "import sys, everstep, everstep.checkpoint.log, everstep.checkpoint.catalog, everstep.contract.env;"
+        "import sys, everstep, everstep.checkpoint.log.decisions, everstep.checkpoint.retention.catalog;"
+        "import everstep.contract.env;"
         "print([m for m in ('torch', 'numpy', 'fsspec', 's3fs', 'safetensors') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint.chunks import describe
 from everstep.checkpoint.errors import Damaged
-from everstep.checkpoint.filling import Filler, Segment, reads
-from everstep.checkpoint.manifest import Shard
+from everstep.checkpoint.format.chunks import describe
+from everstep.checkpoint.format.manifest import Shard
+from everstep.checkpoint.load.filling import Filler, Segment, reads
 from everstep.storage import Capabilities, MemoryStore
 
 NAME = "data/save/00000.safetensors"

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everstep.checkpoint.errors import FormatError, UnsupportedVersion
-from everstep.checkpoint.layout import record_name
-from everstep.checkpoint.manifest import (
+from everstep.checkpoint.format.layout import record_name
+from everstep.checkpoint.format.manifest import (
     CommitRecord,
     Entry,
     OpenRecord,

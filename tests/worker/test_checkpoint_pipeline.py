@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everstep.checkpoint.chunks import problems
-from everstep.checkpoint.pipeline import THREADS, write_shard
+from everstep.checkpoint.format.chunks import problems
+from everstep.checkpoint.save.pipeline import THREADS, write_shard
 from everstep.storage import (
     Capabilities,
     Data,

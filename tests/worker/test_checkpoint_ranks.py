@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from warm_python import warm
 
-from everstep.checkpoint.commitlog import CommitLog
-from everstep.checkpoint.manifest import OpenRecord, Owner
+from everstep.checkpoint.format.manifest import OpenRecord, Owner
+from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.storage import open_store
 
 PROGRAM = r'''
@@ -108,8 +108,8 @@ def main(rank):
         ck.restore(state)
         other = None
         if rank == 0:
-            from everstep.checkpoint.commitlog import CommitLog
-            from everstep.checkpoint.log import Claim
+            from everstep.checkpoint.log.commitlog import CommitLog
+            from everstep.checkpoint.log.decisions import Claim
             CommitLog(open_store(root)).open(Claim("f" * 32, 9, "", 1, "now"))
             try: ck.save(1, state).wait(60)
             except everstep.Fenced: pass

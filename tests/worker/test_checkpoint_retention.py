@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint.layout import owner_of, save_id, shard_name
-from everstep.checkpoint.manifest import CommitRecord, Shard
-from everstep.checkpoint.retention import plan_retention
+from everstep.checkpoint.format.layout import owner_of, save_id, shard_name
+from everstep.checkpoint.format.manifest import CommitRecord, Shard
+from everstep.checkpoint.retention.plan import plan_retention
 
 WRITER = "0123456789abcdef"
 

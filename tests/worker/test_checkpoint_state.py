@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.checkpoint.errors import StateMismatch
-from everstep.checkpoint.shard import plan_shard
-from everstep.checkpoint.staging import Staging
-from everstep.checkpoint.tree import DTYPES, Flattener, unflatten
+from everstep.checkpoint.save.shard import plan_shard
+from everstep.checkpoint.save.staging import Staging
+from everstep.checkpoint.state.tree import DTYPES, Flattener, unflatten
 from everstep.storage import MemoryStore
 
 

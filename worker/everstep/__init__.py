@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from everstep.checkpoint.checkpointer import Checkpointer
     from everstep.checkpoint.errors import Fenced
-    from everstep.checkpoint.opened import open_commit
-    from everstep.checkpoint.readonly import load
-    from everstep.checkpoint.rng import RngState
-    from everstep.checkpoint.union import Union
+    from everstep.checkpoint.load.opened import open_commit
+    from everstep.checkpoint.load.readonly import load
+    from everstep.checkpoint.state.rng import RngState
+    from everstep.checkpoint.state.union import Union
     from everstep.data.loader import ElasticLoader
     from everstep.data.sampler import ElasticSampler
     from everstep.recovery.errors import LoopError
@@ -53,13 +53,13 @@ _HOME = {
     "Fenced": "checkpoint.errors",
     "LoopError": "recovery.errors",
     "Preempted": "train.coordination.stop_signal",
-    "RngState": "checkpoint.rng",
+    "RngState": "checkpoint.state.rng",
     "Run": "train.session",
     "StoreUnusable": "storage.errors",
-    "Union": "checkpoint.union",
+    "Union": "checkpoint.state.union",
     "current": "train.session",
-    "load": "checkpoint.readonly",
-    "open_commit": "checkpoint.opened",
+    "load": "checkpoint.load.readonly",
+    "open_commit": "checkpoint.load.opened",
     "report": "reporting.report",
     "start": "train.session",
 }

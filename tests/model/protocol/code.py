@@ -1,16 +1,18 @@
 """The worker's own pure functions, as the model calls them, each of their rules with a switch.
 
-With no rule off this module adds nothing: what is explored is `everstep.checkpoint.log`, `.layout` and `.retention`.
-A rule that is off is a change to what those functions answer, as small as it can be.
+With no rule off this module adds nothing: what is explored is `log.decisions`, `format.layout` and `retention.plan` of
+`everstep.checkpoint`. A rule that is off is a change to what those functions answer, as small as it can be.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from everstep.checkpoint import compaction, layout, log, retention
-from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown
-from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Owner, Record
+from everstep.checkpoint.format import compaction, layout
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Owner, Record
+from everstep.checkpoint.log import decisions as log
+from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown
+from everstep.checkpoint.retention import plan as retention
 from protocol.lineage import Deleted, Log
 from protocol.rules import LogRule
 

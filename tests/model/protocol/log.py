@@ -17,9 +17,9 @@ from collections.abc import Hashable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from everstep.checkpoint.compaction import is_compacted
-from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown, advance
-from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Record
+from everstep.checkpoint.format.compaction import is_compacted
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record
+from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, advance
 from protocol.code import WriterCode
 from protocol.lineage import Deleted, Log, Shard, broken, commits_below, whole
 from protocol.rules import LogRule as Rule

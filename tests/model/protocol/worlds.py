@@ -21,8 +21,8 @@ from collections.abc import Hashable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from everstep.checkpoint.log import Again, Append, Claim, Done, Head, Refuse, Unknown, advance
-from everstep.checkpoint.manifest import NONE, CommitRecord, OpenRecord, Record
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record
+from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, advance
 from protocol.code import WriterCode
 from protocol.rules import WorldRule as Rule
 

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from everstep.checkpoint.catalog import Catalog, Found
     from everstep.checkpoint.checkpointer import Checkpointer
+    from everstep.checkpoint.convert.incoming import import_checkpoint
     from everstep.checkpoint.errors import (
         CheckpointError,
         Damaged,
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
         UnsupportedVersion,
     )
     from everstep.checkpoint.handle import SaveHandle
-    from everstep.checkpoint.incoming import import_checkpoint
     from everstep.checkpoint.keep import Keep
-    from everstep.checkpoint.rng import RngState
-    from everstep.checkpoint.selection import LoadReport
-    from everstep.checkpoint.union import Union
+    from everstep.checkpoint.load.selection import LoadReport
+    from everstep.checkpoint.retention.catalog import Catalog, Found
+    from everstep.checkpoint.state.rng import RngState
+    from everstep.checkpoint.state.union import Union
 
 __all__ = [
     "Catalog",
@@ -52,15 +52,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "Catalog": "catalog",
+    "Catalog": "retention.catalog",
     "Checkpointer": "checkpointer",
-    "Found": "catalog",
+    "Found": "retention.catalog",
     "Keep": "keep",
-    "LoadReport": "selection",
-    "RngState": "rng",
+    "LoadReport": "load.selection",
+    "RngState": "state.rng",
     "SaveHandle": "handle",
-    "Union": "union",
-    "import_checkpoint": "incoming",
+    "Union": "state.union",
+    "import_checkpoint": "convert.incoming",
 }
 
 

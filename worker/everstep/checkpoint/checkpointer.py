@@ -15,27 +15,28 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from everstep.checkpoint import at_exit, attachments, opening
-from everstep.checkpoint.cleaner import Cleaner
-from everstep.checkpoint.commitlog import CommitLog
 from everstep.checkpoint.commits import Commits
 from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed
-from everstep.checkpoint.finite import Nonfinite
+from everstep.checkpoint.format.layout import save_id
+from everstep.checkpoint.format.steps import check_order, lost_keys, named_commit, whole_step
+from everstep.checkpoint.format.times import stamp
 from everstep.checkpoint.handle import Events, Failed, SaveHandle
-from everstep.checkpoint.holders import Holders
 from everstep.checkpoint.keep import Keep, numbers
-from everstep.checkpoint.late_metrics import LateMetrics
-from everstep.checkpoint.layout import save_id
-from everstep.checkpoint.loading import Loader
-from everstep.checkpoint.opening import InRound, Settings
-from everstep.checkpoint.owner import Owner
-from everstep.checkpoint.policy import SavePolicy, Verdict
+from everstep.checkpoint.load.loading import Loader
+from everstep.checkpoint.load.selection import LoadReport, Selection
+from everstep.checkpoint.log import opening
+from everstep.checkpoint.log.commitlog import CommitLog
+from everstep.checkpoint.log.opening import InRound, Settings
+from everstep.checkpoint.log.owner import Owner
 from everstep.checkpoint.ranks import Alone, Ranks
-from everstep.checkpoint.selection import LoadReport, Selection
-from everstep.checkpoint.snapshot import Snapshots
-from everstep.checkpoint.steps import check_order, lost_keys, named_commit, whole_step
-from everstep.checkpoint.times import stamp
-from everstep.checkpoint.writer import Identity, Writer
+from everstep.checkpoint.retention.cleaner import Cleaner
+from everstep.checkpoint.retention.late_metrics import LateMetrics
+from everstep.checkpoint.save import at_exit, attachments
+from everstep.checkpoint.save.policy import SavePolicy, Verdict
+from everstep.checkpoint.save.snapshot import Snapshots
+from everstep.checkpoint.save.writer import Identity, Writer
+from everstep.checkpoint.state.finite import Nonfinite
+from everstep.checkpoint.state.holders import Holders
 from everstep.storage import ObjectStore, RetryableError
 
 logger = logging.getLogger("everstep.checkpoint")

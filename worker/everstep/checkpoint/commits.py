@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from everstep.checkpoint import attachments, pins
-from everstep.checkpoint.catalog import Catalog, Found
-from everstep.checkpoint.manifest import CommitRecord
+from everstep.checkpoint.format.manifest import CommitRecord
+from everstep.checkpoint.retention import pins
+from everstep.checkpoint.retention.catalog import Catalog, Found
+from everstep.checkpoint.save import attachments
 from everstep.storage import ObjectStore
 
 
@@ -79,7 +80,7 @@ class Commits:
     ) -> tuple[str, ...]:  # fmt: skip
         """Write a commit (the newest) as files that other tools open: "safetensors", "huggingface", "torch" or "dcp";
         the files' names. See `outgoing.export_as`, and docs/reference/checkpoint.md."""
-        from everstep.checkpoint.outgoing import export_as  # noqa: PLC0415  few runs export
+        from everstep.checkpoint.convert.outgoing import export_as  # noqa: PLC0415  few runs export
 
         return export_as(self._store, self._catalog.find(step), path, format, keys)
 

@@ -1,8 +1,8 @@
 """`everstep ckpt`: look at, check, keep and move the commits below a checkpoint URL, with no job and no torch.
 
-Thin: it parses, asks `everstep.checkpoint.catalog` and prints. Safe beside a run that trains: nothing here takes its
-log. Invariant: what went wrong is one line without credentials; exit codes 1 (damaged, or refused), 2 (wrongly given,
-or no such commit), 3 (the store cannot be used).
+Thin: it parses, asks `everstep.checkpoint.retention.catalog` and prints. Safe beside a run that trains: nothing here
+takes its log. Invariant: what went wrong is one line without credentials; exit codes 1 (damaged, or refused), 2
+(wrongly given, or no such commit), 3 (the store cannot be used).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from everstep.cli.ckpt_common import (
 from everstep.contract import redact
 
 if TYPE_CHECKING:
-    from everstep.checkpoint.catalog import Catalog, Found
-    from everstep.checkpoint.manifest import CommitRecord
+    from everstep.checkpoint.format.manifest import CommitRecord
+    from everstep.checkpoint.retention.catalog import Catalog, Found
 
 app = typer.Typer(
     help="List, check, pin, copy and export the commits below a checkpoint URL.",
@@ -107,7 +107,7 @@ def verify(
 ) -> None:  # fmt: skip
     """Read every byte of a commit and check it. Exit code 1 names the files that are damaged."""
     with catalog_of(url, storage_option) as (catalog, store):
-        from everstep.checkpoint.chunks import verify as check  # noqa: PLC0415
+        from everstep.checkpoint.format.chunks import verify as check  # noqa: PLC0415
 
         records = (
             [catalog.find(n=f.n) for f in _there(catalog, url).list()] if every else [catalog.find(step, record, tag)]
@@ -171,8 +171,8 @@ def restore(
 ) -> None:  # fmt: skip
     """Copy a commit to DEST as a log of its own, checked on the way: a run that is given DEST goes on from it."""
     with catalog_of(url, storage_option) as (catalog, store):
-        from everstep.checkpoint.commitlog import now  # noqa: PLC0415
-        from everstep.checkpoint.copying import copy  # noqa: PLC0415
+        from everstep.checkpoint.convert.copying import copy  # noqa: PLC0415
+        from everstep.checkpoint.log.commitlog import now  # noqa: PLC0415
 
         found = catalog.find(step, record, tag)
         target = open_for(dest, storage_option, to_write=True)

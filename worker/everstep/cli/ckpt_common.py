@@ -12,7 +12,7 @@ import typer
 from everstep.contract import redact
 
 if TYPE_CHECKING:
-    from everstep.checkpoint.catalog import Catalog
+    from everstep.checkpoint.retention.catalog import Catalog
     from everstep.storage import ObjectStore
 
 DAMAGED, USAGE, STORE = 1, 2, 3
@@ -32,7 +32,7 @@ Options = Annotated[
 def catalog_of(url: str, options: list[str] | None) -> Iterator[tuple[Catalog, ObjectStore]]:
     """The catalog of a store and the store; every error within is one line and an exit code."""
     with translated():
-        from everstep.checkpoint.catalog import Catalog  # noqa: PLC0415  `everstep run` does without
+        from everstep.checkpoint.retention.catalog import Catalog  # noqa: PLC0415  `everstep run` does without
 
         store = open_for(url, options)
         yield Catalog(store), store

@@ -28,7 +28,7 @@ from everstep.cli.ckpt_common import (
 from everstep.contract import redact
 
 if TYPE_CHECKING:
-    from everstep.checkpoint.source import Source
+    from everstep.checkpoint.convert.source import Source
 
 _SHOWN = 1000  # elements of a tensor that are printed as text
 
@@ -57,9 +57,9 @@ def bring(
 ) -> None:  # fmt: skip
     """Make a commit of what torch.distributed.checkpoint, torch.save or Hugging Face has written."""
     with translated():
-        from everstep.checkpoint.commitlog import now  # noqa: PLC0415
-        from everstep.checkpoint.incoming import bring as write  # noqa: PLC0415
-        from everstep.checkpoint.source_files import open_source  # noqa: PLC0415
+        from everstep.checkpoint.convert.incoming import bring as write  # noqa: PLC0415
+        from everstep.checkpoint.convert.source_files import open_source  # noqa: PLC0415
+        from everstep.checkpoint.log.commitlog import now  # noqa: PLC0415
 
         opened = open_source(source, key, stateful or ())
         target = open_for(url, storage_option, to_write=True)
@@ -81,7 +81,7 @@ def export(
 ) -> None:  # fmt: skip
     """Write a commit as files that other tools open. Needs torch."""
     with catalog_of(url, storage_option) as (catalog, store):
-        from everstep.checkpoint.outgoing import FORMATS, export_as  # noqa: PLC0415
+        from everstep.checkpoint.convert.outgoing import FORMATS, export_as  # noqa: PLC0415
 
         if form not in FORMATS:
             fail(f"--format {form}: one of {', '.join(FORMATS)} is expected", USAGE)
@@ -102,9 +102,9 @@ def diff(
     """What differs between two commits, or a commit and other files: names, shapes, types, values. Exit code 1 if
     anything does. Needs torch."""
     with catalog_of(url, storage_option) as (catalog, store):
-        from everstep.checkpoint import differences  # noqa: PLC0415
-        from everstep.checkpoint.catalog import Catalog  # noqa: PLC0415
-        from everstep.checkpoint.source_files import is_source, open_source  # noqa: PLC0415
+        from everstep.checkpoint.convert import differences  # noqa: PLC0415
+        from everstep.checkpoint.convert.source_files import is_source, open_source  # noqa: PLC0415
+        from everstep.checkpoint.retention.catalog import Catalog  # noqa: PLC0415
 
         one = differences.of_commit(store, catalog.find(step, record, tag))
         if other is not None and is_source(Path(other)):
@@ -136,7 +136,7 @@ def cat(
     with catalog_of(url, storage_option) as (catalog, store):
         import torch  # noqa: PLC0415
 
-        from everstep.checkpoint import differences  # noqa: PLC0415
+        from everstep.checkpoint.convert import differences  # noqa: PLC0415
 
         source = differences.of_commit(store, catalog.find(step, record, tag))
         try:
@@ -156,7 +156,7 @@ def cat(
 
 
 def _near(source: Source, name: str) -> str:
-    from everstep.checkpoint.differences import names_of  # noqa: PLC0415
+    from everstep.checkpoint.convert.differences import names_of  # noqa: PLC0415
 
     names = names_of(source)
     key = name.partition("/")[0]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import xxhash
 
-from everstep.checkpoint.alike import bytes_of_each, first_bytes, to_bytes
-from everstep.checkpoint.sharding import local_of
-from everstep.checkpoint.state import capture
+from everstep.checkpoint.state.alike import bytes_of_each, first_bytes, to_bytes
+from everstep.checkpoint.state.capture import capture
+from everstep.checkpoint.state.sharding import local_of
 from everstep.recovery.ddp.reducers import BUCKETS
 from everstep.recovery.state.randomness import STATE
 from everstep.recovery.state.switches import SWITCHES

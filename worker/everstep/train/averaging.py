@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint.sharding import is_sharded, local_of
+from everstep.checkpoint.state.sharding import is_sharded, local_of
 from everstep.recovery.state.shape import REPLICATE
 
 BYTES = 2**25  # of one sum, or a single larger tensor

@@ -30,7 +30,7 @@ import xxhash
 from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.checkpoint.modules import bare
+from everstep.checkpoint.state.modules import bare
 from everstep.recovery.ddp.averaged import lists_for_reducer, parameters_of, requiring_gradients
 from everstep.recovery.group.members import Members
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._prims_common import make_contiguous_strides_for
 
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery.errors import LoopError
 from everstep.recovery.sharding.tensor_parallel import Cut
 from everstep.recovery.state import places

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.state.sharding import is_sharded
 
 
 def cut_alone(alone: Callable[[Any], bool]) -> None:

@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch.nn.parameter import is_lazy
 
-from everstep.checkpoint.modules import bare
+from everstep.checkpoint.state.modules import bare
 from everstep.recovery.state.gradients import zero_gradient
 
 log = logging.getLogger("everstep.train")

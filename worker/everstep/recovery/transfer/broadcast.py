@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import xxhash
 
-from everstep.checkpoint.alike import to_bytes
-from everstep.checkpoint.exchange import exchange
-from everstep.checkpoint.filling import Segment
-from everstep.checkpoint.reading import Task
-from everstep.checkpoint.sharding import is_sharded
-from everstep.checkpoint.state import apply, capture
+from everstep.checkpoint.load.exchange import exchange
+from everstep.checkpoint.load.filling import Segment
+from everstep.checkpoint.load.reading import Task
+from everstep.checkpoint.state.alike import to_bytes
+from everstep.checkpoint.state.capture import apply, capture
+from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery.digests import local
 from everstep.recovery.group.members import Members
 from everstep.recovery.sharding.fsdp import NotRecoverable

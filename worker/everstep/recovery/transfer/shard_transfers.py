@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from everstep.checkpoint.sharding import is_sharded
-from everstep.checkpoint.state import apply, capture
+from everstep.checkpoint.state.capture import apply, capture
+from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery.group.members import Members
 from everstep.recovery.transfer.broadcast import TransferFailed, local_bytes
 

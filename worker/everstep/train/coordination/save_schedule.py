@@ -17,7 +17,7 @@ from typing import Any
 
 from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle
 from everstep.checkpoint.handle import Committed, Outcome, Written
-from everstep.checkpoint.opening import Settings
+from everstep.checkpoint.log.opening import Settings
 from everstep.checkpoint.ranks import Ranks
 from everstep.storage.errors import StorageError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.modules import bare
+from everstep.checkpoint.state.modules import bare
 from everstep.recovery.ddp.averaged import parameters_of
 from everstep.recovery.ddp.reducers import Reducers, parallel
 from everstep.recovery.errors import LoopError

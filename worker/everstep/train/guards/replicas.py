@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from everstep.checkpoint.alike import first_bytes
-from everstep.checkpoint.modules import bare
-from everstep.checkpoint.sharding import is_sharded
-from everstep.checkpoint.state import capture
+from everstep.checkpoint.state.alike import first_bytes
+from everstep.checkpoint.state.capture import capture
+from everstep.checkpoint.state.modules import bare
+from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery import digests
 from everstep.recovery.errors import LoopError
 from everstep.recovery.rollback.tracked_objects import ELSEWHERE

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.alike import to_bytes
+from everstep.checkpoint.state.alike import to_bytes
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.group.members import Members

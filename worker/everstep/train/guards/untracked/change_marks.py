@@ -18,8 +18,8 @@ import torch
 import xxhash
 from torch.nn.parameter import is_lazy
 
-from everstep.checkpoint.alike import to_bytes
-from everstep.checkpoint.sharding import is_sharded
+from everstep.checkpoint.state.alike import to_bytes
+from everstep.checkpoint.state.sharding import is_sharded
 from everstep.train.guards.script_objects import Generator
 
 HEAD = 4096

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.sharding import local_of
+from everstep.checkpoint.state.sharding import local_of
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.switches import SWITCHES
 from everstep.train.guards.script_objects import walk

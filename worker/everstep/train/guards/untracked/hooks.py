@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from everstep.checkpoint.modules import bare
+from everstep.checkpoint.state.modules import bare
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.script_objects import is_script
 

@@ -1,0 +1,200 @@
+"""A commit as other libraries read it: a folder of `torch.distributed.checkpoint`, a file of `torch.save`, a folder of
+Hugging Face. `export` writes everstep's own plain form.
+
+torch's and safetensors' own writers do the work. Invariant: what appears under the name that was asked for is whole. A
+folder is made under another name beside it and renamed; in a folder of Hugging Face the file that a reader begins with
+comes last.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from everstep.checkpoint.convert.export import MAX_BYTES, export, unwritten, write_key
+from everstep.checkpoint.errors import CheckpointError, StateMismatch
+from everstep.checkpoint.format.manifest import CommitRecord
+from everstep.checkpoint.load.reading import load_whole
+from everstep.checkpoint.state.tree import references, unflatten
+from everstep.storage import ObjectStore
+
+FORMATS: Final = ("safetensors", "huggingface", "torch", "dcp")
+_MODEL_FILES: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+
+
+def export_as(
+    store: ObjectStore,
+    record: CommitRecord,
+    path: str | os.PathLike[str],
+    form: str,
+    keys: Iterable[str] | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> tuple[str, ...]:
+    """Write a commit, or `keys` of it, to `path`; the names of the files there.
+
+    - "safetensors": a folder with a file a key, and `state.json`; it has all keys.
+    - "huggingface": the tensors of one key (the one module, if none is said) as `model.safetensors`, or in files of at
+      most `max_bytes` with an index, into a folder that may hold a `config.json` but no model.
+    - "torch": one new file, for `torch.load(weights_only=True)`: a dict by key, or of one key in `keys` what it holds.
+    - "dcp": a new folder, for `torch.distributed.checkpoint.load`: keys and names as the state passed to it has them.
+
+    What each rank has of its own (random generators) is left out. The last two hold the exported keys in memory.
+    Raises `CheckpointError` for a target that is there, `Damaged` if the commit is, `StateMismatch` for an unknown key.
+    """
+    target, asked = Path(os.path.abspath(path)), None if keys is None else tuple(keys)
+    if form not in FORMATS:
+        raise CheckpointError(f"format {form!r}: one of {', '.join(FORMATS)} is expected")
+    bodies = bodies_of(record, asked)
+    if form == "safetensors":
+        if asked is not None:
+            raise CheckpointError("format 'safetensors' has all keys; leave them out, or take another format")
+        return export(store, record, target, max_bytes)
+    try:
+        if form == "huggingface":
+            return _huggingface(store, record, target, _one_module(bodies, asked), max_bytes)
+        if form == "torch":
+            state = _values(store, record, bodies)
+            whole: Any = state[asked[0]] if asked is not None and len(asked) == 1 else state
+            with _placed(target) as temporary:
+                try:
+                    torch.save(whole, temporary)
+                except RuntimeError as e:  # of its writer, for a disk that is full
+                    raise unwritten(target, e) from e
+            return (target.name,)
+        return _dcp(_values(store, record, bodies), target)
+    except OSError as e:
+        raise unwritten(target, e) from e
+
+
+def bodies_of(record: CommitRecord, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """What a commit holds of these keys, or of all. Raises `StateMismatch` for one that it does not have."""
+    values: Mapping[str, Any] = record.values if isinstance(record.values, dict) else {}
+    state: dict[str, Any] = dict(values.get("state", {}))
+    for key in keys or ():
+        if key not in state:
+            raise StateMismatch(
+                f"the commit of step {record.step} has no key {key!r}; it has {', '.join(sorted(state))}"
+            )
+    return state if keys is None else {key: state[key] for key in keys}
+
+
+def _one_module(bodies: Mapping[str, Any], asked: tuple[str, ...] | None) -> str:
+    found = [key for key, body in bodies.items() if asked is not None or body["kind"] == "module"]
+    if len(found) != 1:
+        said = ", ".join(found) or "none"
+        raise StateMismatch(f"format 'huggingface' is for the tensors of one key, and there are {said}; name one")
+    return found[0]
+
+
+def _huggingface(
+    store: ObjectStore, record: CommitRecord, folder: Path, key: str, max_bytes: int
+) -> tuple[str, ...]:  # fmt: skip
+    there = sorted(p.name for p in folder.iterdir() if p.name.endswith(_MODEL_FILES)) if folder.is_dir() else []
+    if there:
+        raise CheckpointError(f"{folder}: holds {there[0]} already, and two models in a folder get mixed; give another")
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_key(store, record, folder, key, "model", max_bytes)
+
+
+def _values(store: ObjectStore, record: CommitRecord, bodies: Mapping[str, Any]) -> dict[str, Any]:
+    """The state as plain values; numpy's arrays as tensors, which readers that execute nothing take."""
+    tensors = load_whole(store, record, {name for body in bodies.values() for name in references(body["tree"])})
+    state = {key: unflatten(_as_tensors(body["tree"]), tensors, key) for key, body in bodies.items()}
+    modules = [key for key, body in bodies.items() if body["kind"] == "module"]
+    for key, body in bodies.items():
+        if body["kind"] == "optimizer":
+            state[key] = _grouped(state[key], modules)
+    return state
+
+
+def _grouped(tree: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+    """An optimizer's state by names, in the form of `torch.distributed.checkpoint.state_dict`: without the module's key
+    in the names, where there is one, and with groups of those parameters that have the same options."""
+    names = list(tree["param_groups"])
+    short = len(next((f"{key}." for key in modules if all(name.startswith(f"{key}.") for name in names)), ""))
+    groups: dict[object, dict[str, Any]] = {}
+    for name, options in tree["param_groups"].items():
+        told = [(k, v.tolist() if isinstance(v, torch.Tensor) else repr(v)) for k, v in sorted(options.items())]
+        groups.setdefault(str(told), {"params": [], **options})["params"].append(name[short:])
+    state = {name[short:]: found for name, found in tree["state"].items()}
+    rest = {name: value for name, value in tree.items() if name not in ("state", "param_groups")}
+    return {**rest, "state": state, "param_groups": list(groups.values())}
+
+
+def _as_tensors(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_as_tensors(value) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if set(tree) == {"$ndarray"}:
+        return {"$tensor": tree["$ndarray"]}
+    return {name: _as_tensors(value) for name, value in tree.items()}
+
+
+def _dcp(state: dict[str, Any], folder: Path) -> tuple[str, ...]:
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: PLC0415  it takes seconds to import
+    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
+
+    from everstep.checkpoint.convert.source_dcp import cause_of  # noqa: PLC0415
+
+    def write(temporary: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            try:
+                save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
+            except CheckpointException as e:
+                match cause_of(e):
+                    case OSError() | RuntimeError() as cause:
+                        raise unwritten(folder, cause) from e
+                    case ValueError() as cause:  # the keys 1 and "1" of a dict, say
+                        raise CheckpointError(f"{folder}: DCP cannot hold it: {cause}; take another format") from e
+                    case cause:
+                        raise cause from e
+
+    with _placed(folder, write=write):
+        pass
+    return tuple(sorted(p.name for p in folder.iterdir()))
+
+
+@contextmanager
+def _placed(path: Path, write: Callable[[Path], None] | None = None) -> Iterator[Path]:
+    """A name beside `path` for what is to be there, once it is whole. Raises `CheckpointError` if something is."""
+    _refuse_what_is_there(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
+    try:
+        if write is not None:
+            write(temporary)
+        yield temporary
+        for file in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
+            _sync(file)
+        _refuse_what_is_there(path)
+        temporary.rename(path)
+        _sync(path.parent)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def _refuse_what_is_there(path: Path) -> None:
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path}: is there already; give a name that is free")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,103 @@
+"""The chunks of a shard: the units that have a checksum each, and in which shards are written, read and checked.
+
+Knows no torch, so that the command line can verify a checkpoint without it. Invariant: bytes that do not match their
+checksum are never handed on; `Damaged` names the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+import xxhash
+
+from everstep.checkpoint.errors import Damaged
+from everstep.checkpoint.format.manifest import CHUNK_BYTES, CommitRecord, Shard
+from everstep.storage import NotFound, ObjectStore, Truncated
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+THREADS: Final = 4
+# With at least so many chunks a shard, readers get even shares of it; with at least so many bytes a chunk, the store is
+# not asked for crumbs.
+CHUNKS: Final = 64
+MIN_CHUNK_BYTES: Final = 2**20
+
+
+def chunk_bytes_for(size: int) -> int:
+    """How many bytes of a shard have one checksum: a power of two times the least, and at most `CHUNK_BYTES`."""
+    found = MIN_CHUNK_BYTES
+    while found * CHUNKS < size and found < CHUNK_BYTES:
+        found *= 2
+    return found
+
+
+def chunk_size(shard: Shard, index: int) -> int:
+    """The bytes of a chunk: the last of a shard may be shorter."""
+    return min(shard.chunk_bytes, shard.bytes - index * shard.chunk_bytes)
+
+
+def describe(path: str, data: bytes | bytearray | memoryview) -> Shard:
+    """The manifest's description of a shard with these bytes."""
+    chunk_bytes = chunk_bytes_for(len(data))
+    sums = tuple(xxhash.xxh3_128_hexdigest(chunk) for chunk in _cut(memoryview(data), chunk_bytes))
+    return Shard(path, len(data), chunk_bytes, sums)
+
+
+def read_chunk(store: ObjectStore, shard: Shard, index: int, into: memoryview) -> None:
+    """Fill `into`, of `chunk_size` bytes, with a chunk. Raises `Damaged` if it is not what was written."""
+    try:
+        if into:
+            store.get_into(shard.path, index * shard.chunk_bytes, into)
+    except NotFound as e:
+        raise Damaged(f"{shard.path}: is missing") from e
+    except Truncated as e:
+        raise Damaged(f"{shard.path}: is shorter than the manifest says") from e
+    if xxhash.xxh3_128_hexdigest(into) != shard.xxh3_128[index]:
+        raise Damaged(f"{shard.path}: chunk {index} fails its checksum: the bytes were changed")
+
+
+def check_size(store: ObjectStore, shard: Shard) -> None:
+    """Raise `Damaged` if the shard is missing, longer or shorter than the manifest says."""
+    size = store.size(shard.path)
+    if size is None:
+        raise Damaged(f"{shard.path}: is missing")
+    if size != shard.bytes:
+        raise Damaged(f"{shard.path}: has {size} bytes, the manifest says {shard.bytes}")
+
+
+def problems(store: ObjectStore, shard: Shard) -> tuple[str, ...]:
+    """What is wrong with a shard: nothing, or one text that names it. Reads every byte, holds one chunk."""
+    buffer = bytearray(min(shard.bytes, shard.chunk_bytes))
+    try:
+        check_size(store, shard)
+        for index in range(len(shard.xxh3_128)):
+            read_chunk(store, shard, index, memoryview(buffer)[: chunk_size(shard, index)])
+    except Damaged as e:
+        return (str(e),)
+    return ()
+
+
+def verify(store: ObjectStore, record: CommitRecord) -> tuple[str, ...]:
+    """What is wrong with a commit's shards, sorted; empty if nothing is. Holds a chunk a thread."""
+    found = in_parallel(lambda shard: problems(store, shard), record.shards)
+    return tuple(sorted(text for texts in found for text in texts))
+
+
+def in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Do the work on a few threads; the results in order. Raises what the first item raised, when all have ended."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-io") as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _cut(data: memoryview, chunk_bytes: int) -> Iterator[memoryview]:
+    """The chunks; one, of nothing, for an empty file."""
+    for start in range(0, max(1, len(data)), chunk_bytes):
+        yield data[start : start + chunk_bytes]

@@ -1,0 +1,378 @@
+"""The records of the commit log: what they hold, and what makes one valid. The commit record *is* the manifest.
+
+Pure: no store, no torch, no clock. Invariant: a record that `decode_record` returns names only shards below `data/`,
+its pieces tile every tensor exactly, and each piece lies inside its shard; so a reader may trust offsets and paths.
+The format is documented in docs/reference/commit-format.md and changes only with `VERSION`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from everstep.checkpoint.errors import FormatError, UnsupportedVersion
+from everstep.checkpoint.format import wire
+from everstep.checkpoint.format.layout import MAX_RECORD_NUMBER, folder_of
+from everstep.checkpoint.format.wire import Fields, Json
+
+VERSION: Final = 1
+NONE: Final = -1  # "no such record" in `open` and `commit`
+MAX_STEP: Final = 2**62
+CHUNK_BYTES: Final = 64 * 2**20
+
+# Bytes of one element, by safetensors' name of the type.
+DTYPE_BYTES: Final = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A job or rendezvous that has opened the log, and the highest round in which it did.
+
+    `created` is when the job was created, in seconds since the epoch; 0 is not known. `rendezvous` names the count of
+    rounds that `round` belongs to; "" if the job's operator counts them.
+    """
+
+    job_uid: str
+    round: int
+    created: int = 0
+    rendezvous: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRecord:
+    """`writer` starts to train and takes the log; every earlier writer is fenced from here on."""
+
+    n: int
+    writer: str
+    round: int
+    job_uid: str  # "" outside Kubernetes
+    world_size: int
+    at: str
+    owners: tuple[Owner, ...]  # in order of take-over, this one last; a plain run, which has no rounds, is never in it
+    open: int  # the open record before this one, or NONE
+    commit: int  # the newest commit below, or NONE
+    rendezvous: str = ""  # as in `Owner`
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One immutable file of tensors, with the xxh3-128 of each `chunk_bytes` of it (the last may be shorter)."""
+
+    path: str
+    bytes: int
+    chunk_bytes: int
+    xxh3_128: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor: where it lies in the whole, and at which bytes of which shard."""
+
+    shard: int
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A logical tensor and the pieces that tile it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """A checkpoint. It exists from the moment this object does, and not before."""
+
+    n: int
+    writer: str
+    round: int
+    job_uid: str
+    step: int
+    save_id: str
+    world_size: int
+    at: str
+    open: int  # the writer's own open record; valid only if no other open lies between
+    commit: int  # the newest commit below, or NONE
+    shards: tuple[Shard, ...]
+    entries: tuple[Entry, ...]  # sorted by name
+    values: Json  # the state's tree; tensors are references to entries
+
+
+Record = OpenRecord | CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank wrote for a save: its shard, the entries in it, and the values that only it has."""
+
+    rank: int
+    save_id: str
+    shard: Shard | None
+    entries: tuple[Entry, ...]  # pieces point at shard 0
+    values: Json
+    nonfinite: tuple[str, ...] = ()  # parameters in it that hold NaN or infinity
+    digests: dict[str, int] = field(default_factory=dict)  # of its replicated state, by key, where that is compared
+    union: dict[str, Json] = field(default_factory=dict)  # what it holds of unions, by key
+    held: dict[str, int] = field(default_factory=dict)  # digests of tensors of unions that several ranks hold
+
+
+@dataclass(frozen=True, slots=True)
+class PartFailed:
+    """A rank's word that its part of a save will never come."""
+
+    rank: int
+    save_id: str
+    reason: str
+
+
+def nonfinite_in(record: CommitRecord) -> tuple[str, ...]:
+    """The parameters that hold NaN or infinity in a commit that was marked for it; it is not one to go on from."""
+    found = record.values.get("nonfinite") if isinstance(record.values, dict) else None
+    return tuple(str(name) for name in found) if isinstance(found, list) else ()
+
+
+def encode_record(record: Record) -> bytes:
+    """The bytes of the log object. Equal records have equal bytes."""
+    match record:
+        case OpenRecord():
+            body: dict[str, Json] = {
+                "version": VERSION, "n": record.n, "kind": "open", "writer": record.writer, "round": record.round,
+                "job_uid": record.job_uid, "world_size": record.world_size, "at": record.at,
+                "owners": [
+                    {"job_uid": o.job_uid, "round": o.round, "created": o.created, "rendezvous": o.rendezvous}
+                    for o in record.owners
+                ],
+                "open": record.open, "commit": record.commit, "rendezvous": record.rendezvous,
+            }  # fmt: skip
+        case CommitRecord():
+            body = {
+                "version": VERSION, "n": record.n, "kind": "commit", "writer": record.writer, "round": record.round,
+                "job_uid": record.job_uid, "step": record.step, "save_id": record.save_id,
+                "world_size": record.world_size, "at": record.at, "open": record.open, "commit": record.commit,
+                "shards": [_shard_body(s) for s in record.shards],
+                "entries": {e.name: _entry_body(e) for e in record.entries}, "values": record.values,
+            }  # fmt: skip
+    return wire.encode(body)
+
+
+def decode_record(data: bytes, n: int, where: str) -> Record:
+    """Record `n` from its bytes. Raises `FormatError` (damaged) or `UnsupportedVersion` (of a newer library)."""
+    fields = Fields(wire.decode(data, where), where)
+    _check_version(fields)
+    if fields.integer("n") != n:
+        raise FormatError(f"{where}: holds record {fields.integer('n')}: the object was swapped with another")
+    kind = fields.text("kind")
+    if kind == "open":
+        owners = tuple(
+            Owner(o.text("job_uid"), o.integer("round"), o.integer("created"), _rendezvous(o))
+            for o in fields.objects("owners")
+        )
+        return OpenRecord(
+            n, fields.text("writer"), fields.integer("round"), fields.text("job_uid"), fields.integer("world_size", 1),
+            fields.text("at"), owners, _link(fields, "open", n), _link(fields, "commit", n), _rendezvous(fields),
+        )  # fmt: skip
+    if kind != "commit":
+        raise FormatError(f"{where}: kind {kind!r} is neither open nor commit")
+    shards = tuple(_shard(f) for f in fields.objects("shards"))
+    return CommitRecord(
+        n, fields.text("writer"), fields.integer("round"), fields.text("job_uid"), fields.integer("step"),
+        fields.text("save_id", 128), fields.integer("world_size", 1), fields.text("at"),
+        _link(fields, "open", n), _link(fields, "commit", n), shards, _entries(fields, shards), fields.any("values"),
+    )  # fmt: skip
+
+
+def encode_part(part: Part | PartFailed) -> bytes:
+    """The bytes of a part's description."""
+    body: dict[str, Json] = {"version": VERSION, "kind": "part", "rank": part.rank, "save_id": part.save_id}
+    match part:
+        case PartFailed():
+            body["failed"] = part.reason[:500]
+        case Part():
+            body["shard"] = _shard_body(part.shard) if part.shard else None
+            body["entries"] = {e.name: _entry_body(e) for e in part.entries}
+            body["values"] = part.values
+            if part.nonfinite:
+                body["nonfinite"] = list(part.nonfinite)
+            if part.digests:
+                body["digests"] = dict(part.digests)
+            if part.union:
+                body["union"] = dict(part.union)
+            if part.held:
+                body["held"] = dict(part.held)
+    return wire.encode(body)
+
+
+def decode_part(data: bytes, rank: int, save_id: str, where: str) -> Part | PartFailed:
+    """The description that `rank` wrote for `save_id`; its entries need not tile their tensors yet."""
+    fields = Fields(wire.decode(data, where), where)
+    _check_version(fields)
+    if fields.integer("rank") != rank or fields.text("save_id") != save_id:
+        raise FormatError(f"{where}: is the part of another rank or save")
+    if fields.has("failed"):
+        return PartFailed(rank, save_id, fields.text("failed"))
+    shard = None if fields.any("shard") is None else _shard(Fields(fields.any("shard"), f"{where}: shard"))
+    shards = (shard,) if shard else ()
+    entries = tuple(_entry(name, Fields(body, f"{where}: {name}"), shards) for name, body in _sorted(fields))
+    bad = tuple(str(name) for name in fields.items("nonfinite")) if fields.has("nonfinite") else ()
+    union = dict(fields.mapping("union")) if fields.has("union") else {}
+    told, held = _integers(fields, "digests"), _integers(fields, "held")
+    return Part(rank, save_id, shard, entries, fields.any("values"), bad, told, union, held)
+
+
+def _integers(fields: Fields, name: str) -> dict[str, int]:
+    found = Fields(fields.any(name), f"{fields.where}: {name}") if fields.has(name) else None
+    return {key: found.integer(key) for key in found.names()} if found is not None else {}
+
+
+def merge_parts(parts: Sequence[Part]) -> tuple[tuple[Shard, ...], tuple[Entry, ...]]:
+    """The manifest's shards and entries from every rank's part, in rank order.
+
+    Raises `FormatError` if two ranks disagree about a tensor, or the pieces do not tile it: a state that was not the
+    same on all ranks must not become a commit.
+    """
+    shards: list[Shard] = []
+    found: dict[str, Entry] = {}
+    for part in parts:
+        for entry in part.entries:
+            pieces = tuple(Piece(len(shards), p.key, p.offset, p.shape, p.begin, p.end) for p in entry.pieces)
+            before = found.get(entry.name)
+            if before is None:
+                found[entry.name] = Entry(entry.name, entry.dtype, entry.shape, pieces)
+            elif (before.dtype, before.shape) != (entry.dtype, entry.shape):
+                raise FormatError(
+                    f"{entry.name}: rank {part.rank} has {entry.dtype} {entry.shape}, "
+                    f"an earlier rank {before.dtype} {before.shape}: the state is not the same on all ranks"
+                )
+            else:
+                found[entry.name] = Entry(entry.name, entry.dtype, entry.shape, before.pieces + pieces)
+        if part.shard:
+            shards.append(part.shard)
+    entries = tuple(found[name] for name in sorted(found))
+    for entry in entries:
+        try:
+            check_tiling(entry, entry.name)
+        except FormatError as e:
+            raise FormatError(
+                f"{e}. If ranks hold other names, or the same part on meshes that do not tell it (a norm under FSDP "
+                "beside tensor parallelism), mark the object with everstep.Union"
+            ) from e
+    return tuple(shards), entries
+
+
+def check_tiling(entry: Entry, where: str) -> None:
+    """Raise `FormatError` unless the pieces cover the tensor exactly once."""
+    total = math.prod(entry.shape)
+    covered = sum(math.prod(p.shape) for p in entry.pieces)
+    if covered != total:
+        raise FormatError(f"{where}: its pieces hold {covered} of {total} elements")
+    boxes = [p for p in entry.pieces if math.prod(p.shape)]
+    # Along the axis on which the most boxes begin at different places, the fewest have to be compared.
+    axis = max(range(len(entry.shape)), key=lambda a: len({p.offset[a] for p in boxes}), default=0)
+    boxes.sort(key=lambda p: p.offset[axis : axis + 1])
+    for i, a in enumerate(boxes):
+        for b in boxes[i + 1 :]:
+            if a.offset and b.offset[axis] >= a.offset[axis] + a.shape[axis]:
+                break  # no later box reaches back
+            if all(
+                bo < ao + an and ao < bo + bn
+                for ao, an, bo, bn in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+            ):
+                raise FormatError(f"{where}: two of its pieces overlap")
+
+
+def _check_version(fields: Fields) -> None:
+    version = fields.integer("version", 1)
+    if version != VERSION:
+        raise UnsupportedVersion(
+            f"{fields.where}: format version {version}; this everstep reads version {VERSION}. Install a newer everstep"
+        )
+
+
+def _rendezvous(fields: Fields) -> str:
+    """Records of a release that did not know the field have none."""
+    return fields.text("rendezvous") if fields.has("rendezvous") else ""
+
+
+def _link(fields: Fields, name: str, n: int) -> int:
+    return fields.integer(name, NONE, min(n - 1, MAX_RECORD_NUMBER))
+
+
+def _sorted(fields: Fields) -> list[tuple[str, Json]]:
+    return sorted(fields.mapping("entries").items())
+
+
+def _entries(fields: Fields, shards: tuple[Shard, ...]) -> tuple[Entry, ...]:
+    entries = tuple(_entry(name, Fields(body, f"{fields.where}: {name}"), shards) for name, body in _sorted(fields))
+    for entry in entries:
+        check_tiling(entry, f"{fields.where}: {entry.name}")
+    return entries
+
+
+def _shard_body(shard: Shard) -> dict[str, Json]:
+    return {
+        "path": shard.path, "bytes": shard.bytes, "chunk_bytes": shard.chunk_bytes, "xxh3_128": list(shard.xxh3_128)
+    }  # fmt: skip
+
+
+def _shard(fields: Fields) -> Shard:
+    path, size = fields.text("path"), fields.integer("bytes")
+    if folder_of(path) is None:
+        raise FormatError(f"{fields.where}: path {path!r} is not of the form data/<save id>/<file>")
+    chunk = fields.integer("chunk_bytes", 1)
+    sums = fields.items("xxh3_128")
+    if len(sums) != max(1, -(-size // chunk)) or not all(_is_sum(s) for s in sums):
+        raise FormatError(f"{fields.where}: xxh3_128 does not hold one checksum for each {chunk} of {size} bytes")
+    return Shard(path, size, chunk, tuple(str(s) for s in sums))
+
+
+def _is_sum(value: Json) -> bool:
+    return isinstance(value, str) and len(value) == 32 and all(c in "0123456789abcdef" for c in value)
+
+
+def _entry_body(entry: Entry) -> dict[str, Json]:
+    return {
+        "dtype": entry.dtype, "shape": list(entry.shape),
+        "pieces": [
+            {
+                "shard": p.shard, "key": p.key, "offset": list(p.offset), "shape": list(p.shape),
+                "begin": p.begin, "end": p.end,
+            }
+            for p in entry.pieces
+        ],
+    }  # fmt: skip
+
+
+def _entry(name: str, fields: Fields, shards: Sequence[Shard]) -> Entry:
+    dtype, shape = fields.text("dtype"), fields.integers("shape")
+    if dtype not in DTYPE_BYTES:
+        raise FormatError(f"{fields.where}: unknown dtype {dtype!r}")
+    return Entry(name, dtype, shape, tuple(_pieces(fields, dtype, shape, shards)))
+
+
+def _pieces(fields: Fields, dtype: str, whole: tuple[int, ...], shards: Sequence[Shard]) -> Iterable[Piece]:
+    for f in fields.objects("pieces"):
+        piece = Piece(
+            f.integer("shard", 0, len(shards) - 1), f.text("key", 4096), f.integers("offset"), f.integers("shape"),
+            f.integer("begin"), f.integer("end"),
+        )  # fmt: skip
+        if len(piece.offset) != len(whole) or len(piece.shape) != len(whole):
+            raise FormatError(f"{f.where}: has another number of axes than its tensor")
+        if any(o + s > w for o, s, w in zip(piece.offset, piece.shape, whole, strict=True)):
+            raise FormatError(f"{f.where}: lies outside its tensor of shape {whole}")
+        if piece.end - piece.begin != math.prod(piece.shape) * DTYPE_BYTES[dtype]:
+            raise FormatError(f"{f.where}: {piece.end - piece.begin} bytes do not hold {dtype} {piece.shape}")
+        if piece.end > shards[piece.shard].bytes:
+            raise FormatError(f"{f.where}: ends after its shard")
+        yield piece

@@ -1,0 +1,245 @@
+"""Finds the newest commit that every rank can read whole, walking down past those that somebody cannot.
+
+Rank 0 reads the log and proposes; every rank reads the shards; a commit counts only if all of them succeed, because
+ranks that restore different steps would train a state that never existed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+import xxhash
+
+from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
+from everstep.checkpoint.format.chunks import check_size, in_parallel
+from everstep.checkpoint.format.compaction import is_compacted
+from everstep.checkpoint.format.manifest import (
+    CommitRecord,
+    Shard,
+    decode_record,
+    encode_record,
+    nonfinite_in,
+)
+from everstep.checkpoint.load import reading
+from everstep.checkpoint.load.exchange import exchange
+from everstep.checkpoint.load.targets import Target
+from everstep.checkpoint.log.commitlog import CommitLog
+from everstep.checkpoint.log.decisions import Unreadable
+from everstep.checkpoint.log.loads import Loads
+from everstep.checkpoint.ranks import Ranks
+from everstep.checkpoint.retention.catalog import Catalog
+from everstep.checkpoint.state.finite import Nonfinite
+from everstep.storage import ObjectStore, StorageError
+
+MAX_TRIES: Final = 100
+
+Wanted = Callable[[CommitRecord], list[Target]]  # what this rank needs of a commit
+
+_GOOD, _DAMAGED, _BROKEN = 0, 1, 2
+
+
+class SteppedOver(Protocol):
+    """Told which commit was not taken, and why; `suspected`: it is whole, but runs that loaded it came to nothing."""
+
+    def __call__(self, n: int, reason: str, *, suspected: bool = False) -> None: ...
+
+
+def unfit(found: CommitRecord | Unreadable) -> str | None:
+    """Why nobody goes on from this record, or None."""
+    if isinstance(found, Unreadable):
+        return found.reason
+    if is_compacted(found):
+        return f"step {found.step}: it was deleted, and its log record is compacted"
+    if names := nonfinite_in(found):
+        return f"step {found.step}: {', '.join(names[:3])} hold NaN or infinity"
+    return None
+
+
+class Guard:
+    """Says which commits not to take, of those that can be read, and notes which one is being loaded. Rank 0's."""
+
+    def __init__(self, loads: Loads, max_loads: int, nonfinite: Nonfinite) -> None:
+        self._loads = loads
+        self._most = max_loads
+        self._nonfinite = nonfinite
+        self._failed: dict[int, int] | None = None
+
+    def against(self, found: CommitRecord | Unreadable) -> str | None:
+        """Why not to take it, or None."""
+        if self._nonfinite != "allow" or isinstance(found, Unreadable) or is_compacted(found):
+            reason = unfit(found)
+            if reason is not None:
+                return reason
+        assert isinstance(found, CommitRecord)
+        if self._most == 0:
+            return None
+        if self._failed is None:
+            self._failed = self._loads.failed()
+        count = self._failed.get(found.n, 0)
+        return f"step {found.step}: {count} runs loaded it and came to nothing" if count >= self._most else None
+
+    def loading(self, record: CommitRecord) -> None:
+        if self._most:
+            self._loads.begin(record.n)
+
+
+def newest_whole(
+    store: ObjectStore,
+    ranks: Ranks,
+    wanted: Wanted,
+    candidates: Iterator[CommitRecord],
+    stepped_over: SteppedOver,
+) -> tuple[CommitRecord, dict[str, torch.Tensor]] | None:
+    """The first of rank 0's `candidates` that loads on all ranks, with this rank's `wanted` tensors of it. Collective.
+
+    Raises `CheckpointError` if there are commits and none of them loads: to start from nothing then would throw the
+    training away; and whatever a store that does not answer raises.
+    """
+    for tried in range(MAX_TRIES):
+        record = _propose(candidates, ranks)
+        if record is None:
+            if tried:
+                raise CheckpointError(f"{store.url}: none of the {tried} commits that were tried can be read whole")
+            return None
+        try:
+            return record, load(store, record, wanted, ranks)
+        except Damaged as e:
+            stepped_over(record.n, str(e))
+    raise CheckpointError(f"{store.url}: none of the newest {MAX_TRIES} commits can be read whole")
+
+
+def load(store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """This rank's tensors of a commit. What all need is read by one of them, or by each through one page cache:
+    measured over gloo, to receive a byte costs several times the copy. Collective.
+
+    Every rank raises if one does: `Damaged` if that is all that was found, else another error.
+    """
+    problem: Exception | None = None
+    targets: list[Target] = []
+    todo = reading.Plan()
+    try:
+        targets = wanted(record)
+        todo = reading.plan(record, targets)
+    except (StorageError, CheckpointError) as e:
+        problem = e
+    # Where ranks want different things, or what one has read costs the others no more than a copy, each reads all.
+    alike = ranks.world_size > 1 and _agree(ranks, _digest(targets))
+    together = alike and not _agree(ranks, _page_cache(store, ranks.rank))
+    divided = reading.divide(todo.shared, record.shards, ranks.world_size) if together else []
+    tasks = todo.own + (divided[ranks.rank] if together else todo.shared)
+    buffers = reading.Buffers(todo, targets)
+    if problem is None:
+        try:
+            in_parallel(partial(check_size, store), _to_check(record, tasks, ranks))
+            reading.fetch(store, record.shards, tasks, buffers.bytes)
+        except FormatError as e:
+            problem = Damaged(str(e))
+        except (StorageError, CheckpointError) as e:
+            problem = e
+    worst = ranks.maximum(_GOOD if problem is None else _DAMAGED if isinstance(problem, Damaged) else _BROKEN)
+    if worst == _DAMAGED:
+        raise problem or Damaged("another rank could not read it")
+    if worst == _BROKEN:
+        if problem is None or isinstance(problem, Damaged):
+            raise CheckpointError(f"{store.url}: another rank could not read the store, or its state does not fit")
+        raise problem
+    if together:
+        exchange(divided, buffers.bytes, ranks)
+    return buffers.finish()
+
+
+def _digest(targets: Sequence[Target]) -> int:
+    """A number of 62 bits for what this rank wants together with the others."""
+    names = "\n".join(t.entry.name for t in targets if t.shared)
+    return xxhash.xxh3_64_intdigest(names.encode()) >> 2
+
+
+def _page_cache(store: ObjectStore, rank: int) -> int:
+    """A number that is the same on ranks whose reads meet in one page cache: files, under one kernel."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_bytes() if store.url.startswith("file:") else b""
+    except OSError:
+        kernel = b""
+    return xxhash.xxh3_64_intdigest(kernel) >> 2 if kernel else rank
+
+
+def _agree(ranks: Ranks, number: int) -> bool:
+    return ranks.maximum(number) == -ranks.maximum(-number)
+
+
+def _to_check(record: CommitRecord, tasks: Sequence[reading.Task], ranks: Ranks) -> list[Shard]:
+    """The shards whose presence and size this rank checks: those that it reads, and its part of all."""
+    mine = {task.shard for task in tasks} | set(range(ranks.rank, len(record.shards), ranks.world_size))
+    return [record.shards[number] for number in sorted(mine)]
+
+
+def asked(catalog: Catalog, guard: Guard, step: int | None, n: int | None) -> Iterator[CommitRecord]:
+    """The commit that somebody has named: whatever earlier runs that loaded it came to, and whatever it holds."""
+    found = catalog.find(step, n)
+    guard.loading(found)
+    yield found
+
+
+def candidates(
+    log: CommitLog, end: Callable[[], int], guard: Guard, stepped_over: SteppedOver
+) -> Iterator[CommitRecord]:
+    """The commits below record `end()` to try, newest first: those that were poison to earlier runs only when nothing
+    else is left."""
+    passed: list[str] = []
+    poison: list[tuple[CommitRecord, str]] = []
+    tried = False
+    deleted = 0
+    for found in log.commits(end()):
+        if isinstance(found, CommitRecord) and is_compacted(found):
+            deleted += 1
+            if deleted == MAX_TRIES:
+                break
+            if deleted > 1:
+                continue  # the older ones are too, unless somebody pinned one; the first has said it
+        reason = guard.against(found)
+        if reason is None and isinstance(found, CommitRecord):
+            for record, why in poison if not tried else ():
+                stepped_over(record.n, why, suspected=True)
+            tried = True
+            guard.loading(found)
+            yield found
+        elif isinstance(found, CommitRecord) and not unfit(found):
+            poison.append((found, str(reason)))
+        else:
+            passed.append(str(reason))
+            stepped_over(found.n, str(reason))
+    for record, _ in poison:
+        tried = True
+        guard.loading(record)
+        yield record
+    if passed and not tried:
+        # It may have been a commit. Starting from nothing is the user's decision, not ours.
+        raise CheckpointError(f"the log holds records, but no commit can be taken: {'; '.join(passed[:3])}")
+
+
+def _propose(candidates: Iterator[CommitRecord], ranks: Ranks) -> CommitRecord | None:
+    """Rank 0's next candidate on every rank, or None if there are no more."""
+    answer, cause, record = b"", None, None
+    if ranks.rank == 0:
+        try:
+            record = next(candidates, None)
+            if ranks.world_size > 1 and record is not None:
+                answer = json.dumps({"n": record.n}).encode() + b"\n" + encode_record(record)
+        except (StorageError, CheckpointError) as e:
+            cause = e
+            answer = json.dumps({"error": str(e)}).encode() + b"\n"
+    answer = ranks.from_first(answer)
+    if record is not None or not answer:
+        return record
+    head, _, body = answer.partition(b"\n")
+    told = json.loads(head)
+    if "error" in told:
+        raise cause or CheckpointError(f"rank 0: {told['error']}")
+    found = decode_record(body, told["n"], "rank 0's proposal")
+    assert isinstance(found, CommitRecord)
+    return found

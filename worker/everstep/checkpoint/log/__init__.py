@@ -1,0 +1,1 @@
+"""The commit log: who may write, which records exist, and how a run takes the log."""

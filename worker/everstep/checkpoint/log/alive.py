@@ -1,0 +1,212 @@
+"""A sign of life of the run that owns the log, so that a second run on its URL is refused before it does harm.
+
+Two runs that do not know of each other would both be right by the log's rules: the younger takes the log, goes on from
+the older one's state, and the older one is fenced. So the owner writes a small object anew every `BEAT_SECONDS`, and
+a run that wants to take the log from somebody else watches it for a change. Only a change that was seen counts: no
+clocks are compared, and an owner that is stopped, slow or cut off counts as dead.
+
+Invariant: this is advice. A wrong answer costs a wait or a start, never state: the log's records alone say who may
+write (`log`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from everstep.checkpoint.errors import FormatError, Occupied
+from everstep.checkpoint.format import wire
+from everstep.checkpoint.format.layout import ALIVE, alive_name, alive_number
+from everstep.checkpoint.format.manifest import NONE, VERSION, OpenRecord
+from everstep.checkpoint.format.wire import Fields
+from everstep.checkpoint.log.decisions import Claim
+from everstep.storage import NotFound, ObjectStore, StorageError
+
+log = logging.getLogger("everstep.checkpoint")
+
+BEAT_SECONDS: Final = 3.0
+QUIET_SECONDS: Final = 8.0  # without a change: nobody is there, or nobody who will write soon
+# A job that was deleted has its grace period to end in; the job that was made anew for the same URL waits for it.
+PATIENCE_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.5
+_MOST_OWNERS: Final = 3  # that take the log one after the other while somebody waits
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process, so named that another one on its machine can tell whether it still runs."""
+
+    host: str  # for people
+    machine: str  # one kernel and one space of pids; "" where that is not known
+    pid: int
+    started: str  # in the kernel's words; a pid is given again
+
+    @classmethod
+    def this(cls) -> Process:
+        return cls(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or "")
+
+    def runs(self) -> bool | None:
+        """Whether it does; None if that cannot be told from here."""
+        if not self.machine or not self.started or self.machine != _machine():
+            return None
+        return _started(self.pid) == self.started
+
+
+class Sign:
+    """The sign of life of the process that made the open record `own`, on a thread of its own."""
+
+    def __init__(self, store: ObjectStore, own: OpenRecord, every: float = BEAT_SECONDS) -> None:
+        self._store = store
+        self._own = own
+        self._every = every
+        self.stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="everstep-alive", daemon=True)
+        self._thread.start()
+        _signs.add(self)
+
+    def end(self, timeout: float = 0.0) -> None:
+        """No more; wait at most `timeout` seconds until the store says so too."""
+        self.stop.set()
+        if timeout:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        who, beat, name = Process.this(), 0, alive_name(self._own.n)
+        while True:
+            body: dict[str, wire.Json] = {
+                "version": VERSION, "n": self._own.n, "beat": beat, "host": who.host, "machine": who.machine,
+                "pid": who.pid, "started": who.started,
+            }  # fmt: skip
+            try:
+                self._store.put(name, wire.encode(body))
+                if beat == 0:
+                    self._sweep()
+            except StorageError as e:
+                log.debug("the sign of life was not written: %s", e)
+            if self.stop.wait(self._every):
+                break
+            beat += 1
+        try:
+            self._store.delete(name)
+        except StorageError as e:
+            log.debug("the sign of life stays, and will not change: %s", e)
+
+    def _sweep(self) -> None:
+        for info in self._store.list(ALIVE):
+            if (n := alive_number(info.name)) is not None and n < self._own.n:
+                self._store.delete(info.name)
+
+
+_signs: Final[weakref.WeakSet[Sign]] = weakref.WeakSet()
+
+
+def end_all(timeout: float) -> None:
+    """As if the processes that they are of had ended in order; at most `timeout` seconds for each."""
+    for sign in list(_signs):
+        sign.end(timeout)
+
+
+def wait_for_owner(
+    store: ObjectStore,
+    newest_open: Callable[[], OpenRecord | None],
+    claim: Claim,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return when nobody else is alive who has the log. Raises `Occupied`, naming the owner, if one is.
+
+    Never waits for an earlier start of the same job or rendezvous, for a run that ended in order, for one on this
+    machine whose process is gone, or for this process itself; else at most `QUIET_SECONDS`, and a job for the end of
+    another one `PATIENCE_SECONDS` more.
+    """
+    before = NONE
+    for _ in range(_MOST_OWNERS):
+        owner = newest_open()
+        if owner is None or owner.n == before or _is_same(owner, claim):
+            return
+        if not _waited(store, owner, claim, clock, sleep):
+            return
+        before = owner.n
+
+
+def _waited(
+    store: ObjectStore, owner: OpenRecord, claim: Claim, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> bool:
+    """Whether there was something to wait for; the owner has given no sign since."""
+    found = _read(store, owner)
+    if found is None:
+        return False
+    last, who = found
+    if who == Process.this() or who.runs() is False:
+        return False
+    named = _named(owner, who)
+    log.warning("%s: record %d is of %s; waiting up to %g s for a sign of life", store.url, owner.n, named,
+                QUIET_SECONDS)  # fmt: skip
+    began = changed = clock()
+    alive = False
+    patience = PATIENCE_SECONDS if claim.job_uid else 0.0
+    while clock() - changed < QUIET_SECONDS:
+        sleep(_POLL_SECONDS)
+        found = _read(store, owner)
+        if found is None:
+            log.warning("%s: %s has ended", store.url, named)
+            return True
+        if found[0] != last:
+            last, changed, alive = found[0], clock(), True
+        if alive and clock() - began >= patience:
+            raise Occupied(
+                f"{store.url}: {named} has the log (record {owner.n}, opened at {owner.at}) and was seen alive "
+                f"{clock() - changed:.1f} s ago. It would be fenced if this run took the log. Give this run another "
+                "URL, or end that one and start again"
+            )
+    log.warning("%s: %s gave no sign of life in %g s; it is fenced now", store.url, named, QUIET_SECONDS)
+    return True
+
+
+def _is_same(owner: OpenRecord, claim: Claim) -> bool:
+    """Whether the claim is of the owner's own job, or run: it goes on where that was."""
+    if claim.job_uid or owner.job_uid:
+        return claim.job_uid == owner.job_uid
+    return bool(claim.rendezvous) and claim.rendezvous == owner.rendezvous
+
+
+def _named(owner: OpenRecord, who: Process) -> str:
+    job = f"job {owner.job_uid}, " if owner.job_uid else ""
+    return f"{job}process {who.pid} on {who.host}"
+
+
+def _read(store: ObjectStore, owner: OpenRecord) -> tuple[int, Process] | None:
+    """The beat, and whose it is; None without a sign that can be read."""
+    name = alive_name(owner.n)
+    try:
+        fields = Fields(wire.decode(store.get(name), name), name)
+        who = Process(fields.text("host"), fields.text("machine"), fields.integer("pid"), fields.text("started"))
+        return fields.integer("beat"), who
+    except (NotFound, FormatError):
+        return None
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """When the process was started, in ticks since the kernel was; None if it does not run."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else rest[18]

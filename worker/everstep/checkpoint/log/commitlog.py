@@ -1,0 +1,222 @@
+"""Reads and appends the commit log on a store: the hands of the decisions in `log`.
+
+Knows records and names, not shards or torch. Invariant: it creates a record only where `log` said `Append`, and
+believes only what it read back; it replaces one only by its compacted form. Every loop is bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Final, assert_never
+
+from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, NoCommit, SaveFailed
+from everstep.checkpoint.format.compaction import compacted
+from everstep.checkpoint.format.layout import LOG, MAX_RECORD_NUMBER, record_name, record_number
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record, decode_record, encode_record
+from everstep.checkpoint.log import decisions as log
+from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
+from everstep.storage import AlreadyExists, NotFound, ObjectStore, StoreUnusable
+
+MAX_CONFLICTS: Final = 1000  # as many writers may race for one number
+_DOUBLINGS: Final = 24
+IMPORT: Final = "import"  # in place of the rendezvous, in the open record of what was brought from elsewhere
+MAX_WALK: Final = 10_000  # records read in search of one
+
+
+def now() -> str:
+    """The time as records have it: RFC 3339, in whole seconds."""
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+class CommitLog:
+    """The log below one store. Methods raise `StorageError` beside what they name."""
+
+    def __init__(self, store: ObjectStore, start: int = 0) -> None:
+        self._store = store
+        self._start = start
+
+    def read(self, n: int) -> Record | Unreadable:
+        """Record `n`, or why it cannot be read. Raises `UnsupportedVersion` for a newer format."""
+        name = record_name(n)
+        try:
+            return decode_record(self._store.get(name), n, f"{self._store.url}/{name}")
+        except NotFound:
+            return Unreadable(n, f"{name} is missing")
+        except FormatError as e:
+            return Unreadable(n, str(e))
+
+    def head(self) -> Head:
+        """The end of the log. A listing may be stale, so the numbers after its greatest are tried one by one."""
+        last = self._listed() if self._store.capabilities.listable else self._probed()
+        for _ in range(MAX_WALK):
+            if self._store.size(record_name(last + 1)) is None:
+                break
+            last += 1
+        unreadable = NONE
+        for n in range(last, max(NONE, last - MAX_WALK), -1):
+            match self.read(n):
+                case Unreadable():
+                    unreadable = max(unreadable, n)
+                case OpenRecord() as record:
+                    return replace(log.advance(Head(), record), last=last, unreadable=unreadable)
+                case CommitRecord() as record:
+                    return Head(last, self._open_at(record.open), record.n, unreadable)
+        return Head(last, unreadable=unreadable)
+
+    def unbegun(self) -> Head:
+        """The end of a log that no run has begun: of none, or of one in which an import was cut off before its commit.
+        Raises `CheckpointError` if there is another record."""
+        head = self.head()
+        cut_off = head.open is not None and head.open.rendezvous == IMPORT and head.commit == NONE
+        if head.last != NONE and not cut_off:
+            raise CheckpointError(
+                f"{self._store.url}: holds a log of {head.last + 1} records already; give an empty folder or prefix"
+            )
+        return head
+
+    def begin(self, writer: str, draft: CommitRecord) -> CommitRecord:
+        """Make `draft`, whose shards are written, the first commit of a log that no run has begun.
+
+        Raises `CheckpointError` if one has, without taking the log from it.
+        """
+        head = self.unbegun()
+        claim = Claim(writer, 0, "", draft.world_size, draft.at, rendezvous=IMPORT)
+        decision = log.decide_open(head, claim)
+        outcome = self._create(head, decision.record) if isinstance(decision, Append) else decision
+        try:
+            if not isinstance(outcome, Done):
+                raise Fenced(f"record {head.last + 1} is another writer's")
+            own = outcome.record
+            assert isinstance(own, OpenRecord)
+            return self.commit(Head(own.n, own, own.commit), own, draft)[1]
+        except Fenced as e:
+            raise CheckpointError(
+                f"{self._store.url}: somebody else has begun there meanwhile; give an empty folder or prefix ({e})"
+            ) from e
+
+    def _listed(self) -> int:
+        numbers = (record_number(info.name) for info in self._store.list(LOG))
+        return max((n for n in numbers if n is not None), default=NONE)
+
+    def _probed(self) -> int:
+        """The greatest number where nothing can be listed, asked for by doubling steps, then by halves: about 2 log2
+        requests. The log is dense from its oldest record on.
+
+        Raises `NoCommit` if no record is found to begin from, `StoreUnusable` if every name seems to be there: the
+        search would have no end.
+        """
+        if self._has(MAX_RECORD_NUMBER):
+            raise StoreUnusable(
+                f"{self._store.url}: the server answers for names that do not exist: {record_name(MAX_RECORD_NUMBER)}. "
+                "Is it a login page, or a page in place of status 404? Give a URL that serves the files as they are"
+            )
+        low = self._start
+        if not self._has(low):
+            # Records are compacted and stay (ADR 0019). A log that was made before, or copied in part, may lack the
+            # oldest: then a power of two between the oldest and the newest is a beginning.
+            tried = () if low else (2**k for k in range(_DOUBLINGS))
+            low = next((n for n in tried if self._has(n)), NONE)
+        if low == NONE:
+            which = f"record {self._start}" if self._start else "record 0, 1, 2, 4, 8 and so on"
+            raise NoCommit(
+                f"{self._store.url}: there is no {which}, and this store cannot be listed. If there is a log, give "
+                "start=, the number of any record that exists, or n=, the commit's own number"
+            )
+        step = 1
+        while self._has(low + step):
+            low, step = low + step, step * 2
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._has(middle) else (low, middle)
+        return low
+
+    def _has(self, n: int) -> bool:
+        return n <= MAX_RECORD_NUMBER and self._store.size(record_name(n)) is not None
+
+    def open(self, claim: Claim) -> OpenRecord:
+        """Take the log. Raises `Fenced` if it belongs to a newer round or job."""
+        head = self.head()
+        for _ in range(MAX_CONFLICTS):
+            match log.decide_open(head, claim):
+                case Refuse(reason):
+                    raise Fenced(f"{self._store.url}: {reason}")
+                case Append(record):
+                    match self._create(head, record):
+                        case Done(done):
+                            assert isinstance(done, OpenRecord)
+                            return done
+                        case Refuse(reason):
+                            raise Fenced(f"{self._store.url}: {reason}")
+                        case Again(moved):
+                            head = moved
+        raise CheckpointError(f"{self._store.url}: {MAX_CONFLICTS} writers in a row were faster to open the log")
+
+    def commit(self, head: Head, own: OpenRecord, draft: CommitRecord) -> tuple[Head, CommitRecord]:
+        """Append `draft`, whose shards are written. `head` is what the writer knew last.
+
+        Raises `Fenced` if another writer has opened the log since, `SaveFailed` if that cannot be told, `FormatError`
+        for a record that nobody could read: it is decoded before it is created.
+        """
+        for _ in range(MAX_CONFLICTS):
+            decision = log.decide_commit(head, own, draft)
+            match decision:
+                case Refuse(reason):
+                    raise Fenced(f"{self._store.url}: {reason}")
+                case Unknown(reason):
+                    raise SaveFailed(f"{self._store.url}: {reason}")
+                case Append(record):
+                    match self._create(head, record):
+                        case Done(done):
+                            assert isinstance(done, CommitRecord)
+                            return log.advance(head, done), done
+                        case Refuse(reason):
+                            raise Fenced(f"{self._store.url}: {reason}")
+                        case Again(moved):
+                            head = moved
+                case _:
+                    assert_never(decision)
+        raise SaveFailed(f"{self._store.url}: {MAX_CONFLICTS} conflicts in a row at the end of the log")
+
+    def commits(self, below: int) -> Iterator[CommitRecord | Unreadable]:
+        """The commits below record `below`, newest first, with the damaged records that were passed on the way."""
+        n = below - 1
+        for _ in range(MAX_WALK):
+            if n < 0:
+                return
+            record = self.read(n)
+            match record:
+                case CommitRecord():
+                    yield record
+                    n = record.commit
+                case OpenRecord():
+                    n = record.commit
+                case Unreadable():
+                    yield record
+                    n -= 1
+                case _:
+                    assert_never(record)
+
+    def compact(self, record: CommitRecord) -> None:
+        """Replace the record of a commit whose shards are deleted by a short one. Repeating it is harmless."""
+        self._store.put(record_name(record.n), encode_record(compacted(record)))
+
+    def _create(self, head: Head, record: Record) -> Done | Refuse | Again:
+        name, data = record_name(record.n), encode_record(record)
+        decode_record(data, record.n, f"{self._store.url}/{name}")  # nobody could read it: then it is not to exist
+        try:
+            self._store.create(name, data)
+        except AlreadyExists:
+            return log.after_conflict(head, record, self.read(record.n))
+        return Done(record, "created")
+
+    def _open_at(self, n: int) -> OpenRecord | None:
+        """The open record `n`, or the nearest readable one below if it is damaged."""
+        for at in range(n, max(NONE, n - MAX_WALK), -1):
+            record = self.read(at)
+            if isinstance(record, OpenRecord):
+                return record
+        return None

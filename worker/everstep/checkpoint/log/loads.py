@@ -1,0 +1,117 @@
+"""Load marks: how often a commit was loaded by a run that then came to nothing. A state may be whole and still poison.
+
+Before a commit is loaded, a small object says so; it goes when the run has proved itself: with its next commit, after
+`SURVIVED_STEPS` steps, or with an orderly end. What is left are starts that died, and a commit with too many of them is
+stepped over. Only rank 0 uses this. Invariant: a mark is written before the load and never counted twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from everstep.checkpoint.format import wire
+from everstep.checkpoint.format.layout import LOADS, load_name, load_numbers
+from everstep.checkpoint.format.manifest import NONE, VERSION, OpenRecord
+from everstep.storage import ObjectStore, StorageError
+
+log = logging.getLogger("everstep.checkpoint")
+
+SURVIVED_STEPS: Final = 10
+
+
+class Loads:
+    """The marks below one store, as the writer of `own` sees and makes them."""
+
+    def __init__(self, store: ObjectStore, own: OpenRecord) -> None:
+        self._store = store
+        self._own = own
+        self._marked = NONE
+
+    def failed(self) -> dict[int, int]:
+        """Commit → how many earlier starts loaded it and left their mark."""
+        numbers = (load_numbers(info.name) for info in self._store.list(LOADS))
+        return Counter(n[0] for n in numbers if n is not None and n[1] != self._own.n)
+
+    def begin(self, commit: int) -> None:
+        """This run is about to load `commit`, and no other that it tried."""
+        self.end()
+        body: dict[str, wire.Json] = {"version": VERSION, "n": commit, "open": self._own.n, "at": self._own.at}
+        self._store.put(load_name(commit, self._own.n), wire.encode(body))
+        self._marked = commit
+
+    def end(self) -> None:
+        """What was loaded is no poison, or was not used: take this run's mark back."""
+        if (marked := self._marked) != NONE:
+            self._store.delete(load_name(marked, self._own.n))
+            self._marked = NONE
+
+    def end_quietly(self) -> None:
+        """`end`, where nobody can do anything about a store that fails."""
+        try:
+            self.end()
+        except StorageError as e:
+            log.warning("the mark of the commit that was loaded stays: %s", e)
+
+    def clear(self, commit: int) -> None:
+        """`commit` is the newest now: what older ones did to earlier runs no longer matters."""
+        self._marked = NONE
+        for info in self._store.list(LOADS):
+            numbers = load_numbers(info.name)
+            if numbers is not None and numbers[0] < commit:
+                self._store.delete(info.name)
+
+
+Later = Callable[[Callable[[], object]], object]  # does something on the writer's thread
+
+
+class LoadMark:
+    """The mark of the load that a Checkpointer has made: taken back when the run has proved itself, or the load came to
+    nothing for a reason that is not the commit's."""
+
+    def __init__(self) -> None:
+        self._loading: Loads | None = None  # of a load that has not ended
+        self._proved: int | None = None  # the step at which the state that was loaded is no poison
+        self.loads: Loads | None = None  # of rank 0; the writer takes the marks away
+
+    def begin(self, store: ObjectStore, own: OpenRecord, *, has_writer: bool) -> Loads:
+        """A load begins. With a writer, its marks go on, as it takes them away."""
+        self._loading = self.loads if self.loads is not None and has_writer else Loads(store, own)
+        return self._loading
+
+    def failed(self) -> None:
+        """The load came to nothing, which says nothing about the commit."""
+        if self._loading is not None:
+            with contextlib.suppress(StorageError):
+                self._loading.end()
+
+    def loaded(self, step: int | None, rank: int) -> None:
+        """The state is that after `step`; None: there was nothing to load."""
+        loads, self._loading = self._loading, None
+        if rank == 0 and step is not None:
+            self.loads, self._proved = loads, step + SURVIVED_STEPS
+
+    def give_up(self) -> None:
+        """A load that has not ended came to nothing because of others, and this process lives."""
+        if self._loading is not None:
+            self._loading.end_quietly()
+            self._loading = None
+
+    def alive(self, step: int, later: Later | None) -> None:
+        """Training has come to `step`: what was loaded some steps before was no poison."""
+        if self._proved is not None and step >= self._proved:
+            assert self.loads is not None
+            self._proved = None
+            if later is not None:
+                later(self.loads.end)
+            else:  # the world changed since; the next save makes the next writer
+                threading.Thread(target=self.loads.end_quietly, name="everstep-note", daemon=True).start()
+
+    def close(self, later: Later) -> None:
+        """The run ends in order."""
+        if self._proved is not None and self.loads is not None:
+            later(self.loads.end)

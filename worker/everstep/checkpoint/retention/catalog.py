@@ -1,0 +1,241 @@
+"""The commits of a store, seen from outside of training: found, checked, pinned and cleaned up without taking the log.
+
+Knows no torch: the command line uses it as it is. Invariant: nothing here can disturb the run that has the log: what it
+deletes, that run's own clean-up might delete too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Final
+
+from everstep.checkpoint.errors import CheckpointError, NoCommit
+from everstep.checkpoint.format.chunks import verify
+from everstep.checkpoint.format.compaction import is_compacted
+from everstep.checkpoint.format.layout import folder_of, owner_of
+from everstep.checkpoint.format.manifest import CommitRecord, nonfinite_in
+from everstep.checkpoint.format.steps import named_commit
+from everstep.checkpoint.keep import metrics_of
+from everstep.checkpoint.log.commitlog import MAX_WALK, CommitLog
+from everstep.checkpoint.log.decisions import Unreadable
+from everstep.checkpoint.retention import pins
+from everstep.checkpoint.retention.cleaner import UPLOAD_SECONDS, clean, enough, has_lost, missing, sizes_in
+from everstep.checkpoint.retention.compactor import Compactor
+from everstep.checkpoint.retention.late_metrics import later_metrics
+from everstep.checkpoint.retention.pins import Holds
+from everstep.checkpoint.retention.plan import Delete
+from everstep.storage import ObjectStore
+
+NOTHING: Final = Holds()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A commit in the log. Of its shards only names and sizes were looked at, not the bytes."""
+
+    step: int
+    n: int
+    save_id: str
+    at: str
+    world_size: int
+    bytes: int
+    pinned: bool = False
+    missing: tuple[str, ...] = ()  # shards that are not there, or of another size
+    nonfinite: tuple[str, ...] = ()  # parameters that hold NaN or infinity, if the commit was marked for it
+    kept: bool = False  # beyond the newest ones, by the rules of the run: see `Keep`
+    tags: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)  # that `save` and `add_metrics` were given
+
+    @classmethod
+    def of(
+        cls, record: CommitRecord, held: Holds = NOTHING, missing: tuple[str, ...] = (),
+        later: Mapping[str, float] = MappingProxyType({}),
+    ) -> Found:  # fmt: skip
+        size, save = sum(s.bytes for s in record.shards), record.save_id
+        return cls(
+            record.step, record.n, save, record.at, record.world_size, size, save in held.pinned, missing,
+            nonfinite_in(record), save in held.kept, held.tags_of(save),
+            {**metrics_of(record.values), **later},
+        )  # fmt: skip
+
+
+class Catalog:
+    """The commits below one store. Methods raise `StorageError` beside what they name."""
+
+    def __init__(self, store: ObjectStore, start: int = 0) -> None:
+        self._store = store
+        self._log = CommitLog(store, start)
+
+    def latest(self) -> CommitRecord | None:
+        """The newest commit in the log, of whatever writer."""
+        return next((record for record in self._commits() if not is_compacted(record)), None)
+
+    def begun(self) -> bool:
+        """Whether there is a log at all: a run has been here, even if it made no commit."""
+        return self._log.head().last >= 0
+
+    def list(self, limit: int = 1000) -> tuple[Found, ...]:
+        """The newest commits that have their data, newest first. Older ones are history: their shards are deleted."""
+        end = self._log.head().last  # first: what commits until now has its shards in the listing that follows
+        sizes = sizes_in(self._store)
+        held = pins.holds(self._store)
+        free = {save: there for save, there in sizes.items() if save not in held.saves}
+        walked = {r.n: r for r in itertools.islice(self._down_to_the_last(end, free), limit)}
+        walked |= {r.n: r for r in self._held(held) if r.n <= end and not is_compacted(r)}
+        newest_first = (walked[n] for n in sorted(walked, reverse=True))
+        present = (r for r in newest_first if not r.shards or any(folder_of(s.path) in sizes for s in r.shards))
+        return tuple(
+            Found.of(r, held, missing(r, sizes), later_metrics(self._store, r.save_id, sizes.get(r.save_id, ())))
+            for r in present
+        )
+
+    def find(self, step: int | None = None, n: int | None = None, tag: str | None = None) -> CommitRecord:
+        """The newest commit, or the newest of `step`, or record `n`, or that of `tag`. Raises `NoCommit` if there is
+        none, `CheckpointError` if more than one of them is said, and `TypeError` for a step that is no integer."""
+        step, n = named_commit(step, n)
+        if tag is not None:
+            if step is not None or n is not None:
+                raise CheckpointError("give a step, a record or a tag, not two of them")
+            return self.tagged(tag)
+        if n is not None:
+            return self._record(n, step)
+        steps = []
+        deleted = ""
+        for record in itertools.chain(self._commits(), self._held()):
+            if is_compacted(record):
+                if record.step == step and not deleted:
+                    deleted = f": it was deleted, and record {record.n} is compacted"
+                continue
+            if step is None or record.step == step:
+                return record
+            steps.append(record.step)
+        if step is None or not steps:
+            raise NoCommit(f"{self._store.url}: there is no commit")
+        shown = ", ".join(map(str, steps[:10])) + (", …" if len(steps) > 10 else "")
+        raise NoCommit(f"{self._store.url}: no commit of step {step}{deleted}; there are {shown}")
+
+    def verify(self, step: int | None = None, n: int | None = None) -> tuple[str, ...]:
+        """What is wrong with a commit's shards, each text naming a file; empty if it is whole. Reads every byte."""
+        return verify(self._store, self.find(step, n))
+
+    def pin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
+        """Keep a commit until `unpin`, whatever `keep` says and whoever cleans up. Raises `CheckpointError`."""
+        record = self.find(step, n)
+        pins.pin(self._store, record, _now())
+        return record
+
+    def unpin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
+        """Take a pin back, and what a run's rules keep it by beyond the newest ones. A tag stays, and holds as well.
+        Raises `CheckpointError` if there is no such commit."""
+        record = self.find(step, n)
+        pins.unpin(self._store, record)
+        return record
+
+    def tag(self, tag: str, step: int | None = None, n: int | None = None) -> CommitRecord:
+        """Call a commit `tag`, and keep it until `untag`; the commit that was called so before is not any more.
+        Raises `CheckpointError`, also for a tag that is no name: 1 to 64 letters, digits, '.', '_' and '-'."""
+        record = self.find(step, n)
+        pins.tag(self._store, record, tag, _now())
+        return record
+
+    def untag(self, tag: str) -> None:
+        """Take a tag away; the commit stays as long as something else keeps it. Raises `NoCommit` if there is none."""
+        if not pins.untag(self._store, tag):
+            raise NoCommit(self._unknown(tag, pins.holds(self._store)))
+
+    def tagged(self, tag: str) -> CommitRecord:
+        """The commit of this tag. Raises `NoCommit` if there is none, `CheckpointError` if it was not moved whole."""
+        held = pins.holds(self._store)
+        tagged = held.of_tag(tag)
+        found = {r.n: r for r in self._held(tagged) if r.save_id in tagged.saves}
+        if len(found) > 1:
+            steps = " and ".join(str(r.step) for r in found.values())
+            raise CheckpointError(
+                f"{self._store.url}: tag {tag!r} is on steps {steps}: moving it was cut off; tag the one that is meant"
+            )
+        for record in found.values():
+            return record
+        raise NoCommit(self._unknown(tag, held))
+
+    def _unknown(self, tag: str, held: Holds) -> str:
+        return f"{self._store.url}: no commit is tagged {tag!r}; there are {', '.join(held.tags) or 'no tags'}"
+
+    def gc(self, keep: int, *, really: bool = True) -> tuple[Delete, ...]:
+        """Delete the saves that are older than the newest `keep` commits that are there whole (by names and sizes), not
+        pinned, and of no run in flight; those that were, or without `really`, that would be.
+
+        Parts that uploads left behind a day ago go too. Safe beside a run that has the log: what it may still commit is
+        known by its open record's number.
+        """
+        if keep < 1:
+            raise CheckpointError(f"keep={keep}: at least 1 commit must be kept")
+        head = self._log.head()
+        if head.open is None:
+            return ()
+        sizes = sizes_in(self._store)
+        held = pins.held(self._store)
+        free = {save: there for save, there in sizes.items() if save not in held}
+        walked = list(self._down_to_the_last(head.last, free))
+        damaged = frozenset(r.n for r in walked if has_lost(self._store, r, sizes))
+        commits = enough(walked, keep, lambda r: r.n in damaged)
+        newest = owner_of(commits[0].save_id) if commits else None
+        sequence = newest[1] if newest and newest[0] == head.open.n else 0
+        deleted = clean(self._store, sizes, commits, keep, damaged, head.open.n, sequence, really=really)
+        if really:
+            self._store.sweep_uploads(UPLOAD_SECONDS)
+            compactor = Compactor(self._store)
+            if commits:
+                kept = {r.n for r in commits}
+                compactor.retire(r for r in walked if r.n not in kept)
+                compactor.look(min(kept))
+            compactor.run(set(sizes) - {d.save_id for d in deleted}, MAX_WALK)
+        return deleted
+
+    def _record(self, n: int, step: int | None) -> CommitRecord:
+        record = self._log.read(n)
+        match record:
+            case CommitRecord() if is_compacted(record):
+                raise NoCommit(_deleted(self._store.url, record))
+            case CommitRecord() if step is None or record.step == step:
+                return record
+            case CommitRecord():
+                raise NoCommit(f"{self._store.url}: record {n} is of step {record.step}, not {step}")
+            case Unreadable(_, reason):
+                raise CheckpointError(f"{self._store.url}: record {n} cannot be read: {reason}")
+        raise NoCommit(f"{self._store.url}: record {n} is no commit; it says who opened the log")
+
+    def _commits(self, end: int | None = None) -> Iterator[CommitRecord]:
+        """The readable commits up to record `end`, newest first."""
+        found = self._log.commits((self._log.head().last if end is None else end) + 1)
+        return (record for record in found if isinstance(record, CommitRecord))
+
+    def _down_to_the_last(self, end: int, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[CommitRecord]:
+        """The commits down to the oldest that may have data: save ids grow with the log."""
+        left = {order for order in map(owner_of, sizes) if order is not None}
+        for record in self._commits(end):
+            order = owner_of(record.save_id)
+            if record.shards and order is not None:
+                if not any(o <= order for o in left):
+                    return
+                left.discard(order)
+            if not is_compacted(record):
+                yield record
+
+    def _held(self, held: Holds | None = None) -> Iterator[CommitRecord]:
+        """The commits that are held: they may be older than a walk of the log goes."""
+        found = pins.holds(self._store) if held is None else held
+        records = (self._log.read(n) for n in pins.held_commits(self._store, found))
+        return (record for record in records if isinstance(record, CommitRecord))
+
+
+def _now() -> str:
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
+
+
+def _deleted(url: str, record: CommitRecord) -> str:
+    return f"{url}: step {record.step} (record {record.n}) was deleted, and its record is compacted"

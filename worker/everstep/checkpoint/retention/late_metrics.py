@@ -1,0 +1,96 @@
+"""Metrics of a commit that are known only after its save: an evaluation of the state of step N ends after the save of
+step N has begun, and its result belongs to that commit.
+
+A commit's record never changes, so such metrics are an object beside the shards, which goes with them. Only rank 0
+writes it. Invariant: a metric is put beside no other commit than that of its step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Final
+
+from everstep.checkpoint.errors import CheckpointError, FormatError
+from everstep.checkpoint.format import wire
+from everstep.checkpoint.format.layout import metrics_name
+from everstep.checkpoint.format.manifest import VERSION
+from everstep.checkpoint.handle import Committed, SaveHandle
+from everstep.checkpoint.keep import Keep, metrics_of
+from everstep.storage import NotFound, ObjectStore
+
+log = logging.getLogger("everstep.checkpoint")
+
+_MOST: Final = 64  # saves whose metrics may still come
+
+
+class LateMetrics:
+    """The newest saves of a run, and what was said of each of them so far."""
+
+    def __init__(self, store: ObjectStore, keep: Keep) -> None:
+        self._store = store
+        self._keep = keep
+        self._saves: dict[int, tuple[SaveHandle, dict[str, float]]] = {}  # by step
+        self._later: dict[int, dict[str, float]] = {}  # what came after the save, by step
+        self._told = False  # that a commit is without the metric by which the best are kept
+
+    def saved(self, handle: SaveHandle, metrics: Mapping[str, float]) -> SaveHandle:
+        """A save has begun, with these metrics, or failed at once; its handle."""
+        self._saves.pop(handle.step, None)
+        self._later.pop(handle.step, None)
+        self._saves[handle.step] = handle, dict(metrics)
+        while len(self._saves) > _MOST:
+            oldest = next(iter(self._saves))
+            del self._saves[oldest]
+            self._later.pop(oldest, None)
+        return handle
+
+    def move(self) -> None:
+        """The world is another one: a save in flight may come to nothing."""
+        self._saves.clear()
+        self._later.clear()
+
+    def check(self, rank: int, *, by_session: bool) -> None:
+        """The next save begins: say once if the one before is still without the metric by which the best are kept."""
+        if rank or self._told or not self._saves:
+            return
+        handle, metrics = next(reversed(self._saves.values()))
+        if self._keep.lacks(metrics):
+            self._told = True
+            log.warning("step %d: %s", handle.step, self._keep.advice(by_session=by_session))
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> Callable[[], None] | None:
+        """More metrics of the state after `step`. What is to be done once its save is over; None if nothing is.
+
+        Raises `CheckpointError` for a step that is not among the newest saves.
+        """
+        if step not in self._saves:
+            known = ", ".join(map(str, self._saves)) or "none"
+            raise CheckpointError(
+                f"add_metrics({step}): no save of this step is among the newest of this run (of steps {known}). "
+                "Call it after save() of the same step"
+            )
+        handle, given = self._saves[step]
+        given.update(metrics)
+        later = self._later.setdefault(step, {})
+        later.update(metrics)
+        return partial(_put, self._store, handle, dict(later)) if metrics else None
+
+
+def _put(store: ObjectStore, handle: SaveHandle, metrics: Mapping[str, float]) -> None:
+    if isinstance(handle.outcome, Committed):
+        body: dict[str, wire.Json] = {"version": VERSION, "metrics": dict(metrics)}
+        store.put(metrics_name(handle.save_id), wire.encode(body))
+
+
+def later_metrics(store: ObjectStore, save_id: str, listed: Collection[str]) -> dict[str, float]:
+    """The metrics that were put beside a save, of which `listed` are the objects. Raises `StorageError`."""
+    name = metrics_name(save_id)
+    if name not in listed:
+        return {}
+    try:
+        return metrics_of(wire.decode(store.get(name), name))
+    except (NotFound, FormatError) as e:
+        log.warning("%s was not read: %s", name, e)
+        return {}

@@ -1,0 +1,131 @@
+"""How the ranks' parts of one save come together through the store alone.
+
+Each rank writes its shard, then the description of it; the coordinator waits until every description is there. No
+collective is used: a peer that died, or whose process group is gone, costs this save and nothing else. A rank that
+fails says so in its description, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+from everstep.checkpoint.errors import SaveFailed
+from everstep.checkpoint.format.layout import part_name, save_folder, shard_name
+from everstep.checkpoint.format.manifest import Entry, Part, PartFailed, decode_part, encode_part
+from everstep.checkpoint.format.wire import Json
+from everstep.checkpoint.save.pipeline import write_shard
+from everstep.checkpoint.state.finite import Checked, Nonfinite, nonfinite
+from everstep.storage import NotFound, ObjectStore
+
+_POLL_FIRST: Final = 0.02
+_POLL_MOST: Final = 1.0
+_NAMED: Final = 16  # how many diverged parameters a manifest names, a rank
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """One rank's part of a save, ready to be written. `data` is valid until the next save is staged."""
+
+    step: int
+    save_id: str
+    rank: int
+    world_size: int
+    data: memoryview | None  # None: this rank holds nothing of the state
+    entries: tuple[Entry, ...]
+    own_values: dict[str, Json]
+    values: dict[str, Json]  # the replicated values, of which the coordinator's count
+    checked: tuple[Checked, ...] = ()  # the parameters' bytes in `data`
+    nonfinite: Nonfinite = "allow"
+    digests: Mapping[str, int] = field(default_factory=dict)  # of what is replicated, where it is compared
+    union: Mapping[str, Json] = field(default_factory=dict)  # what this rank holds of unions, by key
+    held: Mapping[str, int] = field(default_factory=dict)  # digests of the tensors in it that other ranks hold too
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the state, of which the coordinator's count
+
+
+def write_part(store: ObjectStore, staged: Staged) -> Part:
+    """Write the shard, then its description. The names are this save's own, so repeating it is harmless.
+
+    Raises `SaveFailed` if parameters hold NaN or infinity and such a state is to be refused.
+    """
+    shard = None
+    # Beside the writing, which waits for the store; a diverged state, whose shard is for nothing, is rare.
+    with ThreadPoolExecutor(1, thread_name_prefix="everstep-finite") as pool:
+        check = pool.submit(_nonfinite, staged)
+        if staged.data is not None:
+            shard = write_shard(store, shard_name(staged.save_id, staged.rank), staged.data)
+        bad = check.result()
+    part = Part(
+        staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values), bad, dict(staged.digests),
+        dict(staged.union), dict(staged.held),
+    )  # fmt: skip
+    if staged.world_size > 1:
+        store.put(part_name(staged.save_id, staged.rank), encode_part(part))
+    return part
+
+
+def _nonfinite(staged: Staged) -> tuple[str, ...]:
+    """The parameters that hold NaN or infinity, at most `_NAMED` of them, unless nobody asked."""
+    if staged.nonfinite == "allow" or staged.data is None:
+        return ()
+    found = nonfinite(staged.data, staged.checked)
+    if found and staged.nonfinite == "refuse":
+        raise SaveFailed(
+            f"step {staged.step} was not saved: {', '.join(found[:3])}{' and more' * (len(found) > 3)} hold NaN or "
+            "infinity, and a run must not go back to that; pass nonfinite='mark' or 'allow' to save such states"
+        )
+    return tuple(found[:_NAMED])
+
+
+def give_up_part(store: ObjectStore, save_id: str, rank: int, reason: str) -> None:
+    """Tell the coordinator that this rank's part will not come."""
+    store.put(part_name(save_id, rank), encode_part(PartFailed(rank, save_id, reason)))
+
+
+def gather_parts(
+    store: ObjectStore,
+    staged: Staged,
+    own: Part,
+    timeout: float,
+    stop: threading.Event,
+    clock: Callable[[], float],
+) -> list[Part]:
+    """Every rank's part in rank order. Raises `SaveFailed` naming the ranks that failed or did not come in
+    `timeout` seconds."""
+    parts = {own.rank: own}
+    deadline, pause = clock() + timeout, _POLL_FIRST
+    while len(parts) < staged.world_size:
+        listed = {info.name for info in store.list(save_folder(staged.save_id))}
+        before = len(parts)
+        for rank in range(staged.world_size):
+            if rank in parts or part_name(staged.save_id, rank) not in listed:
+                continue
+            match _read(store, staged.save_id, rank):
+                case Part() as part:
+                    parts[rank] = part
+                case PartFailed(_, _, reason):
+                    raise SaveFailed(f"step {staged.step}: rank {rank} gave up: {reason}")
+        if len(parts) == staged.world_size:
+            break
+        if clock() > deadline:
+            absent = [r for r in range(staged.world_size) if r not in parts]
+            raise SaveFailed(
+                f"step {staged.step}: no part from ranks {absent[:16]} within {timeout:.0f} s. Every "
+                "rank calls save(), not rank 0 alone"
+            )
+        pause = _POLL_FIRST if len(parts) > before else min(_POLL_MOST, pause * 2)
+        if stop.wait(pause):
+            raise SaveFailed(f"step {staged.step}: closed while waiting for the other ranks")
+    return [parts[rank] for rank in range(staged.world_size)]
+
+
+def _read(store: ObjectStore, save_id: str, rank: int) -> Part | PartFailed | None:
+    name = part_name(save_id, rank)
+    try:
+        data = store.get(name)
+    except NotFound:
+        return None  # a listing from before a deletion
+    return decode_part(data, rank, save_id, name)

@@ -1,0 +1,254 @@
+"""The thread that makes saves durable, one at a time, while training goes on.
+
+It gets staged bytes and never touches live tensors or the process group. Invariants: saves are written one at a time,
+in the order in which they came, on each rank the same ones; at most `MOST` are there at once; whatever it meets, each
+save ends, and training goes on, unless another writer owns the log (`fenced`).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from everstep.checkpoint.errors import CheckpointError, Fenced, SaveFailed, StateMismatch
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Part, merge_parts
+from everstep.checkpoint.format.wire import Json
+from everstep.checkpoint.handle import Committed, Events, Failed, Outcome, SaveHandle, Written
+from everstep.checkpoint.log.commitlog import CommitLog
+from everstep.checkpoint.log.decisions import Head
+from everstep.checkpoint.retention.cleaner import Cleaner
+from everstep.checkpoint.save.parts import Staged, gather_parts, give_up_part, write_part
+from everstep.checkpoint.state.alike import differing, unlike
+from everstep.checkpoint.state.union import merged
+from everstep.storage import ObjectStore, StorageError
+
+logger = logging.getLogger("everstep.checkpoint")
+
+MOST: Final = 2  # saves: one that is in flight, and one that waits for it
+_NOTES: Final = 4
+
+
+def _ignored(kind: str, **fields: Any) -> None:
+    """Takes the events of a writer that was abandoned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What every commit of this writer says of itself."""
+
+    own: OpenRecord
+    peer_timeout: float
+
+
+class Writer:
+    """Writes the saves of one rank. `stamp` gives RFC 3339 text of a time in seconds since the epoch."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        identity: Identity,
+        cleaner: Cleaner,
+        events: Events,
+        *,
+        stamp: Callable[[float], str],
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._log = CommitLog(store)
+        self._identity = identity
+        self._cleaner = cleaner
+        self._events = events
+        self._stamp, self._now, self._clock = stamp, now, clock
+        own = identity.own
+        self._head = Head(own.n, own, own.commit)
+        self._stop = threading.Event()
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._notes = 0  # in the queue
+        self._saves: list[SaveHandle] = []  # that may not be over
+        self.newest: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+        self.fenced: Fenced | None = None
+        self.refused: StateMismatch | None = None  # what the ranks would save is not one state
+
+    def _unfinished(self) -> list[SaveHandle]:
+        self._saves = [handle for handle in self._saves if not handle.done()]
+        return self._saves
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return bool(self._unfinished())
+
+    def idle(self, timeout: float | None = None) -> bool:
+        """Wait until no save is in flight, and none waits; False after `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        for handle in list(self._unfinished()):
+            if not handle._done.wait(None if until is None else max(0.0, until - time.monotonic())):
+                return False
+        return True
+
+    def wait_for_room(self) -> None:
+        """Until one more save may be submitted. Each save ends, so this does."""
+        while len(unfinished := list(self._unfinished())) >= MOST:
+            unfinished[0]._done.wait()
+
+    def submit(self, staged: Staged, handle: SaveHandle) -> None:
+        """Write it, after the save in flight. The caller has waited for room."""
+        # In this order: a signal may end what the thread that trains does between any two of these lines, and then
+        # nobody waits for what is not in the queue, nor takes the memory of what is.
+        self.newest = handle
+        self._put(lambda: self._save(staged, handle))
+        self._saves.append(handle)
+
+    def give_up(self, save_id: str, rank: int, reason: str) -> None:
+        """Tell the coordinator, after what is in flight, that this rank takes no part in a save."""
+
+        def note() -> None:
+            try:
+                give_up_part(self._store, save_id, rank, reason)
+            except StorageError as e:
+                logger.warning("cannot tell the coordinator that rank %d gave up %s: %s", rank, save_id, e)
+
+        self._note(note)
+
+    def later(self, task: Callable[[], object]) -> None:
+        """Do something small on the writer's thread, after what is in flight; what it raises is logged. Never left
+        out."""
+
+        def run() -> None:
+            try:
+                task()
+            except (StorageError, CheckpointError) as e:
+                logger.warning("the store did not take a note: %s", e)
+
+        self._put(run)
+
+    def close(self, timeout: float) -> None:
+        """Finish what is in flight, for at most `timeout` seconds, then stop."""
+        self.idle(timeout)
+        self._stop.set()
+        if self._thread is not None:
+            self._put(None)
+            self._thread.join(1.0 if self.busy else timeout)
+            self._thread = None
+
+    def abandon(self) -> None:
+        """Stop without waiting: what is in flight may end as a commit or come to nothing, and says neither."""
+        self._events = _ignored
+        self._stop.set()
+        if self._thread is not None:
+            self._put(None)
+            self._thread = None
+
+    def _put(self, task: Callable[[], None] | None) -> None:
+        if self._thread is None and task is not None:
+            self._thread = threading.Thread(target=self._run, name="everstep-save", daemon=True)
+            self._thread.start()
+        self._queue.put(task)
+
+    def _note(self, task: Callable[[], None]) -> None:
+        """What may be dropped, as neither a save nor the end may."""
+
+        def run() -> None:
+            self._notes -= 1
+            task()
+
+        if self._notes < _NOTES:
+            self._notes += 1
+            self._put(run)
+        else:
+            logger.warning("the store is too slow even for notes to the coordinator; one is dropped")
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            try:
+                task()
+            except BaseException:  # of a hook or a store: the thread has to live, for what waits and for what comes
+                logger.exception("the thread that writes checkpoints met an error, and goes on")
+            del task  # and with it the staged bytes, which the next save may have to make room for
+
+    def _save(self, staged: Staged, handle: SaveHandle) -> None:
+        started = self._clock()
+        try:
+            outcome = self._write(staged, started)
+        except BaseException as e:  # whatever it is, training goes on and the caller is told
+            error = e if isinstance(e, CheckpointError) else SaveFailed(f"step {staged.step}: {e}")
+            outcome = Failed(staged.step, error)
+            if error is not e:
+                error.__cause__ = e
+            try:
+                self._failed(staged, error)
+            except BaseException:
+                logger.exception("a save failed, and what was to be told of it")
+        handle.finish(outcome)
+        if isinstance(outcome, Committed):
+            self._cleaner.clean()
+
+    def _write(self, staged: Staged, started: float) -> Outcome:
+        part = write_part(self._store, staged)
+        if staged.rank != 0:
+            return Written(staged.step)
+        parts = gather_parts(self._store, staged, part, self._identity.peer_timeout, self._stop, self._clock)
+        if any(p.digests for p in parts) and (keys := differing([p.digests for p in parts])):
+            self.refused = StateMismatch(
+                f"{', '.join(keys)}: not the same on all {len(parts)} ranks, and a commit has one for all: step "
+                f"{staged.step} was not saved. What each rank has for itself is given as an object whose class sets "
+                "everstep_per_rank = True (everstep.RngState for random generators); of which each has other names, as "
+                "experts or pipeline stages, is marked with everstep.Union; what is to be the same is broadcast, or "
+                "computed from what is"
+            )
+            raise self.refused
+        united = self._united(parts)
+        shards, entries = merge_parts(parts)
+        own, now = self._identity.own, self._now()
+        values: dict[str, Json] = {"state": {**staged.values, **united}}
+        if any(p.values for p in parts):
+            values["ranks"] = [p.values for p in parts]
+        if bad := sorted({name for p in parts for name in p.nonfinite}):
+            values["nonfinite"] = list(bad)
+        if staged.metrics:
+            values["metrics"] = dict(staged.metrics)
+        draft = CommitRecord(
+            NONE, own.writer, own.round, own.job_uid, staged.step, staged.save_id, staged.world_size,
+            self._stamp(now), own.n, NONE, shards, entries, values,
+        )  # fmt: skip
+        self._head, record = self._log.commit(self._head, own, draft)
+        self._cleaner.committed(record)
+        size, seconds = sum(s.bytes for s in shards), self._clock() - started
+        try:
+            if bad:
+                self._events("nonfinite", step=record.step, n=record.n, names=bad)
+            self._events("committed", step=record.step, n=record.n, at=now, bytes=size, seconds=seconds)
+        except BaseException:  # SystemExit of a hook, which does not end a process from here: the commit exists
+            logger.exception("on_event failed")
+        return Committed(record.step, record.n, now, size, seconds)
+
+    def _united(self, parts: Sequence[Part]) -> dict[str, Json]:
+        """What the commit holds of the ranks' unions, by key. Raises `StateMismatch`, and so does the next save."""
+        held: dict[str, list[tuple[int, Any]]] = {}
+        for part in parts:
+            for key, body in part.union.items():
+                held.setdefault(key, []).append((part.rank, body))
+        try:
+            if (problem := unlike([p.held for p in parts])) is not None:
+                raise StateMismatch(problem)
+            return {key: merged(held[key], key) for key in sorted(held)}
+        except StateMismatch as e:
+            self.refused = e
+            raise
+
+    def _failed(self, staged: Staged, error: CheckpointError) -> None:
+        if isinstance(error, Fenced):
+            self.fenced = error
+            self._events("fenced", step=staged.step, error=error)
+            return
+        logger.warning("the save of step %d failed, training goes on: %s", staged.step, error)
+        self._events("save-failed", step=staged.step, error=str(error))
+        if staged.rank != 0:
+            self.give_up(staged.save_id, staged.rank, str(error))

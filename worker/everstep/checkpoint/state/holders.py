@@ -1,0 +1,176 @@
+"""Which ranks hold what of a union, so that each name is written once, its holders an even part each.
+
+Ranks cannot tell that from what they hold themselves, as they can of a replicated state: so they ask each other, in the
+first save and whenever the names, shapes or placements of one of them have changed. Invariants: whether a world has
+unions is agreed before any rank asks another, so that no rank waits for one that does not know of it; what is refused
+is refused on every rank, before anything is written.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, StateMismatch
+from everstep.checkpoint.format.boxes import Box, whole
+from everstep.checkpoint.format.manifest import DTYPE_BYTES, Entry, Piece, check_tiling
+from everstep.checkpoint.ranks import Ranks
+from everstep.checkpoint.state.capture import Captured, capture
+from everstep.checkpoint.state.sharding import holding, is_sharded
+from everstep.checkpoint.state.tree import DTYPES
+from everstep.checkpoint.state.union import Union
+
+Teams = Mapping[str, tuple[int, ...]]  # by name: the ranks that hold what this rank holds of the tensor, in order
+
+_SAME, _CHANGED, _BROKEN, _FENCED = 0, 1, 2, 3
+
+
+def any_union(state: Any, ranks: Ranks) -> bool:
+    """Whether any rank's state has something that is marked with `Union`. Collective."""
+    here = isinstance(state, Mapping) and any(isinstance(target, Union) for target in state.values())
+    return bool(ranks.maximum(int(here)))
+
+
+def gather(ranks: Ranks, data: bytes) -> list[bytes]:
+    """Every rank's bytes, in rank order. Collective."""
+    return [ranks.from_rank(source, data) for source in range(ranks.world_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one rank holds of a tensor: `box` of `shape`."""
+
+    rank: int
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+class Holders:
+    """Asks who holds what, and remembers it from save to save. Of one world."""
+
+    def __init__(self) -> None:
+        self.unions: bool | None = None  # whether any rank's state has one; None: not yet asked
+        self._signature: object = None
+        self._teams: Teams = {}
+
+    def meet(self, state: Any, ranks: Ranks) -> bool:
+        """Agree whether there are unions. Collective."""
+        self.unions = any_union(state, ranks)
+        return self.unions
+
+    def capture(
+        self, state: Mapping[str, Any], ranks: Ranks, problem: CheckpointError | None
+    ) -> tuple[Captured, Teams]:
+        """The state taken apart, and which ranks hold what of its unions. `problem`: why this rank saves nothing. Where
+        there are unions it is collective, and raises on every rank if it does on one: the ranks that went on would wait
+        for it in their next save. Raises `problem`, and what `teams` raises."""
+        if not self.unions:
+            if problem is not None:
+                raise problem
+            captured = capture(state, ranks.rank)
+            if captured.unions:
+                raise StateMismatch(
+                    f"{', '.join(sorted(captured.unions))}: marked with everstep.Union now, and was not when the ranks "
+                    "agreed on what they save, at restore() or the first save. Mark it from the beginning"
+                )
+            return captured, {}
+        found: Captured | None = None
+        try:
+            found = capture(state, ranks.rank) if problem is None else None
+        except CheckpointError as e:
+            problem = e
+        try:
+            teams = self.teams(found, ranks, fenced=isinstance(problem, Fenced))
+        except CheckpointError as e:
+            raise problem or e from None
+        assert found is not None
+        return found, teams
+
+    def teams(self, captured: Captured | None, ranks: Ranks, *, fenced: bool = False) -> Teams:
+        """The holders of each tensor of this rank's unions. Collective; a rank whose state cannot be saved passes None.
+
+        Raises `StateMismatch`, on every rank, if ranks hold one name with other shapes or types, or only parts of it;
+        `CheckpointError` if another rank passed None; `Fenced` if it did because it is `fenced`.
+        """
+        signature = None if captured is None else _signature(captured)
+        here = _CHANGED if signature is None or signature != self._signature else _SAME
+        if captured is None:
+            here = _FENCED if fenced else _BROKEN
+        worst = ranks.maximum(here)
+        if worst >= _BROKEN or captured is None:
+            self._signature = None
+            if worst == _FENCED:  # each process ends by it, and with its exit code
+                raise Fenced("another rank was fenced by a newer writer, which owns the log now: no rank saves")
+            raise CheckpointError("the state of another rank cannot be saved, and that rank says why: no rank saves it")
+        if worst == _CHANGED:
+            self._signature = None
+            described = {name: _described(name, captured.tensors[name], ranks) for name in sorted(captured.united)}
+            told = gather(ranks, zlib.compress(json.dumps(described).encode(), 1))
+            self._teams = agreed([json.loads(zlib.decompress(data)) for data in told], ranks.rank)
+            self._signature = signature
+        return self._teams
+
+
+def agreed(told: Iterable[Mapping[str, Any]], rank: int) -> Teams:
+    """The teams of `rank`, of what each rank said: name → type, shape, offset and shape of the box it holds."""
+    held: dict[str, list[_Held]] = {}
+    for number, said in enumerate(told):
+        for name, (dtype, shape, box) in said.items():
+            part = None if box is None else Box(tuple(box[0]), tuple(box[1]))
+            if part is not None:
+                held.setdefault(name, []).append(_Held(number, dtype, tuple(shape), part))
+    teams: dict[str, tuple[int, ...]] = {}
+    for name in sorted(held):
+        _check(name, held[name])
+        mine = [h.box for h in held[name] if h.rank == rank]
+        if mine:
+            teams[name] = tuple(h.rank for h in held[name] if h.box == mine[0])
+    return teams
+
+
+def _check(name: str, held: list[_Held]) -> None:
+    """Raise `StateMismatch` unless what the ranks hold is one tensor, all of it."""
+    first = held[0]
+    for other in held:
+        if (other.dtype, other.shape) != (first.dtype, first.shape):
+            raise StateMismatch(
+                f"{name}: rank {first.rank} holds {first.dtype} {first.shape}, rank {other.rank} {other.dtype} "
+                f"{other.shape}, under one name. A name is one tensor in a union: name it as the whole model does, "
+                "with the number of its layer or expert in the whole"
+            )
+    boxes = {h.box for h in held if h.box.elements or h.box == whole(h.shape)}
+    pieces = tuple(
+        Piece(0, name, b.offset, b.shape, 0, b.elements * DTYPE_BYTES[first.dtype])
+        for b in sorted(boxes, key=lambda b: b.offset)
+    )
+    try:
+        check_tiling(Entry(name, first.dtype, first.shape, pieces), name)
+    except FormatError as e:
+        ranks = ", ".join(str(h.rank) for h in held[:8])
+        raise StateMismatch(
+            f"{e}, and no other rank than {ranks} holds one. In a union ranks hold either equal parts of a tensor or "
+            "parts that do not overlap, and together all of it"
+        ) from e
+
+
+def _described(name: str, tensor: Any, ranks: Ranks) -> tuple[str, tuple[int, ...], Any]:
+    shape = tuple(tensor.shape)
+    box: Box | None = whole(shape)
+    if is_sharded(tensor) and tensor.numel():
+        here = holding(name, tensor, ranks.group)
+        box = None if here is None else here.box
+    return DTYPES[tensor.dtype], shape, None if box is None else (box.offset, box.shape)
+
+
+def _signature(captured: Captured) -> object:
+    """Everything that `_described` depends on."""
+    found = []
+    for name in sorted(captured.united):
+        tensor: Any = captured.tensors[name]
+        placed = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
+        found.append((name, tensor.dtype, tuple(tensor.shape), placed))
+    return found

@@ -1,0 +1,89 @@
+"""How a module takes a `state_dict`: without its wrappers, in its own form, and what it says that it left out.
+
+Knows torch's modules and nothing of commits. Invariant: a module that is filled in part is asked what was missing and
+what it did not expect; its own word counts, because hooks may rename, make up or consume names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.state.sharding import placed_as
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The names that a module says it did not get, and those that it got and has no place for."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def fill(module: torch.nn.Module, tree: dict[str, Any], *, partial: bool) -> Answer | None:
+    """Load a `state_dict`: all of it, or with `partial` what there is, and then what the module left out.
+
+    Raises what the module's `load_state_dict` raises.
+    """
+    make_writable(module)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if isinstance(value := tree.get(name), torch.Tensor) and value.shape == parameter.shape:
+            tree[name] = placed_as(parameter, value)
+    if not partial:
+        module.load_state_dict(tree)
+        return None
+    given = tuple(tree)  # hooks may take names out of it
+    told: Any = module.load_state_dict(tree, strict=False)
+    if hasattr(told, "missing_keys") and hasattr(told, "unexpected_keys"):
+        return Answer(tuple(told.missing_keys), tuple(told.unexpected_keys))
+    # A `load_state_dict` of the class's own that says nothing: then the names have to do.
+    own = module.state_dict()
+    return Answer(tuple(n for n in own if n not in given), tuple(n for n in given if n not in own))
+
+
+def make_writable(module: torch.nn.Module) -> None:
+    """Give buffers memory of their own that `load_state_dict` cannot write to: expanded ones, in which one number shows
+    many times, and those that were made in inference mode."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.layout is torch.strided and 0 in buffer.stride():
+                part._buffers[name] = buffer.contiguous()
+            elif buffer is not None and buffer.is_inference():
+                part._buffers[name] = buffer.clone()
+
+
+def migrated(module: torch.nn.Module) -> tuple[str, ...]:
+    """The prefixes below which a module reads a `state_dict` in its own way: renames of old versions, names that may be
+    absent. What fits there only the module itself can say, while it loads."""
+    if type(module).load_state_dict is not torch.nn.Module.load_state_dict or "load_state_dict" in vars(module):
+        return ("",)
+    found = []
+    for name, part in module.named_modules():
+        prefix = f"{name}." if name else ""
+        reads = type(part)._load_from_state_dict
+        if reads is torch.nn.modules.batchnorm._NormBase._load_from_state_dict:
+            found.append(f"{prefix}num_batches_tracked")  # absent in old ones
+        elif reads is not torch.nn.Module._load_from_state_dict:
+            found.append(prefix)
+        extra = (type(part).get_extra_state, type(part).set_extra_state)
+        if extra != (torch.nn.Module.get_extra_state, torch.nn.Module.set_extra_state):
+            found.append(f"{prefix}_extra_state")  # of any kind and size: FP8 modules have none before their first step
+        hooks = [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
+        # FSDP2's only sees to it that the parameters are sharded.
+        if any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks):
+            found.append(prefix)
+    return tuple(found)
+
+
+def bare(target: Any) -> Any:
+    """The module without the wrappers that rename its parameters: DDP, DataParallel, torch.compile."""
+    while isinstance(target, torch.nn.Module):
+        if isinstance(target, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            target = target.module
+        elif hasattr(target, "_orig_mod"):
+            target = target._orig_mod
+        else:
+            break
+    return target

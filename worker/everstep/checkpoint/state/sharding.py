@@ -1,0 +1,183 @@
+"""What part of a sharded tensor (DTensor: FSDP2, tensor parallelism, HSDP) is here, and what of a commit it needs.
+
+The resharding is that of torch DCP's planner (`create_read_items_for_chunk_list`). The boxes are computed here: DCP's
+plan gives other ones than FSDP2 over tensor parallelism holds where an axis does not divide evenly (7 rows over 3 x 2
+ranks). DCP's writer and reader are not used. This module alone imports `torch.distributed.tensor` and `.checkpoint`,
+and only once a DTensor is met: they cost seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from everstep.checkpoint.errors import StateMismatch
+from everstep.checkpoint.format.boxes import Box, whole
+from everstep.checkpoint.format.manifest import Entry
+
+REPLICATE: Final = "replicate"  # that of `Run.mesh`
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The part of a tensor that this rank holds. `replicas` are all ranks that hold the same part, in order."""
+
+    box: Box
+    local: torch.Tensor
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """From `source`, a box of the commit's piece number `piece`, to `target`, a box of the local tensor."""
+
+    piece: int
+    source: Box
+    target: Box
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether this is a DTensor, without importing what defines it."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's part of a sharded tensor; another one itself."""
+    found: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return found
+
+
+def holding(name: str, tensor: Any, group: Any = None) -> Holding | None:
+    """What this rank holds of a DTensor; None if it is not in the tensor's mesh. Ranks are those in `group`."""
+    check_placements(name, tensor)
+    mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if here is None:
+        return None
+    box = box_at(tuple(tensor.shape), mesh.shape, tensor.placements, here)
+    local = tensor.to_local()
+    if tuple(local.shape) != box.shape:
+        raise StateMismatch(
+            f"{name}: holds {tuple(local.shape)} where its placements {tensor.placements} say {box.shape}"
+        )
+    same = mesh.mesh[
+        tuple(slice(None) if p.is_replicate() else c for p, c in zip(tensor.placements, here, strict=True))
+    ]
+    ranks = [int(r) for r in _replicas(mesh, same).flatten().tolist()]
+    if group is not None:
+        ranks = [dist.get_group_rank(group, r) for r in ranks]
+    return Holding(box, local, tuple(sorted(ranks)))
+
+
+def check_placements(name: str, tensor: Any) -> None:
+    """Raises `StateMismatch` for a DTensor of which a rank's part is no box.
+
+    A strided shard takes a part from each of `split_factor` parts. They lie together again only where later dimensions
+    of the mesh take one of these parts each, as FSDP over tensor parallelism has it.
+    """
+    sizes, placements = tensor.device_mesh.shape, tensor.placements
+    if any(p.is_partial() for p in placements):
+        raise StateMismatch(f"{name}: a DTensor with Partial placement is a sum not yet made; redistribute() it first")
+    for at, placement in enumerate(placements):
+        parts = getattr(placement, "split_factor", 1)
+        if parts == 1 or sizes[at] == 1:
+            continue
+        later = zip(sizes[at + 1 :], placements[at + 1 :], strict=True)
+        if parts != math.prod(size for size, p in later if not p.is_replicate() and p.dim == placement.dim):
+            raise StateMismatch(
+                f"{name}: a DTensor with placements {tuple(placements)}, of which a rank holds elements that are not "
+                "neighbours, as view() and flatten() make one. Give the tensor that it was made of, or redistribute() "
+                "it to Shard or Replicate"
+            )
+
+
+def box_at(shape: tuple[int, ...], sizes: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]) -> Box:
+    """The part of a tensor that lies at one place of a mesh whose dimensions have these sizes.
+
+    Dimensions of the mesh that cut one axis do so one after the other, each what is left by those before it, into equal
+    parts of which the last may be shorter or empty (`torch.chunk`). The order is that of the mesh, but a strided shard
+    comes after the dimensions that follow it: FSDP cuts what tensor parallelism has left.
+    """
+    offset, left = [0] * len(shape), list(shape)
+    order: list[int] = []
+    for at in reversed(range(len(sizes))):
+        strided = getattr(placements[at], "split_factor", 1) > 1 and sizes[at] > 1
+        order.insert(len(order) if strided else 0, at)
+    for at in order:
+        if not placements[at].is_replicate():
+            axis = placements[at].dim
+            part = -(-left[axis] // sizes[at])
+            begin = min(part * coordinate[at], left[axis])
+            offset[axis] += begin
+            left[axis] = min(part, left[axis] - begin)
+    return Box(tuple(offset), tuple(left))
+
+
+def _replicas(mesh: Any, ranks: torch.Tensor) -> torch.Tensor:
+    """With tensor parallelism a tensor's mesh is one replica's part of a larger one, whose dimension `REPLICATE` has
+    the others: the ranks of all of them that hold what these do. Other dimensions, a pipeline's, hold other tensors."""
+    root = mesh._get_root_mesh()
+    names = root.mesh_dim_names or ()
+    if REPLICATE not in names or REPLICATE in (mesh.mesh_dim_names or ()):
+        return ranks
+    at = names.index(REPLICATE)
+    rows = root.mesh.movedim(at, 0).flatten(1)
+    found: torch.Tensor = rows[:, torch.isin(rows[root.get_coordinate()[at]], ranks)]
+    return found
+
+
+def reads(entry: Entry, box: Box) -> list[Read]:
+    """What of the entry's pieces makes up this box of the tensor."""
+    if box == whole(entry.shape):
+        return [Read(i, whole(p.shape), Box(p.offset, p.shape)) for i, p in enumerate(entry.pieces)]
+    from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list  # noqa: PLC0415
+
+    stored = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in entry.pieces]
+    wanted = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+    metadata = TensorStorageMetadata(TensorProperties(), torch.Size(entry.shape), stored)
+    items = create_read_items_for_chunk_list(entry.name, metadata, [wanted])
+    found = []
+    for item in items:
+        assert item.storage_index.index is not None
+        lengths = tuple(item.lengths)
+        source, target = Box(tuple(item.storage_offsets), lengths), Box(tuple(item.dest_offsets), lengths)
+        found.append(Read(item.storage_index.index, source, target))
+    return found
+
+
+def like(tensor: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor that is sharded as `tensor` is, of this local part."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    return DTensor.from_local(
+        local.to(tensor.device_mesh.device_type), tensor.device_mesh, tensor.placements,
+        run_check=False, shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip
+
+
+def one_layout(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all of them are sharded, and in the same way."""
+    first: Any = tensors[0]
+    return all(
+        is_sharded(t) and (t.device_mesh, t.placements) == (first.device_mesh, first.placements)  # type: ignore[attr-defined]
+        for t in tensors
+    )
+
+
+def placed_as(live: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """`found`, which is whole or sharded as `live` is, sharded as `live` is if that is sharded. Not collective."""
+    if not is_sharded(live) or is_sharded(found):
+        return found
+    held = holding("what was read", live)
+    if held is None:  # this rank has no part of it
+        return live
+    return like(live, found[held.box.slices].contiguous())
