@@ -3,7 +3,8 @@
 #   docker build --target operator -t everstep/operator .
 #
 # Both bases default to python:3.11-slim. The test cluster gives bases that hold the dependencies already, and
-# PIP_OPTIONS that let pip install nothing else, and LOCKED="" because those hold other versions than the locked ones.
+# PIP_OPTIONS that let pip install nothing else. It also gives LOCKED="", as one may whose base holds other versions than
+# the locked ones and is to keep them.
 # Written for BuildKit and for the builder of Docker 20.10 alike.
 #
 # requirements/ has the exact versions and hashes of all that is installed but torch, which has a build for each kind of

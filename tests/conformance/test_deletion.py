@@ -197,24 +197,6 @@ async def test_object_of_an_owner_that_never_was_is_collected(world: World) -> N
     assert (await world.client.get(CONFIGMAPS, world.namespace, "parent")).metadata.uid == parent.metadata.uid
 
 
-async def test_owner_deleted_in_the_foreground_waits_for_its_dependents(world: World) -> None:
-    parent = await world.client.create(CONFIGMAPS, world.namespace, configmap("parent"))
-    body = configmap("child")
-    body["metadata"] |= {"ownerReferences": [owner("ConfigMap", parent, blocks=True)], "finalizers": [FINALIZER]}
-    await world.client.create(CONFIGMAPS, world.namespace, body)
-    await world.client.delete(CONFIGMAPS, world.namespace, "parent", propagation="Foreground")
-
-    async def child_goes() -> bool:
-        child = await world.client.get(CONFIGMAPS, world.namespace, "child")
-        return child.metadata.deletion_timestamp is not None
-
-    await world.eventually("the child is being deleted", child_goes)
-    waiting = await world.client.get(CONFIGMAPS, world.namespace, "parent")
-    assert waiting.metadata.finalizers == ("foregroundDeletion",)
-    await world.client.merge_patch(CONFIGMAPS, world.namespace, "child", {"metadata": {"finalizers": None}})
-    await world.gone(CONFIGMAPS, "parent")
-
-
 async def test_dependents_of_an_owner_that_orphans_stay(world: World) -> None:
     parent = await world.client.create(CONFIGMAPS, world.namespace, configmap("parent"))
     body = configmap("child")

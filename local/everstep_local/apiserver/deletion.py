@@ -16,8 +16,7 @@ from everstep_local.apiserver.storage.store import Json, Stored
 from everstep_operator.kube.client import Propagation
 from everstep_operator.kube.wire import rfc3339
 
-FOREGROUND, ORPHAN = "foregroundDeletion", "orphan"
-_FINALIZERS: dict[Propagation, str] = {"Foreground": FOREGROUND, "Orphan": ORPHAN}
+ORPHAN = "orphan"  # the finalizer of an owner whose dependents are to stay
 DEFAULT_GRACE = 30  # seconds
 
 
@@ -85,9 +84,8 @@ def _finalizers(old: Stored, propagation: Propagation | None) -> list[str]:
     kept = list(old.meta.get("finalizers") or ())
     if propagation is None:
         return kept
-    kept = [one for one in kept if one not in _FINALIZERS.values()]
-    wanted = _FINALIZERS.get(propagation)
-    return [*kept, wanted] if wanted is not None else kept
+    kept = [one for one in kept if one != ORPHAN]
+    return [*kept, ORPHAN] if propagation == "Orphan" else kept
 
 
 def _marked(server: Server, old: Stored, grace: int, finalizers: list[str]) -> Json:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from everstep_local.apiserver.deletion import FOREGROUND, ORPHAN, delete
+from everstep_local.apiserver.deletion import ORPHAN, delete
 from everstep_local.apiserver.kinds.kind import Kind
 from everstep_local.apiserver.refusals import Refusal
 from everstep_local.apiserver.server import ACCOUNT_TABLE, NAMESPACE_TABLE, Server
 from everstep_local.apiserver.storage.store import Stored
-from everstep_operator.kube.client import Propagation
 
 
 class Collector:
@@ -53,9 +52,7 @@ class Collector:
             self._visit_namespace(server, kind, stored)
             return
         finalizers = stored.meta.get("finalizers") or ()
-        if "deletionTimestamp" in stored.meta and FOREGROUND in finalizers:
-            self._foreground(server, kind, stored)
-        elif "deletionTimestamp" in stored.meta and ORPHAN in finalizers:
+        if "deletionTimestamp" in stored.meta and ORPHAN in finalizers:
             self._orphan(server, kind, stored)
         else:
             self._dependent(server, kind, stored)
@@ -69,7 +66,7 @@ class Collector:
             meta = {**stored.meta, "ownerReferences": live}
             server.put(kind, {**stored.raw, "metadata": meta}, stored)
         elif "deletionTimestamp" not in stored.meta:
-            self._delete(server, kind, stored, "Background")
+            self._delete(server, kind, stored)
 
     @staticmethod
     def _exists(server: Server, owner: dict[str, Any], dependent: Stored) -> bool:
@@ -82,22 +79,6 @@ class Collector:
         same_place = namespace in ("", dependent.key[0])
         return same_place and name == owner["name"] and server.kinds.at(table).kind == owner["kind"]
 
-    def _foreground(self, server: Server, kind: Kind, owner: Stored) -> None:
-        blocked = False
-        for uid in server.store.dependents(owner.uid):
-            found = server.store.find(uid)
-            assert found is not None
-            child_kind, child = server.kinds.at(found[0]), found[1]
-            (reference,) = [one for one in child.meta["ownerReferences"] if one["uid"] == owner.uid][:1]
-            blocked = blocked or bool(reference.get("blockOwnerDeletion"))
-            if "deletionTimestamp" not in child.meta:
-                nested = bool(server.store.dependents(uid))
-                self._delete(server, child_kind, child, "Foreground" if nested else "Background")
-                # Looked at again: what went at once blocks no more.
-                self.touch(owner.uid)
-        if not blocked:
-            self._drop_finalizer(server, kind, owner, FOREGROUND)
-
     def _orphan(self, server: Server, kind: Kind, owner: Stored) -> None:
         for uid in server.store.dependents(owner.uid):
             found = server.store.find(uid)
@@ -108,11 +89,7 @@ class Collector:
             if kept:
                 meta["ownerReferences"] = kept
             server.put(child_kind, {**child.raw, "metadata": meta}, child)
-        self._drop_finalizer(server, kind, owner, ORPHAN)
-
-    @staticmethod
-    def _drop_finalizer(server: Server, kind: Kind, owner: Stored, finalizer: str) -> None:
-        kept = [one for one in owner.meta["finalizers"] if one != finalizer]
+        kept = [one for one in owner.meta["finalizers"] if one != ORPHAN]
         meta = {key: value for key, value in owner.meta.items() if key != "finalizers"}
         if kept:
             meta["finalizers"] = kept
@@ -133,7 +110,7 @@ class Collector:
         for table_id, table in tuple(server.store.tables()):
             for stored in table.select(name) if name else ():
                 if "deletionTimestamp" not in stored.meta:
-                    self._delete(server, server.kinds.at(table_id), stored, "Background")
+                    self._delete(server, server.kinds.at(table_id), stored)
                 left += table.get(stored.key) is not None
         if not left:
             server.store.remove(kind.id, namespace)
@@ -145,9 +122,9 @@ class Collector:
             server.create(server.kinds.at(ACCOUNT_TABLE), namespace, {"metadata": {"name": "default"}})
 
     @staticmethod
-    def _delete(server: Server, kind: Kind, stored: Stored, propagation: Propagation) -> None:
+    def _delete(server: Server, kind: Kind, stored: Stored) -> None:
         namespace, name = stored.key
         try:
-            delete(server, kind, namespace, name, uid=stored.uid, propagation=propagation)
+            delete(server, kind, namespace, name, uid=stored.uid, propagation="Background")
         except Refusal as refusal:
             raise AssertionError(f"the collector's delete of {kind.plural} {namespace}/{name}: {refusal}") from refusal

@@ -224,8 +224,6 @@ class Server:
         """Take the object out of the store; its last state."""
         last = self.store.remove(kind.id, old)
         self.touched(last.uid)
-        for owner in last.meta.get("ownerReferences") or ():
-            self.touched(owner["uid"])  # it may have waited for this one
         return last
 
     @staticmethod

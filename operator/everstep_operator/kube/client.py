@@ -15,7 +15,7 @@ from everstep_operator.kube.wire import KubeObject
 
 T = TypeVar("T", bound=KubeObject)
 
-Propagation: TypeAlias = Literal["Background", "Foreground", "Orphan"]
+Propagation: TypeAlias = Literal["Background", "Orphan"]
 
 PAGE = 500  # objects a list request: keeps a page of pods near 3 MB
 

@@ -55,7 +55,7 @@ def job(name: str, changes: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"metadata": {"name": name}, "spec": spec}
 
 
-def owner(kind: str, of: KubeObject, *, blocks: bool = False, api_version: str = "v1") -> dict[str, Any]:
+def owner(kind: str, of: KubeObject, *, api_version: str = "v1") -> dict[str, Any]:
     """A reference to `of`."""
     meta = of.metadata
-    return {"apiVersion": api_version, "kind": kind, "name": meta.name, "uid": meta.uid, "blockOwnerDeletion": blocks}
+    return {"apiVersion": api_version, "kind": kind, "name": meta.name, "uid": meta.uid, "blockOwnerDeletion": False}
