@@ -14,7 +14,7 @@ import torch
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import same_calls
 from everstep.recovery.state.shape import MODEL, Shape
-from everstep.train import asked
+from everstep.train.guards import calls_before_steps
 
 START = "everstep.start(a checkpoint URL, every_steps=4, rng=True, rehearsal=True) (train.py:3)"
 STEPS = "run.steps(a loader, until=12, epochs=None) (train.py:9)"
@@ -83,7 +83,7 @@ def test_places_may_track_other_modules_and_optimizers_and_nothing_else() -> Non
     module, optimizer = torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 
     def tracked(place: int, **state: object) -> str:
-        return told(*asked.of_state(state, Shape(MODEL, 2), Mesh(place)))
+        return told(*calls_before_steps.of_state(state, Shape(MODEL, 2), Mesh(place)))
 
     first, second = tracked(0, model=module), tracked(1, model=module, head=optimizer)
     same_calls.check([first, second, first, second])
@@ -93,14 +93,17 @@ def test_places_may_track_other_modules_and_optimizers_and_nothing_else() -> Non
         same_calls.check([first, tracked(1, model=module, seen={})])
     with pytest.raises(LoopError, match=r"run\.track\(head, model\)"):
         same_calls.check(
-            [told(*asked.of_state({"model": module, **more}, Shape(), None)) for more in ({}, {"head": {}})]
+            [
+                told(*calls_before_steps.of_state({"model": module, **more}, Shape(), None))
+                for more in ({}, {"head": {}})
+            ]
         )
 
 
 def test_function_is_named_as_it_is_written() -> None:
-    assert asked.name_of(partial(partial(told, 1), 2)) == "told"
-    assert asked.name_of(Mesh(1)) == "Mesh"
+    assert calls_before_steps.name_of(partial(partial(told, 1), 2)) == "told"
+    assert calls_before_steps.name_of(Mesh(1)) == "Mesh"
 
 
 def test_line_is_that_of_the_script() -> None:
-    assert asked.call("run.once(fn)", sys._getframe()).startswith("run.once(fn) (test_asked.py:")
+    assert calls_before_steps.call("run.once(fn)", sys._getframe()).startswith("run.once(fn) (test_asked.py:")

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from everstep.checkpoint.ranks import Ranks
+from everstep.recovery.errors import LoopError
 from everstep.recovery.group.members import Members
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.train.coordination.step_coordinator import StepCoordinator
@@ -73,6 +74,28 @@ class BetweenSteps:
             self.torn = before.put_back()
             raise
         self._before = before
+
+    def call_now(
+        self,
+        call: Callable[[], Any],
+        coordinator: StepCoordinator,
+        state: Mapping[str, Any],
+        attempt: Callable[[Callable[[Callable[[], None]], None]], bool] | None,
+        lost: Callable[[], None],
+    ) -> None:
+        """Evaluate now, in a loop over epochs: by `World.attempt`, and after `lost` again if a peer was lost in it.
+        Raises `LoopError` in another place, or without a world."""
+        nesting = self.nesting
+        if attempt is None or not nesting.nested or nesting.in_steps:
+            raise LoopError(
+                "evaluate(fn) is called in the loop over epochs, `for epoch in run.epochs(loader, 10):`, before or "
+                "behind the steps of the epoch, where a process that comes later can join it. Elsewhere say before the "
+                "loop `run.evaluate(fn, every=500)`"
+            )
+        if nesting.evaluates():
+            while not attempt(lambda check: self.call([call], coordinator, state, check)):
+                lost()
+            nesting.evaluated()
 
     def meet(self, step: int, members: Members) -> None:
         """A round has formed, and its members are not at one state yet. Where a member has ended the evaluations that

@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from everstep.checkpoint import RngState
 from everstep.contract import exit_codes
-from everstep.data.assignment import World as Resharded
+from everstep.data.assignment import World as DataWorld
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.randomness import STATE, Randomness, Rng
 from everstep.recovery.state.shape import Shape
 from everstep.recovery.state.switches import SWITCHES, Switches
-from everstep.train import asked, early_exit, once
+from everstep.train import early_exit, once
 from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.coordination.stop_signal import Left, Preempted
@@ -31,7 +31,7 @@ from everstep.train.evaluation import Evaluations
 from everstep.train.feeding.feed import Feed, feed_of
 from everstep.train.feeding.resharding import Resharding
 from everstep.train.feeding.unmanaged_loaders import UnmanagedLoaders
-from everstep.train.guards import call_mistakes
+from everstep.train.guards import call_mistakes, calls_before_steps
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.guards.leavable_block import may_be_left
@@ -210,7 +210,7 @@ class Loops:
             raise LoopError("steps() was called before in this run; one loop over all steps is what can be resumed. "
                             "For a loop over epochs with a loop over steps in it: `for epoch in run.epochs(loader, 10)"
                             ":`, and in it `for step in run.steps():`")  # fmt: skip
-        self._ask(asked.loop(loader, until, epochs, nested=nested), sys._getframe(1))
+        self._ask(calls_before_steps.loop(loader, until, epochs, nested=nested), sys._getframe(1))
         feed, world = self._join_world(loader, nested)
         self._goal = until if until is not None else (epochs or 0) * len(feed or ())  # as cut in the run that goes on
         self._coordinator.watch()
@@ -290,7 +290,6 @@ class Loops:
         if len(self._onces):
             self._state[once.KEY] = self._onces.results
         self._state[BUCKETS] = reducers = Reducers(self._state)
-
         self._random.start()
         self._switches.start()
         if self._comparable and self._coordinator.saves:
@@ -349,21 +348,8 @@ class Loops:
             loop_check.check_modules(self._state, self._untracked_check.is_untracked)
 
     def _evaluate_now(self, call: Callable[[], Any]) -> None:
-        world, nesting = self._world, self._nesting
-        if world is None or not nesting.nested or nesting.in_steps:
-            raise LoopError(
-                "evaluate(fn) is called in the loop over epochs, `for epoch in run.epochs(loader, 10):`, before or "
-                "behind the steps of the epoch, where a process that comes later can join it. Elsewhere say before the "
-                "loop `run.evaluate(fn, every=500)`"
-            )
-
-        def attempt(check: Callable[[], None]) -> None:
-            self._between_steps.call([call], self._coordinator, self._state, check)
-
-        if nesting.evaluates():
-            while not world.attempt(attempt):
-                self._stay()
-            nesting.evaluated()
+        attempt = self._world.attempt if self._world is not None else None
+        self._between_steps.call_now(call, self._coordinator, self._state, attempt, self._stay)
 
     def _end_early(self, world: World) -> None:
         """The script has left its loop. Raises `LoopError` unless all ranks have, after the same step."""
@@ -387,7 +373,7 @@ class Loops:
             raise SystemExit(exit_codes.NOT_RECOVERED)
         self._world = None
 
-    def _cut(self) -> Resharded:
+    def _cut(self) -> DataWorld:
         """What this process has to read of the data, in the present world."""
         size = dist.get_world_size() if self._recovery is not None else self.place.world_size
         return self._shape.reads_as(self._rank, size)
@@ -398,10 +384,10 @@ class Loops:
         return max(self._shape.of_sizes(self.place.sizes), default=1)
 
     def _ask(self, words: str, frame: FrameType) -> None:
-        self._between_steps.asks.append(asked.call(words, frame))
+        self._between_steps.asks.append(calls_before_steps.call(words, frame))
 
     def _asks(self) -> list[str]:
-        return [*self._between_steps.asks, *asked.of_state(self._state, self._shape, self._mesh)]
+        return [*self._between_steps.asks, *calls_before_steps.of_state(self._state, self._shape, self._mesh)]
 
     def _make_mesh(self, shape: Shape) -> None:
         if shape.readers > 1:

@@ -39,11 +39,11 @@ from everstep.recovery.state.randomness import STATE, Rng, source_of
 from everstep.recovery.state.shape import MODEL, SHARD, shape_of
 from everstep.recovery.state.switches import SWITCHES
 from everstep.reporting.report import Reporter
-from everstep.train import asked, early_exit, evaluation, once
+from everstep.train import early_exit, evaluation, once
 from everstep.train.averaging import average
 from everstep.train.coordination.group_shutdown import leave_group
 from everstep.train.coordination.step_coordinator import StepCoordinator
-from everstep.train.guards import call_mistakes
+from everstep.train.guards import call_mistakes, calls_before_steps
 from everstep.train.guards.untracked.covered import OWN_NAMES
 from everstep.train.loops import Loops
 from everstep.train.pipelines import PipelineSchedule
@@ -202,7 +202,7 @@ class Run(Loops):
         if self._loop:
             raise LoopError("once() after steps() began: call it before the loop")
         if each == "job":
-            self._ask(f"run.once({asked.name_of(fn)})", sys._getframe(1))
+            self._ask(f"run.once({calls_before_steps.name_of(fn)})", sys._getframe(1))
         return self._onces.add(fn, each)
 
     def evaluate(self, fn: Callable[..., Any], loader: Any = None, *, every: int | None = None) -> None:
@@ -221,7 +221,7 @@ class Run(Loops):
                             "it before the loop: `run.evaluate(fn, every=500)`")  # fmt: skip
         else:
             self._evaluations.add(call, every)
-            self._ask(f"run.evaluate({asked.name_of(fn)}, every={every})", sys._getframe(1))
+            self._ask(f"run.evaluate({calls_before_steps.name_of(fn)}, every={every})", sys._getframe(1))
             self._called.append(fn)
 
     def train(

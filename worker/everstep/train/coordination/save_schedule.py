@@ -19,6 +19,7 @@ from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle
 from everstep.checkpoint.handle import Committed, Outcome, Written
 from everstep.checkpoint.log.opening import Settings
 from everstep.checkpoint.ranks import Ranks
+from everstep.checkpoint.save.policy import SavePolicy, Verdict
 from everstep.storage.errors import StorageError
 
 log = logging.getLogger("everstep.train")
@@ -34,8 +35,7 @@ class SaveSchedule:
     def __init__(self, checkpointer: Checkpointer, *, every_seconds: float | None) -> None:
         self.checkpointer = checkpointer
         checkpointer.belong_to_session()  # the session knows whether the others are there to end a save with
-        self._every_seconds = every_seconds
-        self._began = time.monotonic()
+        self._by_time = SavePolicy(every_seconds, None, time.monotonic())
         self._restored: int | None = None
         self._handle: SaveHandle | None = None
 
@@ -65,7 +65,7 @@ class SaveSchedule:
     def restore(self, state: Mapping[str, Any]) -> int:
         """Completed steps of the state that was loaded; 0 if there was none. Collective."""
         self._restored = self.checkpointer.restore(state)
-        self._began = time.monotonic()
+        self._by_time.saved(time.monotonic())
         return self._restored or 0
 
     @property
@@ -130,9 +130,8 @@ class SaveSchedule:
 
     def due(self) -> bool:
         """Whether this rank's clock asks for a save."""
-        if self._every_seconds is None or (self._handle is not None and not self._handle.done()):
-            return False
-        return time.monotonic() - self._began >= self._every_seconds
+        busy = self._handle is not None and not self._handle.done()
+        return self._by_time.decide(0, time.monotonic(), busy=busy) is Verdict.SAVE
 
     def due_at(self, step: int) -> bool:
         """Whether all ranks save after `step`. Collective where the answer may be yes."""
@@ -140,7 +139,7 @@ class SaveSchedule:
 
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Begin to save. Every rank at the same step; of `metrics` rank 0's count."""
-        self._began = time.monotonic()
+        self._by_time.saved(time.monotonic())
         self._handle = self.checkpointer.save(step, state, metrics=metrics)
 
     def saving(self, step: int) -> bool:
