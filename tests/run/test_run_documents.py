@@ -20,7 +20,7 @@ from document import ENDED, FIRST, LOCAL, PLAYED, ROOT
 PROVEN = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted((ROOT / "docs").glob("how-to-*.md"))]
 PROSE = 900  # words of README.md
 CHANGES = ("kill", "scale", "suspend", "resume")  # commands after which the job has another round
-HOLDS = 90.0  # seconds until a run trains with all workers
+HOLDS = 150.0  # seconds until a run trains with all workers
 
 
 class Terminals:
@@ -63,10 +63,13 @@ class Terminals:
             time.sleep(0.3)
 
     def _view(self) -> dict[str, Any]:
-        done = subprocess.run(
-            ["bash", "-c", "source .venv/bin/activate && everstep status -o json"],
-            cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                ["bash", "-c", "source .venv/bin/activate && everstep status -o json"],
+                cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:  # on a machine that does much else; it is asked again
+            return {}
         return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
     def until_ended(self) -> None:
@@ -94,7 +97,7 @@ def terminals() -> Iterator[Terminals]:
         made.close()
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(720)
 @pytest.mark.parametrize(
     "path", [p for p in PROVEN if document.of(p, FIRST, LOCAL, ENDED)], ids=lambda p: p.relative_to(ROOT).as_posix()
 )
