@@ -2,7 +2,7 @@
 
     python worlds.py OUT SPEC...      SPEC is scenario:size:root[:key=value…]
 
-One process imports torch and forks every rank of every world, as a launcher with a warm parent does. Each rank leaves
+One process imports torch and forks every rank of every world, as a launcher with a fork server does. Each rank leaves
 its result in `OUT/<number of the spec>-<rank>.json`; the exit codes are printed, a list for each spec.
 """
 

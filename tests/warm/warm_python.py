@@ -55,7 +55,7 @@ class Process:
         self.returncode: int | None = None
         self.seconds = 0.0  # of a processor, when it has ended
         message = self._hear()
-        assert message is not None, "the warm parent has ended"
+        assert message is not None, "the fork server has ended"
         self.pid = int(message["pid"])
 
     def _hear(self) -> dict[str, Any] | None:
