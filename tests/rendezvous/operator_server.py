@@ -158,7 +158,7 @@ class OperatorServer:
             group = await stack.enter_async_context(asyncio.TaskGroup())
             listening.set()
             # The Lease names the port, which is known only now.
-            operator.elector._identity = f"{operator.elector.identity.partition('_')[0]}_{replica.host}:{replica.port}"
+            operator.elector._identity = f"{operator.elector._identity.partition('_')[0]}_{replica.host}:{replica.port}"
             await start_operator(operator, group)
             serving.set()
 

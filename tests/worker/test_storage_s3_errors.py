@@ -270,7 +270,7 @@ def test_missing_package_of_a_scheme_is_named(monkeypatch: pytest.MonkeyPatch) -
     for module in ["gcsfs", "gcsfs.core", *(m for m in sys.modules if m.startswith("gcsfs."))]:
         monkeypatch.setitem(sys.modules, module, None)
     nowhere = {"token": "anon", "endpoint_url": "http://127.0.0.1:9"}  # nothing may leave the loopback if this fails
-    with pytest.raises(StoreUnusable, match=r"install everstep\[gcs\]"):
+    with pytest.raises(StoreUnusable, match=r"install 'everstep\[gcs\]'"):
         open_store("gs://bucket/run", nowhere).put("a", b"x")
 
 
