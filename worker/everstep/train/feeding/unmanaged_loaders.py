@@ -6,7 +6,7 @@ apart: an evaluation begins and ends between two steps, or inside of one; traini
 later steps, or leaves one unfinished in each. Iteration without gradients is never training.
 
 Invariant: ranks that run the same script are refused after the same step. Uses names of torch's that are not public;
-tests/train/test_byhand.py watches them.
+tests/train/test_unmanaged_loaders.py watches them.
 """
 
 from __future__ import annotations

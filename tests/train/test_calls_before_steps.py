@@ -106,4 +106,6 @@ def test_function_is_named_as_it_is_written() -> None:
 
 
 def test_line_is_that_of_the_script() -> None:
-    assert calls_before_steps.call("run.once(fn)", sys._getframe()).startswith("run.once(fn) (test_asked.py:")
+    assert calls_before_steps.call("run.once(fn)", sys._getframe()).startswith(
+        "run.once(fn) (test_calls_before_steps.py:"
+    )
