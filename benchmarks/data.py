@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 from figures import Better, Figure, finish, parser, spread
 
 from everstep.data import ElasticLoader, Permutation
-from everstep.data.order import Shuffled, order_of
+from everstep.data.plan.order import Shuffled, order_of
 
 MIB = 2**20
 BATCH = 64  # samples of a local batch

@@ -20,8 +20,8 @@ from everstep.checkpoint.retention import pins
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.checkpoint.retention.compactor import Compactor
 from everstep.storage import MemoryStore, ObjectStore, StoreUnusable
+from everstep.storage.backends.local import LocalStore
 from everstep.storage.faults import Fail, FaultStore
-from everstep.storage.local import LocalStore
 
 KINDS = ["pin", "tag", "kept"]
 

@@ -25,7 +25,7 @@ from everstep.checkpoint.format.layout import record_name
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore, RetryableError, RetryingStore, RetryPolicy, open_store
 from everstep.storage.faults import Fail, FaultStore, LoseResponse
-from everstep.storage.pace import Pacer
+from everstep.storage.rate_limit import Pacer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

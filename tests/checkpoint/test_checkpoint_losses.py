@@ -447,7 +447,7 @@ def test_close_tells_what_the_last_save_came_to(runs: Any) -> None:
 SCRIPT = """
 import atexit, os, signal, sys, threading, time
 import torch, everstep
-from everstep.storage.local import LocalStore
+from everstep.storage.backends.local import LocalStore
 
 create = LocalStore.create
 def late(self, name, data):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.data.assignment import Epoch, Share, Step, World, check_batch, part, shares, steps, weight
 from everstep.data.errors import BatchUnusable, DatasetUnusable
+from everstep.data.plan.assignment import Epoch, Share, Step, World, check_batch, part, shares, steps, weight
 
 counts = st.integers(1, 300)
 worlds = st.integers(1, 20)

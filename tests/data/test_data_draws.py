@@ -22,8 +22,8 @@ from torch.utils.data import (
 )
 
 from everstep.data import ElasticLoader
-from everstep.data.draws import drawn_by
 from everstep.data.errors import DataError, LoaderUnusable, PositionMismatch
+from everstep.data.randomness.draws import drawn_by
 
 N = 40
 MAKE: dict[str, Callable[[], Any]] = {

@@ -25,7 +25,7 @@ from everstep.data import (
     PositionMismatch,
     Unacknowledged,
 )
-from everstep.data.order import order_of, shuffle_of
+from everstep.data.plan.order import order_of, shuffle_of
 
 
 class Numbers(Dataset[int]):
@@ -409,7 +409,8 @@ def _with_mark(rows: list[int]) -> dict[str, Any]:
 def test_importing_everstep_data_and_its_decisions_loads_no_torch() -> None:
     code = (
         "import sys, everstep, everstep.data; assert 'numpy' not in sys.modules;"
-        "import everstep.data.progress, everstep.data.shards, everstep.data.seeding, everstep.data.workers;"
+        "import everstep.data.plan.progress, everstep.data.shards, everstep.data.workers;"
+        "import everstep.data.randomness.seeding;"
         "from everstep.data import Cursor, Blocks, Permutation, DatasetChanged;"
         "assert 'torch' not in sys.modules"
     )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.data.errors import DataError
-from everstep.data.order import Blocks, InOrder, Shuffled, label, order_of, shuffle_of
+from everstep.data.plan.order import Blocks, InOrder, Shuffled, label, order_of, shuffle_of
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.data.errors import DataError
-from everstep.data.permutation import MAX_N, TABLE_N, Permutation
+from everstep.data.plan.permutation import MAX_N, TABLE_N, Permutation
 
 sizes = st.one_of(st.integers(1, 3000), st.integers(0, 15).map(lambda k: 2**k + 1), st.just(TABLE_N + 1))
 keys = st.binary(max_size=24)

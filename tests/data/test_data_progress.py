@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from everstep.data.assignment import Epoch, World
-from everstep.data.cursor import Cursor
 from everstep.data.errors import BatchUnusable, Unacknowledged
 from everstep.data.fingerprints import Fingerprint
-from everstep.data.order import Blocks, InOrder, Shuffle, Shuffled, label, order_of
-from everstep.data.progress import Progress
+from everstep.data.plan.assignment import Epoch, World
+from everstep.data.plan.cursor import Cursor
+from everstep.data.plan.order import Blocks, InOrder, Shuffle, Shuffled, label, order_of
+from everstep.data.plan.progress import Progress
 
 SEQUENCES = 1000
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from everstep.data import DataError, DatasetChanged, ElasticLoader, ElasticSampler
-from everstep.data.order import Shuffled, order_of
+from everstep.data.plan.order import Shuffled, order_of
 
 
 def world(size: int, n: int, state: Any = None, **settings: Any) -> list[ElasticSampler]:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from everstep.data import DataError, ElasticLoader, sample_rng
-from everstep.data.order import Shuffled, order_of
+from everstep.data.plan.order import Shuffled, order_of
 
 
 class Numbers(Dataset[int]):

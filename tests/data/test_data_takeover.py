@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 from everstep.data import DatasetChanged, ElasticLoader, PositionMismatch
-from everstep.data.assignment import World
 from everstep.data.errors import DataError, LoaderUnusable
+from everstep.data.plan.assignment import World
 from everstep.data.takeover import TakenOver, name_of
 
 N = 50

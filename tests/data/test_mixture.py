@@ -22,9 +22,9 @@ from everstep.data import (
     Shard,
     ShardedDataset,
 )
-from everstep.data.assignment import World
 from everstep.data.errors import LoaderUnusable
-from everstep.data.mixing import places_of, table_of
+from everstep.data.plan.assignment import World
+from everstep.data.plan.mixing import places_of, table_of
 from everstep.data.takeover import TakenOver
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from everstep.data import DataError, DatasetUnusable, ElasticLoader, Stream, sample_rng
-from everstep.data.assignment import World
 from everstep.data.errors import LoaderUnusable
+from everstep.data.plan.assignment import World
 from everstep.data.takeover import TakenOver
 
 N = 300

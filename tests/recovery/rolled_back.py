@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, Weig
 
 from everstep.checkpoint.state.capture import apply, capture
 from everstep.data import ElasticLoader
-from everstep.data.assignment import World
+from everstep.data.plan.assignment import World
 from everstep.recovery.digests import content, state_digest
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.rollback.rollback import Rollback

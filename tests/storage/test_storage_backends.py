@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from everstep.storage import MemoryStore, NotFound, ObjectStore, StoreUnusable, open_store
-from everstep.storage.fsspec_store import FsspecStore
+from everstep.storage.backends.fsspec_store import FsspecStore
 from everstep.testing import StoreContract
 
 SMALL = 64 * 2**10

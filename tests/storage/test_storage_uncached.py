@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from descriptors import opened
 
-from everstep.storage.local import LocalStore
-from everstep.storage.uncached import BLOCK, LEAST, UncachedWriter
+from everstep.storage.backends.local import LocalStore
+from everstep.storage.backends.uncached import BLOCK, LEAST, UncachedWriter
 
 NAME = "data/x"
 

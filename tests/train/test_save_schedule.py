@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from everstep.checkpoint import Checkpointer
-from everstep.storage.memory import MemoryStore
+from everstep.storage.backends.memory import MemoryStore
 from everstep.train.coordination.save_schedule import SaveSchedule
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import dataloader as torchs
 
 import everstep
 from everstep.data import Batch, ElasticLoader, ElasticSampler
-from everstep.data.assignment import World
+from everstep.data.plan.assignment import World
 from everstep.recovery.errors import LoopError
 from everstep.train.feeding.feed import Feed, feed_of
 from everstep.train.feeding.resharding import Resharding

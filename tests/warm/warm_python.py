@@ -39,7 +39,8 @@ IMPORTED = (
     "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.run", "everstep.agent.main", "everstep.agent.processes.program",
     "everstep.agent.processes.stores", "everstep.checkpoint.checkpointer", "everstep.data.loader",
-    "everstep.membership.torchrun.handler", "everstep.storage.s3", "everstep.train.session", "everstep.cli.main",
+    "everstep.membership.torchrun.handler", "everstep.storage.backends.s3", "everstep.train.session",
+    "everstep.cli.main",
     "numpy", "safetensors.torch", "sklearn.datasets", "xxhash",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from everstep.storage import (
     Throttled,
 )
 from everstep.storage.faults import Fail, FaultStore, LoseResponse
-from everstep.storage.pace import CEILING, FLOOR, Pacer, pacer_for
+from everstep.storage.rate_limit import CEILING, FLOOR, Pacer, pacer_for
 
 
 class Clock:

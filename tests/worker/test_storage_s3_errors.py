@@ -21,6 +21,7 @@ from everstep.storage import (
 )
 
 FAST = RetryPolicy(first=0.01, most=0.05, outage=5.0)
+GONE = (404, "NoSuchUpload")
 
 
 class ScriptedS3(ThreadingHTTPServer):
@@ -217,9 +218,9 @@ def test_response_lost_after_a_create_is_seen_as_already_exists_by_the_retry(ser
 @pytest.mark.parametrize(
     ("script", "found", "done"),
     [
-        ([(404, "NoSuchUpload")], b"of mine", False),  # an older object of the name, and somebody swept the upload
-        (["lose", (404, "NoSuchUpload")], b"of mine", True),
-        (["lose", (404, "NoSuchUpload")], b"of others", False),
+        ([GONE], b"of mine", False),  # an older object of the name, and somebody swept the upload
+        (["lose", GONE], b"of mine", True),
+        (["lose", GONE], b"of others", False),
     ],
 )
 def test_upload_that_is_no_more_is_done_only_if_its_commit_was_sent(
@@ -228,7 +229,7 @@ def test_upload_that_is_no_more_is_done_only_if_its_commit_was_sent(
     upload = RetryingStore(open_store("s3://bucket/run"), FAST).start_upload("a")
     upload.write_part(0, b"of mine")
     server.objects["/bucket/run/a"] = found
-    server.script = script
+    server.script = [*script, GONE, GONE]  # an upload that is gone stays gone, however often it is asked for
     if done:
         upload.commit()
         return

@@ -10,10 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from everstep.data.assignment import World
     from everstep.data.batch import Batch
     from everstep.data.cache import Cache
-    from everstep.data.cursor import Cursor
     from everstep.data.errors import (
         BatchUnusable,
         CacheError,
@@ -27,10 +25,12 @@ if TYPE_CHECKING:
     from everstep.data.fingerprints import Fingerprint, fingerprint
     from everstep.data.loader import ElasticLoader
     from everstep.data.mixture import Mixture
-    from everstep.data.order import Blocks
-    from everstep.data.permutation import Permutation
+    from everstep.data.plan.assignment import World
+    from everstep.data.plan.cursor import Cursor
+    from everstep.data.plan.order import Blocks
+    from everstep.data.plan.permutation import Permutation
+    from everstep.data.randomness.seeding import sample_rng
     from everstep.data.sampler import ElasticSampler
-    from everstep.data.seeding import sample_rng
     from everstep.data.shards import Shard, ShardedDataset
     from everstep.data.stream import Stream
 
@@ -62,20 +62,20 @@ __all__ = [
 
 _HOME = {
     "Batch": "batch",
-    "Blocks": "order",
+    "Blocks": "plan.order",
     "Cache": "cache",
-    "Cursor": "cursor",
+    "Cursor": "plan.cursor",
     "ElasticLoader": "loader",
     "ElasticSampler": "sampler",
     "Fingerprint": "fingerprints",
     "Mixture": "mixture",
-    "Permutation": "permutation",
+    "Permutation": "plan.permutation",
     "Shard": "shards",
     "ShardedDataset": "shards",
     "Stream": "stream",
-    "World": "assignment",
+    "World": "plan.assignment",
     "fingerprint": "fingerprints",
-    "sample_rng": "seeding",
+    "sample_rng": "randomness.seeding",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 
 from everstep.data.errors import BatchUnusable
-from everstep.data.permutation import Indices
+from everstep.data.plan.permutation import Indices
 
 T = TypeVar("T")
 

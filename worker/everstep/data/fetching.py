@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from everstep.data.generators import Held, held_by, kept
-from everstep.data.seeding import Reading, generators_kept, reading, sample_seed, seed_generators
+from everstep.data.randomness.generators import Held, held_by, kept
+from everstep.data.randomness.seeding import Reading, generators_kept, reading, sample_seed, seed_generators
 from everstep.data.stream import Mark, Stream
 
 

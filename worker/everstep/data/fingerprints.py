@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from everstep.data.errors import DatasetUnusable
-from everstep.data.permutation import MAX_N
+from everstep.data.plan.permutation import MAX_N
 
 MAX_IDENTITY: Final = 256
 MAX_HASHED: Final = 1024

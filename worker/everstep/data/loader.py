@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from everstep.data.assignment import Epoch, World, whole
 from everstep.data.batch import Batch, Weight
-from everstep.data.cursor import Cursor, check_changes, parse
-from everstep.data.draws import Draws, digest, drawn_by
 from everstep.data.errors import DataError, DatasetChanged, PositionMismatch
 from everstep.data.fetching import Collating, Fetching, Request
 from everstep.data.fingerprints import fingerprint
 from everstep.data.mixture import Mixture
-from everstep.data.order import Drawn, Own, Shuffle, label, order_of, shuffle_of
-from everstep.data.progress import Progress
-from everstep.data.reading import Read
-from everstep.data.seeding import sample_seed
+from everstep.data.plan.assignment import Epoch, World, whole
+from everstep.data.plan.cursor import Cursor, check_changes, parse
+from everstep.data.plan.order import Drawn, Own, Shuffle, label, order_of, shuffle_of
+from everstep.data.plan.progress import Progress
+from everstep.data.plan.reading import Read
+from everstep.data.randomness.draws import Draws, digest, drawn_by
+from everstep.data.randomness.seeding import sample_seed
 from everstep.data.shards import blocks_of
 from everstep.data.stream import Mark, Marks, Stream, mark_of
 from everstep.data.workers import DEFAULT_CONTEXT, WorkerStart, sigterm_held
@@ -62,7 +62,7 @@ class ElasticLoader:
     - `micro_batch`: at most so many samples are yielded at a time; `batch.last` says when to step.
     - `shuffle`: True, False, or `Blocks(size, window)`. `drop_last`: leave out an epoch's last step if it is not full.
     - `sampler`: in place of `shuffle`, what draws an epoch's samples over all ranks together: torch's
-      `WeightedRandomSampler`, or one of your own with `__len__`. See `everstep.data.draws` for what it may do.
+      `WeightedRandomSampler`, or one of your own with `__len__`. `everstep.data.randomness.draws` says what it may do.
     - `dataset_id`: the data's name and version, to tell a changed dataset by. `hash_samples`: read and hash so many
       samples to the same end. `allow_changes`: of "dataset", "order", "global_batch", what may differ from the saved
       run.

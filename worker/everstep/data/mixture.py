@@ -1,4 +1,4 @@
-"""`Mixture`: several datasets as one, in proportions that hold at every position: see `everstep.data.mixing`."""
+"""`Mixture`: several datasets as one, in proportions that hold at every position: see `everstep.data.plan.mixing`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from everstep.data.errors import DataError, DatasetUnusable
 from everstep.data.fingerprints import Fingerprint, fingerprint
-from everstep.data.mixing import VERSION, MixedOrder, Part, places_of
-from everstep.data.order import Drawn, Own, Shuffle, label, shuffle_of
+from everstep.data.plan.mixing import VERSION, MixedOrder, Part, places_of
+from everstep.data.plan.order import Drawn, Own, Shuffle, label, shuffle_of
 from everstep.data.shards import blocks_of
 
 Weight = float | int | Fraction

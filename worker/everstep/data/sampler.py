@@ -13,11 +13,11 @@ from typing import Any, Final
 import numpy as np
 from torch.utils.data import Sampler
 
-from everstep.data.assignment import World
-from everstep.data.cursor import Cursor, check_changes, parse, resume
 from everstep.data.errors import DataError
 from everstep.data.fingerprints import fingerprint
-from everstep.data.order import Shuffle, label, order_of, shuffle_of
+from everstep.data.plan.assignment import World
+from everstep.data.plan.cursor import Cursor, check_changes, parse, resume
+from everstep.data.plan.order import Shuffle, label, order_of, shuffle_of
 from everstep.data.shards import blocks_of
 from everstep.data.world import world_of
 

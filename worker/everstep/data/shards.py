@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from everstep.data.errors import DataError, DatasetUnusable
-from everstep.data.order import Blocks, Shuffle
+from everstep.data.plan.order import Blocks, Shuffle
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
 
-from everstep.data.assignment import whole
-from everstep.data.cursor import Cursor
 from everstep.data.errors import DataError, DatasetUnusable, PositionMismatch
 from everstep.data.fingerprints import digest_of
-from everstep.data.seeding import sample_seed, seed_generators
+from everstep.data.plan.assignment import whole
+from everstep.data.plan.cursor import Cursor
+from everstep.data.randomness.seeding import sample_seed, seed_generators
 
 log = logging.getLogger("everstep.data")
 

@@ -2,7 +2,8 @@
 
 Its dataset, collate function and workers stay as they are. Its `batch_size` is that of one process, so the global batch
 is `batch_size` times the processes that the job is built for, and stays that at any world size. Its sampler says the
-order: a plain shuffle and a `DistributedSampler` are known by their classes, any other draws (`everstep.data.draws`).
+order: a plain shuffle and a `DistributedSampler` are known by their classes, any other draws, as
+`everstep.data.randomness.draws` says.
 Invariant: what a DataLoader decides in a way that cannot be cut again or found again is refused by name.
 """
 
@@ -22,10 +23,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from everstep.data.assignment import World
 from everstep.data.errors import LoaderUnusable
 from everstep.data.loader import ElasticLoader
 from everstep.data.mixture import Mixture
+from everstep.data.plan.assignment import World
 from everstep.data.workers import DEFAULT_CONTEXT
 
 log = logging.getLogger("everstep.data")

@@ -6,8 +6,8 @@ import os
 
 import torch.distributed as dist
 
-from everstep.data.assignment import World
 from everstep.data.errors import BatchUnusable
+from everstep.data.plan.assignment import World
 
 
 def world_of(rank: int | None, world_size: int | None) -> World:

@@ -3,6 +3,7 @@
 Knows nothing of checkpoints, torch or jobs. Invariant: an object is either whole under its name, or not there.
 """
 
+from everstep.storage.backends.memory import MemoryStore
 from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, Upload, check_name
 from everstep.storage.errors import (
     AlreadyExists,
@@ -15,7 +16,6 @@ from everstep.storage.errors import (
     Throttled,
     Truncated,
 )
-from everstep.storage.memory import MemoryStore
 from everstep.storage.opening import open_store
 from everstep.storage.probe import probe
 from everstep.storage.retry import RetryingStore, RetryPolicy

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from everstep.storage.backends.local import LocalStore
+from everstep.storage.backends.memory import MemoryStore
 from everstep.storage.base import ObjectStore
 from everstep.storage.errors import StoreUnusable
-from everstep.storage.local import LocalStore
 from everstep.storage.locks import ForkLock
-from everstep.storage.memory import MemoryStore
 from everstep.storage.paths import folder, folder_of_url, normal
 
 if TYPE_CHECKING:
-    from everstep.storage.fsspec_store import FsspecStore
+    from everstep.storage.backends.fsspec_store import FsspecStore
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = ForkLock()
@@ -64,7 +64,7 @@ def _remote(
 ) -> FsspecStore:
     from fsspec.registry import known_implementations, registry  # noqa: PLC0415  only remote URLs pay for fsspec's import
 
-    from everstep.storage import azure, fsspec_store, gcs, s3, web  # noqa: PLC0415
+    from everstep.storage.backends import azure, fsspec_store, gcs, s3, web  # noqa: PLC0415  as above
 
     if not url.partition("://")[2].strip("/"):
         raise StoreUnusable(f"{url} names no bucket: {scheme}://BUCKET/FOLDER is expected")

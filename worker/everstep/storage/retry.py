@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, Upload
 from everstep.storage.errors import NotFound, RetryableError, Throttled
-from everstep.storage.pace import Pacer, pacer_for
+from everstep.storage.rate_limit import Pacer, pacer_for
 
 T = TypeVar("T")
 

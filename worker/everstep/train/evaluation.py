@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from everstep.checkpoint import RngState
 from everstep.data import DataError
-from everstep.data.assignment import World
+from everstep.data.plan.assignment import World
 from everstep.data.takeover import TakenOver
 from everstep.recovery import digests
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers, buffer_syncs, restore_buffer_syncs

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import RngState
 from everstep.contract import exit_codes
-from everstep.data.assignment import World as DataWorld
+from everstep.data.plan.assignment import World as DataWorld
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from everstep.data.assignment import World
+from everstep.data.plan.assignment import World
 from everstep.recovery.errors import LoopError
 
 REPLICATE: Final = "replicate"

@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import send_to_device
 
 from everstep.data import Batch, DataError, ElasticLoader
-from everstep.data.assignment import World
+from everstep.data.plan.assignment import World
 from everstep.data.takeover import TakenOver
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError

@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from everstep.data import Batch, DataError, ElasticLoader, Stream
-from everstep.data.assignment import World
 from everstep.data.batch import Weight
+from everstep.data.plan.assignment import World
 from everstep.data.stream import Mark
 from everstep.data.takeover import TakenOver, name_of
 from everstep.recovery.errors import LoopError

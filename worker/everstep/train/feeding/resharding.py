@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DistributedSampler
 
-from everstep.data.assignment import World
+from everstep.data.plan.assignment import World
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.shape import Shape
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from everstep.data.assignment import Epoch, Share, World, check_batch
-from everstep.data.cursor import Cursor, parse, resume
 from everstep.data.errors import Unacknowledged
-from everstep.data.order import Shuffle, order_of
-from everstep.data.reading import Read, reads
+from everstep.data.plan.assignment import Epoch, Share, World, check_batch
+from everstep.data.plan.cursor import Cursor, parse, resume
+from everstep.data.plan.order import Shuffle, order_of
+from everstep.data.plan.reading import Read, reads
 
 
 class Progress:

@@ -11,6 +11,8 @@ import base64
 import secrets
 from typing import Any, Final, TypeVar
 
+from everstep.storage.backends.fsspec_store import FsspecStore, bucket_missing
+from everstep.storage.backends.translate import server_code
 from everstep.storage.base import (
     Capabilities,
     Data,
@@ -23,9 +25,7 @@ from everstep.storage.base import (
     views_of,
 )
 from everstep.storage.errors import NotFound, TerminalError
-from everstep.storage.fsspec_store import FsspecStore, bucket_missing
 from everstep.storage.locks import ForkLock
-from everstep.storage.translate import server_code
 
 T = TypeVar("T")
 

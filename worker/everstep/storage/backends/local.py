@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from everstep.storage.backends.uncached import UncachedWriter
 from everstep.storage.base import (
     Capabilities,
     Data,
@@ -30,7 +31,6 @@ from everstep.storage.base import (
 )
 from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, StorageError, StoreUnusable, TerminalError
 from everstep.storage.locks import ForkLock
-from everstep.storage.uncached import UncachedWriter
 
 # Names of this form are never listed; a crash between write and link leaves one behind.
 _TEMPORARY = ".tmp-"

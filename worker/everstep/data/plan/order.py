@@ -13,10 +13,10 @@ from typing import Final, Protocol, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from everstep.data import blocks, permutation
-from everstep.data.blocks import BlockOrder, EqualBlocks, ListedBlocks
 from everstep.data.errors import DataError
-from everstep.data.permutation import Indices, Permutation
+from everstep.data.plan import blocks, permutation
+from everstep.data.plan.blocks import BlockOrder, EqualBlocks, ListedBlocks
+from everstep.data.plan.permutation import Indices, Permutation
 
 MAX_SEED: Final = 2**64
 
@@ -47,7 +47,7 @@ class Shuffled:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A shuffle that keeps reads local: see `everstep.data.blocks`.
+    """A shuffle that keeps reads local: see `everstep.data.plan.blocks`.
 
     `size`: samples a block; None takes the shards of a `ShardedDataset` as the blocks. `window`: how many blocks are
     mixed with one another; the larger, the more random, and the more must be held open at a time.
@@ -63,7 +63,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a sampler draws, epoch by epoch: see `everstep.data.draws`. Samples may come more than once, or never.
+    """What a sampler draws, epoch by epoch (`data.randomness.draws`). Samples may come more than once, or never.
 
     `draw(seed, epoch)`: the samples of an epoch, always `length` of them and the same for the same arguments. `name`:
     what drew them.

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everstep.data.errors import DataError
-from everstep.data.permutation import MAX_N, Indices, Permutation
+from everstep.data.plan.permutation import MAX_N, Indices, Permutation
 
 VERSION: Final = 1
 

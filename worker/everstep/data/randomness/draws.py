@@ -15,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 
 from everstep.data.errors import LoaderUnusable
-from everstep.data.generators import held_by, kept
-from everstep.data.order import Drawn
-from everstep.data.permutation import MAX_N, Indices
-from everstep.data.seeding import generators_kept, sample_seed, seed_generators
+from everstep.data.plan.order import Drawn
+from everstep.data.plan.permutation import MAX_N, Indices
+from everstep.data.randomness.generators import held_by, kept
+from everstep.data.randomness.seeding import generators_kept, sample_seed, seed_generators
 
 _SAMPLER: Final = 2**64 - 1  # no sample has this index
 DIGEST_BYTES: Final = 8

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
+from everstep.storage.backends.fsspec_store import FsspecStore, Options
+from everstep.storage.backends.translate import server_code
 from everstep.storage.base import Capabilities, ObjectInfo, check_folder, check_name
 from everstep.storage.errors import NotFound, StoreUnusable, TerminalError
-from everstep.storage.fsspec_store import FsspecStore, Options
-from everstep.storage.translate import server_code
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from everstep.data.errors import DataError, DatasetChanged, PositionMismatch
 from everstep.data.fingerprints import Fingerprint, difference
-from everstep.data.order import MAX_SEED
-from everstep.data.permutation import MAX_N
+from everstep.data.plan.order import MAX_SEED
+from everstep.data.plan.permutation import MAX_N
 
 VERSION: Final = 1
 MAX_EPOCH: Final = 2**63 - 1

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from everstep.data.errors import DataError
-from everstep.data.order import Blocks, Order, Shuffle, Shuffled, order_of
-from everstep.data.permutation import Indices
+from everstep.data.plan.order import Blocks, Order, Shuffle, Shuffled, order_of
+from everstep.data.plan.permutation import Indices
 
 VERSION: Final = 1
 MAX_PERIOD: Final = 2**16

@@ -12,9 +12,9 @@ from typing import Final
 
 import numpy as np
 
-from everstep.data.assignment import Epoch, Share, World, shares, steps
-from everstep.data.order import Order
-from everstep.data.permutation import Indices
+from everstep.data.plan.assignment import Epoch, Share, World, shares, steps
+from everstep.data.plan.order import Order
+from everstep.data.plan.permutation import Indices
 
 LOOK_AHEAD: Final = 4096  # samples
 

@@ -14,6 +14,9 @@ from typing import Any, Final
 
 import fsspec.asyn
 
+from everstep.storage.backends.direct import Wire
+from everstep.storage.backends.fsspec_store import FsspecStore, Options
+from everstep.storage.backends.translate import UNSUPPORTED_CODES, server_code
 from everstep.storage.base import (
     Capabilities,
     Data,
@@ -25,11 +28,8 @@ from everstep.storage.base import (
     truncated,
     views_of,
 )
-from everstep.storage.direct import Wire
 from everstep.storage.errors import NotFound, RetryableError, TerminalError
-from everstep.storage.fsspec_store import FsspecStore, Options
 from everstep.storage.locks import ForkLock
-from everstep.storage.translate import UNSUPPORTED_CODES, server_code
 
 log = logging.getLogger("everstep.storage")
 
