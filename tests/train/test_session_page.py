@@ -28,6 +28,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 import everstep, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss as criterion
 from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +47,7 @@ done = []
 def download(): done.append("download")
 def new_name(): return "name"
 def score(model, rank, world_size): return 1.0
+def shapes(place, rows): return torch.empty(rows, 4), torch.empty(rows, 1, requires_grad=True)
 x = torch.randn(64, 4)
 dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 """
@@ -53,6 +55,8 @@ CHANGES = {
     "s3://bucket/run": "commits", "until=10_000": "until=4", "global_batch=512": "global_batch=8",
     "every=500": "every=2", "num_workers=2": "num_workers=0", "shard=8": "shard=1",
     "tensor=8": "tensor=1", "model=8": "model=1", "subgroups(8)": "subgroups(1)",
+    "512 * 8 // run.world_size // 16": "8 // run.world_size // 2", "place, 8": "place, 1", "place == 7": "place == 0",
+    "Schedule1F1B(stage, 16": "Schedule1F1B(stage, 2",
 }  # fmt: skip
 
 
@@ -64,11 +68,11 @@ def blocks() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(7))
 @pytest.mark.timeout(240)
 def test_a_block_of_the_page_runs_as_it_is_written(number: int, tmp_path: Path) -> None:
     found = blocks()
-    assert len(found) == 6
+    assert len(found) == 7
     (tmp_path / "train.py").write_text(AROUND + found[number] + "\nprint('steps', run.step)\n")
     ended = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
@@ -116,11 +120,27 @@ class OnADevice:
     def mesh(self, **sizes: int) -> dict[str, None]:
         return dict.fromkeys(("replicate", *sizes))
 
+    def pipeline(self, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def scale(self, loss: Any) -> Any:
+        return loss
+
     def log(self, **values: object) -> None:
         pass
 
     def average_gradients(self, module: torch.nn.Module) -> None:
         pass
+
+
+class OneStage:
+    """A schedule of one stage and one micro-batch."""
+
+    def __init__(self, stage: torch.nn.Module, _: int, loss_fn: Callable[[Any, Any], Any]) -> None:
+        self._stage, self._loss_fn = stage, loss_fn
+
+    def step(self, x: torch.Tensor, target: torch.Tensor) -> None:
+        self._loss_fn(self._stage(x), target).backward()
 
 
 def on_a_device(block: str, monkeypatch: pytest.MonkeyPatch) -> OnADevice:
@@ -133,6 +153,8 @@ def on_a_device(block: str, monkeypatch: pytest.MonkeyPatch) -> OnADevice:
     exec(around, names)
     names["DistributedDataParallel"] = lambda module: module
     names["fully_shard"] = names["parallelize_module"] = lambda *_, **__: None
+    names["PipelineStage"] = lambda module, *_, **shapes: module
+    names["Schedule1F1B"] = OneStage
     names["dist"] = types.SimpleNamespace(
         all_reduce=lambda *_, **__: None, new_subgroups=lambda _: (None, []), get_rank=lambda _: 0
     )
@@ -140,7 +162,7 @@ def on_a_device(block: str, monkeypatch: pytest.MonkeyPatch) -> OnADevice:
     return run
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(7))
 def test_a_block_of_the_page_runs_where_tensors_are_on_another_device(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +170,7 @@ def test_a_block_of_the_page_runs_where_tensors_are_on_another_device(
 
 
 @pytest.mark.parametrize("left_out", ["Net().to(run.device)", "batch.to(run.device)"])
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(7))
 def test_a_block_that_left_something_on_the_cpu_would_fail_there(
     number: int, left_out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

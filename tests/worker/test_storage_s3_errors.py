@@ -41,6 +41,7 @@ class ScriptedS3(ThreadingHTTPServer):
         self.connections = 0
         self.retry_after = ""
         self.conditional = False
+        self.upload = (200, "")  # what the end of an upload is answered, after the script
 
     @property
     def endpoint(self) -> str:
@@ -101,11 +102,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(text)
             return
-        step = self.server.script.pop(0) if self.server.script else (200, "")
+        step = self.server.script.pop(0) if self.server.script else self.server.upload
         if step == "lose":
             self.close_connection = True
             return
         assert isinstance(step, tuple)
+        self.server.upload = step if step == GONE else self.server.upload  # and it stays gone
         self._answer(*step)
 
     def _body(self) -> bytes:
@@ -229,7 +231,7 @@ def test_upload_that_is_no_more_is_done_only_if_its_commit_was_sent(
     upload = RetryingStore(open_store("s3://bucket/run"), FAST).start_upload("a")
     upload.write_part(0, b"of mine")
     server.objects["/bucket/run/a"] = found
-    server.script = [*script, GONE, GONE]  # an upload that is gone stays gone, however often it is asked for
+    server.script = script
     if done:
         upload.commit()
         return
