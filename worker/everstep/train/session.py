@@ -48,6 +48,7 @@ from everstep.train.guards.untracked.covered import OWN_NAMES
 from everstep.train.loops import Loops
 from everstep.train.pipelines import PipelineSchedule
 from everstep.train.process_place import most_processes, take_place
+from everstep.train.sync_check import SyncCheck
 
 log = logging.getLogger("everstep.train")
 
@@ -223,6 +224,16 @@ class Run(Loops):
             self._evaluations.add(call, every)
             self._ask(f"run.evaluate({calls_before_steps.name_of(fn)}, every={every})", sys._getframe(1))
             self._called.append(fn)
+
+    def check_sync(self, *, every: int) -> None:
+        """After each `every`-th step and after the last compare all bytes of the tracked modules' parameters and
+        gradients on the ranks that should hold the same. Raises `LoopError` on all ranks, naming the first tensor that
+        differs and its rank. Collective, in the scope of an evaluation; before `steps`. Reads the whole model: for a
+        run that is suspected of drifting apart. What is looked at without it: docs/reference/session.md."""
+        if self._loop:
+            raise LoopError("check_sync() after steps() began: call it before the loop")
+        self._evaluations.add(SyncCheck(self._state, lambda: self._shape), every)
+        self._ask(f"run.check_sync(every={every})", sys._getframe(1))
 
     def train(
         self,
