@@ -78,7 +78,7 @@ def test_an_error_after_the_start_uses_up_the_restarts_of_one_agent(
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "everstep.agent.main", "--nproc-per-node=3", "--max-restarts=1", script, how, who,
-         "all", tmp_path],
+         tmp_path],
         capture_output=True, text=True, timeout=LIMIT, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == code, done.stderr
