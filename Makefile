@@ -21,7 +21,7 @@ OURS := -e './worker[worker,s3,gcs,azure]' -e ./operator -e ./local
 # The files that are committed are sources: what a tool makes is named in .gitignore.
 GENERATED := '*.stamp' '*.log' '*.pyc'
 
-.PHONY: help demo setup lock check test unit lint e2e soak bench clean-root cluster-up cluster-down clean
+.PHONY: help demo setup lock check test unit lint techniques e2e soak bench clean-root cluster-up cluster-down clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -60,6 +60,9 @@ lint: setup  ## ruff, mypy strict, import rules, no generated file in the reposi
 unit: setup  ## tests that need no server
 	$(BIN)/pytest -n 2 --dist loadfile -m "not s3 and not apiserver and not kind and not long" tests/unit tests/worker tests/model tests/data \
 	  tests/checkpoint tests/storage tests/train tests/recovery tests/adapters tests/conformance tests/local tests/run
+
+techniques: setup  ## docs/techniques.md from the recipes and the figures that their tests measured last
+	$(BIN)/python tests/recipes/techniques.py
 
 # tests/lanes/lanes.py says which tests are in which lane. A test that fails in its lane is repeated once, alone; the end
 # of the output lists those that needed it. Nothing is skipped silently: -ra prints each skip with its reason.

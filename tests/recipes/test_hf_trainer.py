@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from recipes import EXAMPLES, Ended, differences, disturbed, kill, undisturbed
+from recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "hf_trainer"
@@ -26,11 +27,15 @@ def test_killed_workers_leave_no_trace(tmp_path: Path, calm: Ended, whom: str) -
     hit = disturbed(NAME, tmp_path, ("--steps", str(STEPS), "--every-steps", "20"), at=at)
     assert hit.status()["restarts"] >= 1, hit.output
     assert hit.status()["step"] == hit.status()["total_steps"] == STEPS
-    assert differences(calm, hit, COMPARED) == []
+    changed = differences(calm, hit, COMPARED)
+    workers = "one worker" if whom == "one" else "all workers"
+    record(NAME, f"values that a kill of {workers} changes", len(changed), "")
+    assert changed == []
 
 
 def test_what_is_everstep_in_the_script() -> None:
     script = (EXAMPLES / NAME / "train.py").read_text()
     own = [line for line in script.split('"""')[2].splitlines() if "everstep" in line.lower() or "callback" in line]
     # An import, the callback, its place among the callbacks, the call; and two options for the command line.
+    record(NAME, "lines of the script that are Everstep's", len(own), "")
     assert len(own) <= 6, own

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from recipes import differences, disturbed, kill, undisturbed
+from recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "moe"
@@ -18,7 +19,9 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS, processes=4)
     hit = disturbed(NAME, tmp_path / "hit", ARGUMENTS, processes=4, at=[kill(NAME, 15, 40, workers=4)])
     assert hit.status()["restarts"] == 1, hit.output
-    assert differences(calm, hit) == []
+    changed = differences(calm, hit)
+    record(NAME, "values that a kill changes", len(changed), "")
+    assert changed == []
 
 
 def test_tokens_are_conserved(tmp_path: Path) -> None:
@@ -28,6 +31,9 @@ def test_tokens_are_conserved(tmp_path: Path) -> None:
     ranks = [[int(n) for n in line.split()] for line in re.findall(r"tokens ([\d ]+)", ended.output)]
     assert len(ranks) == 2, ended.output
     held, given, arrived, worked, returned = (sum(column) for column in zip(*ranks, strict=True))
+    record(NAME, "tokens given to experts in 12 steps", given, f"of {held:,}")
+    record(NAME, "tokens that arrived", arrived, "", expected=given)
+    record(NAME, "tokens that came back", returned, "", expected=given)
     assert held == 12 * 96 * 8  # each token of each batch belongs to one rank
     assert held / 2 < given < held, "a router that has just begun gives some experts too many"
     assert given == arrived == worked == returned
@@ -41,5 +47,8 @@ def test_experts_go_from_two_ranks_to_four(tmp_path: Path) -> None:
     changed = undisturbed(NAME, tmp_path / "changed", ("--steps", "20", "--ranks", "4", *room), 4)
     always = undisturbed(NAME, tmp_path / "always", ("--steps", "20", "--ranks", "4", *room), 4)
     assert changed.step == always.step == 20
-    for name, value in always.state["model"].items():
+    model = always.state["model"]
+    furthest = max(float((changed.state["model"][name] - value).abs().max()) for name, value in model.items())
+    record(NAME, "largest difference of a parameter after experts went from 2 ranks to 4", furthest, "")
+    for name, value in model.items():
         torch.testing.assert_close(changed.state["model"][name], value, rtol=1e-3, atol=1e-5)

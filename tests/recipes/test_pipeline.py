@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from recipes import differences, disturbed, kill, undisturbed
+from recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "pipeline"
@@ -21,7 +22,10 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, schedule: str) -> None:
     calm = undisturbed(NAME, tmp_path / "calm", arguments, processes=4)
     hit = disturbed(NAME, tmp_path / "hit", arguments, processes=4, at=[kill(NAME + schedule, 15, 40, workers=4)])
     assert hit.status()["restarts"] >= 1, hit.output
-    assert differences(calm, hit) == []
+    changed = differences(calm, hit)
+    if schedule == "1f1b":
+        record(NAME, "values that a kill changes (1f1b)", len(changed), "")
+    assert changed == []
 
 
 @pytest.mark.parametrize(
@@ -35,8 +39,12 @@ def test_the_loss_is_that_of_the_model_in_one_piece(tmp_path: Path, schedule: st
     for place in range(2):
         for name, value in divided.state[f"model@{place}of2"].items():
             found[_in_whole(name, place, schedule)] = value
-    assert found.keys() == whole.state["model"].keys()
-    for name, value in whole.state["model"].items():
+    expected = whole.state["model"]
+    assert found.keys() == expected.keys()
+    if schedule == "interleaved":
+        furthest = max(float((found[name] - value).abs().max()) for name, value in expected.items())
+        record(NAME, "largest difference of a parameter from the model in one piece (interleaved)", furthest, "")
+    for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
 
 
@@ -54,4 +62,6 @@ def test_a_rank_is_idle_as_long_as_the_schedule_says(tmp_path: Path) -> None:
         ended = undisturbed(NAME, tmp_path / str(micro_batches), (str(micro_batches),), 2, script)
         idle = [float(n) for n in re.findall(r"idle ([\d.]+)", ended.output)]
         assert len(idle) == 2, ended.output
-        assert idle == pytest.approx([1 / (micro_batches + 1)] * 2, abs=0.1)
+        share, figure = 1 / (micro_batches + 1), f"2 stages with {micro_batches} micro-batches (1f1b)"
+        record(NAME, f"largest idle share of {figure}", max(idle), "", expected=share)
+        assert idle == pytest.approx([share] * 2, abs=0.1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from recipes import BIN, differences, disturbed, kill, undisturbed
+from recorded import record
 
 import everstep
 
@@ -31,20 +32,27 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS, processes=4)
     hit = disturbed(NAME, tmp_path / "hit", ARGUMENTS, processes=4, at=[kill(NAME, 15, 35, workers=4)])
     assert hit.status()["restarts"] == 1, hit.output
-    assert differences(calm, hit) == []
+    changed = differences(calm, hit)
+    record(NAME, "values that a kill changes", len(changed), "")
+    assert changed == []
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_rank_holds_its_share(tmp_path: Path, stage: int) -> None:
     whole: dict[str, int] = {}
     for ranks in (1, 2, 4):
+        shares = []
         torchrun(ranks, tmp_path / "held", str(stage))
         for rank in range(ranks):
             held = json.loads((tmp_path / f"held-{ranks}-{rank}.json").read_text())
             whole = whole or held
             # Divided by rows: what is left over makes a rank's part a little larger or smaller.
             for what, size in held.items():
+                shares.append(size / whole[what])
                 assert size == pytest.approx(whole[what] / ranks, rel=0.02), (what, ranks, rank)
+        if stage == 3 and ranks > 1:
+            figure = f"largest share of parameters, gradients or optimizer state on a rank of {ranks} (stage 3)"
+            record(NAME, figure, max(shares), "", expected=1 / ranks)
 
 
 def test_a_commit_goes_from_four_shards_to_two_to_three(tmp_path: Path) -> None:
@@ -53,4 +61,6 @@ def test_a_commit_goes_from_four_shards_to_two_to_three(tmp_path: Path) -> None:
     torchrun(3, tmp_path, "3", tmp_path / "commits-2")
     loaded = everstep.load(tmp_path / "commits-2-3").state
     kept = {name: four.state[name] for name in ("model", "optimizer")}
-    assert differences(replace(four, step=1, state=kept), replace(four, step=1, state=loaded)) == []
+    changed = differences(replace(four, step=1, state=kept), replace(four, step=1, state=loaded))
+    record(NAME, "values that differ after 4 shards became 2 and then 3", len(changed), "")
+    assert changed == []

@@ -1,0 +1,83 @@
+"""docs/techniques.md is what `make techniques` makes, each example is described, and mistakes in it are named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import techniques
+from recorded import ROOT, UndeclaredFigure, record
+from techniques import BadRecipe
+
+FOLDERS = sorted(file.name for file in (ROOT / "examples").iterdir() if any(file.glob("*.py")))
+DESCRIBED = """\
+title = "A title"
+technique = "a technique"
+property = "a property"
+recovers = "in process"
+tests = ["tests/recipes/test_one.py::test_it"]
+figures = ["share", "idle"]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "examples" / "one").mkdir(parents=True)
+    (tmp_path / "examples" / "one" / "recipe.toml").write_text(DESCRIBED)
+    (tmp_path / "examples" / "planned.toml").write_text('one = "is here"\ntwo = "is not"\n')
+    return tmp_path
+
+
+def test_the_page_is_what_the_generator_makes() -> None:
+    assert (ROOT / techniques.PAGE).read_text() == techniques.page(ROOT), "run `make techniques`, and commit its result"
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_example_has_its_description_readme_and_tests(name: str) -> None:
+    folder = ROOT / "examples" / name
+    assert (folder / "README.md").exists(), f"examples/{name} has no README.md"
+    assert (folder / "recipe.toml").exists(), f"examples/{name} has no recipe.toml: see tests/recipes/techniques.py"
+    for test in techniques.read_recipe(folder / "recipe.toml").tests:
+        file, _, function = test.partition("::")
+        assert (ROOT / file).exists(), f"examples/{name}/recipe.toml names {file}, which does not exist"
+        assert f"def {function}(" in (ROOT / file).read_text(), f"{file} has no {function}"
+
+
+def test_a_measured_figure_reaches_the_page_with_date_and_commit(project: Path) -> None:
+    record("one", "share", 0.16667, "of the bytes", expected=1 / 6, under=project)
+    found = techniques.recipes(project)
+    newest = techniques.renewed({"gone": {}, "one": {"old": {}, "share": {"value": 9}}}, found, project)
+    assert newest.keys() == {"one"}
+    assert newest["one"].keys() == {"share"}, "figures that no recipe names any more are left out"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", newest["one"]["share"]["date"])
+    assert newest["one"]["share"]["commit"]
+    (project / techniques.RESULTS).write_text(json.dumps(newest))
+    made = techniques.page(project)
+    assert "share: 0.167 of the bytes (theory: 0.167)<br>idle: not measured" in made
+    assert "| `two` | is not | not yet |" in made
+    assert "| `one` |" not in made, "what exists is not planned"
+
+
+def test_a_figure_that_its_recipe_does_not_name_is_refused(project: Path) -> None:
+    with pytest.raises(UndeclaredFigure, match=r'one/recipe.toml does not name the figure "bytes": add it'):
+        record("one", "bytes", 1, "B", under=project)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('recovers = "somehow"', "`recovers` is 'somehow'; it can be 'in process'"),
+        ('title = ""', "`title` is missing, empty"),
+        ('tests = "one"', "`tests` is missing, empty, or no list"),
+        ('provs = "much"', "unknown provs; known: title"),
+    ],
+)
+def test_a_mistake_in_a_description_is_named(project: Path, line: str, message: str) -> None:
+    file = project / "examples" / "one" / "recipe.toml"
+    key = line.partition(" ")[0]
+    kept = [old for old in DESCRIBED.splitlines() if not old.startswith(key + " ")]
+    file.write_text("\n".join([*kept, line]))
+    with pytest.raises(BadRecipe, match=re.escape(message)):
+        techniques.recipes(project)
