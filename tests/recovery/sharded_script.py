@@ -145,11 +145,11 @@ def deafen(run: Any, wanted: Wanted, diary: Diary) -> None:
     vote = recovery._sharded.vote
     once = iter((True,))
 
-    def broken(step: int, round_: int, can_undo: bool) -> None:
+    def broken(step: int, *said: Any) -> None:
         if step != wanted.deaf_at or run.rank not in wanted.deaf or not next(once, False):
-            return vote(step, round_, can_undo)
+            return vote(step, *said)
         before = recovery._sharded._made
-        vote(step, round_, can_undo)
+        vote(step, *said)
         recovery._sharded._made = before
         diary.write(kind="deaf", step=step)
         recovery._round.abandon("the connection was lost just now")
