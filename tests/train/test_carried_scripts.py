@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from everstep.recovery.errors import LoopError
-from everstep.train.guards import script_objects
 from everstep.train.guards.script_text.loop_check import UNREAD
 
 BEFORE = """
@@ -126,12 +125,11 @@ class Scheduler:
 @pytest.fixture(autouse=True)
 def library(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that has a schedule as timm's are: none of torch's, and its text is not read."""
-    folder = tmp_path_factory.mktemp("site-packages")
+    folder = tmp_path_factory.mktemp("installed") / "site-packages"
+    folder.mkdir()
     (folder / "everstep_test_timm.py").write_text(TIMM)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "everstep_test_timm", raising=False)
-    monkeypatch.setattr(script_objects, "_LIBRARIES", (*script_objects._LIBRARIES, str(folder)))
-    script_objects.is_script.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ Invariant: in a step nothing is looked at but one attribute.
 from __future__ import annotations
 
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +17,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from types import FrameType
 
+from everstep.contract.library_files import is_library
 from everstep.recovery.errors import LoopError
 
-_LIBRARIES = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_INSTALLED = ("/site-packages/", "/dist-packages/", "<frozen ")
 # Where torch's functions for a script's own collectives are. DDP and FSDP reach their groups in other ways.
 _OWN = (
     "torch.distributed.distributed_c10d",
@@ -201,5 +199,6 @@ def _asked(frame: FrameType, entry: FrameType | None) -> CallSite:
     if entry is not None:
         function, module = entry.f_code.co_name, str(entry.f_globals.get("__name__", ""))
     file = frame.f_code.co_filename
-    library = file.startswith(_LIBRARIES) or any(part in file for part in _INSTALLED)
-    return CallSite(function, module.startswith(_OWN), library, f" ({file.rpartition('/')[2]}:{frame.f_lineno})")
+    return CallSite(
+        function, module.startswith(_OWN), is_library(file), f" ({file.rpartition('/')[2]}:{frame.f_lineno})"
+    )

@@ -13,7 +13,6 @@ import functools
 import inspect
 import random
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -23,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from everstep.contract.library_files import is_library
 
 VISITS = 20_000
 DEPTH = 7
@@ -34,7 +35,6 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 
 _PLAIN = (int, float, complex, str, bytes, bytearray, type(None), type, range, torch.dtype, torch.device, torch.Size)
 _OURS = str(Path(__file__).parents[2])  # the folder of the package everstep
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 # Their objects hold no training state, or much that changes and means nothing.
 _CLOSED = frozenset(sys.stdlib_module_names) | {
     "everstep", "numpy", "torch", "tensorboard", "wandb", "mlflow", "tqdm", "PIL", "pandas", "matplotlib", "rich",
@@ -199,4 +199,4 @@ def is_script(path: str, *, named: bool = False) -> bool:
     """Whether the file is the user's own. `named`: it must be a file."""
     if path.startswith("<"):
         return not (named or path.startswith("<frozen"))
-    return not path.startswith((*_LIBRARIES, _OURS))
+    return not (is_library(path) or path.startswith(_OURS))
