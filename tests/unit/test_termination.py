@@ -13,7 +13,7 @@ import pytest
 from everstep.contract import env, termination
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
-from everstep_operator.plan.state.losses import Loss, losses_among
+from everstep_operator.plan.state.losses import Loss, Refusal, losses_among
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -120,3 +120,27 @@ def test_record_goes_where_the_kubelet_says(tmp_path: Path, log: Path, monkeypat
     dies(log, "raise ValueError('boom')")
     assert "ValueError: boom" in elsewhere.read_text()
     assert log.read_text() == ""
+
+
+def test_refusal_reaches_the_operator_with_the_line_of_the_script(
+    tmp_path: Path, log: Path, judged: Callable[[str], Loss]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from concurrent.futures import Future\n"
+        "from everstep.recovery.errors import LoopError\n"
+        "LoopError.steps_done = 2\n"
+        "refused = Future()\n"
+        "refused.set_exception(LoopError('write this'))\n"
+        "refused.result()  # raised in a file of Python's own\n"
+    )
+    dies(log, f"import runpy; runpy.run_path({str(script)!r})")
+    assert json.loads(log.read_text())["refused_after"] == 2
+    loss = judged(log.read_text())
+    assert (loss.detail, loss.refusal) == ("LoopError: write this", Refusal("train.py:6"))
+
+
+def test_other_error_is_no_refusal(log: Path, judged: Callable[[str], Loss]) -> None:
+    dies(log, "raise ValueError('dataset is empty')")
+    assert not {"refused_after", "line"} & set(json.loads(log.read_text()))
+    assert judged(log.read_text()).refusal is None

@@ -45,6 +45,34 @@ class ReadyReason(StrEnum):
     FAILED = "Failed"
 
 
+class FailedReason(StrEnum):
+    """Reasons of the Failed condition while it is true: why the job ended. `status.failure.message` begins with it."""
+
+    SCRIPT_REFUSED = "ScriptRefused"
+    CANNOT_START = "CannotStart"
+    RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
+    NO_PROGRESS = "NoProgress"
+    FAILED_BY_RULE = "FailedByRule"
+    CHECKPOINT_STORE_UNUSABLE = "CheckpointStoreUnusable"
+    RENDEZVOUS_CLOSED = "RendezvousClosed"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+
+
+FAILED_MEANINGS: dict[FailedReason, str] = {
+    FailedReason.SCRIPT_REFUSED: "The session refused the script (`LoopError`) in one of its first four steps, or "
+    "before, and the job had not trained. The message says what to write instead, and where. No restart is tried or "
+    "charged, because the same script would be refused again. A rule of `spec.recovery.rules` that matches goes first.",
+    FailedReason.CANNOT_START: "The program failed `spec.recovery.noProgressLimit` times and never ran: there is no "
+    "such script or module, or its arguments are wrong.",
+    FailedReason.RESTART_BUDGET_EXHAUSTED: "The program failed more often than `spec.recovery.maxRestarts` allows.",
+    FailedReason.NO_PROGRESS: "Workers were lost `spec.recovery.noProgressLimit` times in a row without one new step.",
+    FailedReason.FAILED_BY_RULE: "A rule of `spec.recovery.rules` says `Fail`.",
+    FailedReason.CHECKPOINT_STORE_UNUSABLE: "The checkpoint store cannot be used, and trying again cannot help.",
+    FailedReason.RENDEZVOUS_CLOSED: "The agents gave the job up.",
+    FailedReason.DEADLINE_EXCEEDED: "`spec.activeDeadlineSeconds` is over.",
+}
+
+
 class Rung(StrEnum):
     """How the operator brought the training back. What agents mend without it is not in the status."""
 

@@ -23,6 +23,7 @@ class EventReason(StrEnum):
     RESTORED_FROM_CHECKPOINT = "RestoredFromCheckpoint"
     STRAGGLER_DETECTED = "StragglerDetected"
     RESTART_BUDGET_EXHAUSTED = "RestartBudgetExhausted"
+    SCRIPT_REFUSED = "ScriptRefused"
     JOB_SUSPENDED = "JobSuspended"
     JOB_RESUMED = "JobResumed"
     JOB_COMPLETED = "JobCompleted"

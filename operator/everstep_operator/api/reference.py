@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from everstep.contract.labels import API_VERSION, KIND
-from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason
+from everstep_operator.api.conditions import FAILED_MEANINGS, Cause, ConditionType, FailedReason, ReadyReason
 from everstep_operator.api.crd import COLUMNS, crd
 from everstep_operator.api.events import EventReason, event_type
 from everstep_operator.api.pending import PENDING
@@ -91,6 +91,8 @@ def _section(path: str, schema: dict[str, Any]) -> list[str]:
 def _words() -> list[str]:
     lines = ["## Words", "", f"Condition types: {', '.join(f'`{t}`' for t in ConditionType)}.", ""]
     lines += [f"Reasons of Ready (the STATUS column): {', '.join(f'`{r}`' for r in ReadyReason)}.", ""]
+    lines += ["Reasons of Failed, while it is true:", "", "| reason | meaning |", "|---|---|"]
+    lines += [*(f"| `{r}` | {FAILED_MEANINGS[r]} |" for r in FailedReason), ""]
     lines += [f"Causes of a loss, for `onReasons`: {', '.join(f'`{c}`' for c in Cause)}.", ""]
     lines += ["Events:", "", "| reason | type |", "|---|---|"]
     lines += [f"| `{r}` | {event_type(r)} |" for r in EventReason]

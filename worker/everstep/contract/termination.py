@@ -14,33 +14,59 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 
 from everstep.contract import env, redact
+from everstep.contract.library_files import is_library
 
 LOG = "/dev/termination-log"
 MAX_ERROR = 1200  # characters: a refusal whole, with the line to write instead
 MAX_RECORD = 1840  # characters of the error and of the lines before it, which get what the error leaves
 MAX_LINES = 12
 MAX_LINE = 120
+FIRST_STEPS = 4  # after which most of what is compared between ranks was compared
 MAX_CONTEXT, MAX_CUT = 100, 4096  # lines, and characters of one, that are looked at: a key has more lines than are kept
 _TOLD = "__everstep_told__"
 
 
-def write(error: str, exit_code: int, lines: list[str], environ: Mapping[str, str] = os.environ) -> None:
-    """Append one record. Several processes of one pod may write; the operator takes the first that blames no peer."""
+def refused_after(error: BaseException) -> int | None:
+    """How many steps the process had completed when the session refused the script; None for other errors.
+
+    A refusal is known by an attribute, because the library that raises it may not be imported here.
+    """
+    steps = getattr(error, "everstep_refused_after", None)
+    return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0 else None
+
+
+def write(
+    error: str,
+    exit_code: int,
+    lines: list[str],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    refused_after: int | None = None,
+    line: str = "",
+) -> None:
+    """Append one record. Several processes of one pod may write; the operator takes the first that blames no peer.
+
+    Of a refusal (see `refused_after`), `line` is the place in the script.
+    """
     if env.JOB_UID not in environ:
         return
     shown = redact.lines(line[:MAX_CUT] for line in lines[-MAX_CONTEXT:])
     said = redact.short(error, MAX_ERROR)
     kept = min(MAX_LINES, (MAX_RECORD - len(said)) // MAX_LINE)
-    record = {
+    record: dict[str, object] = {
         "everstep": 1,
         "rank": environ.get("RANK", ""),
         "exit_code": exit_code,
         "error": said,
         "lines": [line[:MAX_LINE] for line in shown[-kept:]],
     }
+    if refused_after is not None:
+        record["refused_after"] = refused_after
+        record["line"] = redact.short(line, MAX_LINE)
     data = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with contextlib.suppress(OSError):
         # Not created: outside a container there is no such file, and nobody would read one.
@@ -59,7 +85,25 @@ def write_error(error: BaseException) -> None:
         setattr(error, _TOLD, True)
     text = f"{type(error).__name__}: {error}"
     lines = "".join(traceback.format_exception(error)).splitlines()
-    write(text, int(getattr(error, "exit_code", 1)), [line for line in lines if line.strip()])
+    write(
+        text,
+        int(getattr(error, "exit_code", 1)),
+        [line for line in lines if line.strip()],
+        refused_after=refused_after(error),
+        line=_line_of_the_script(error.__traceback__),
+    )
+
+
+def _line_of_the_script(trace: TracebackType | None) -> str:
+    """`train.py:12`, the innermost line that is neither ours nor a library's; empty if there is none."""
+    found = ""
+    ours = str(Path(__file__).parents[1]) + os.sep
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(ours) and not is_library(file):
+            found = f"{Path(file).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 def install() -> None:

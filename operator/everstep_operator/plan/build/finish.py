@@ -51,7 +51,7 @@ def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
     )
     ended = status.build(
         snapshot,
-        Verdict(ReadyReason.FAILED, failure.message),
+        Verdict(ReadyReason.FAILED, failure.message, failed=failed.reason),
         world=snapshot.job.status.world,
         existing=existing,
         ready=0,
@@ -59,7 +59,7 @@ def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
         finished_at=snapshot.now,
     )
     # An event's reason stands beside its message: said once.
-    event = Event(failed.event, failed.message if failed.reason == failed.event else failure.message)
+    event = Event(failed.event, failed.message if str(failed.reason) == str(failed.event) else failure.message)
     return Plan(ended, clean_up(snapshot), (event,), publish=True, reason=failure.message)
 
 

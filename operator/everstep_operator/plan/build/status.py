@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from everstep_operator.api.base import SAFE_INT_MAX
-from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason
+from everstep_operator.api.conditions import ConditionStatus, ConditionType, FailedReason, ReadyReason
 from everstep_operator.api.status import (
     CheckpointStatus,
     Condition,
@@ -49,6 +49,7 @@ class Verdict:
     message: str
     stalled: str | None = None  # why the operator cannot go on by itself
     quorum: Quorum | None = None  # None: the job is over
+    failed: FailedReason | None = None  # why the job ended, if without success
 
 
 def build(
@@ -166,6 +167,8 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
     for type_, its_reason, otherwise in _OF_ONE_REASON:
         holds = reason is its_reason
         said[type_] = (holds, reason, message if holds else otherwise)
+    if verdict.failed is not None:
+        said[ConditionType.FAILED] = (True, verdict.failed, message)
     seen = snapshot.progress
     if seen.checkpoint_error is not None:
         why = _UNUSABLE.get(seen.checkpoint_error.partition(":")[0], "CommitFailed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from everstep_operator.api.conditions import ReadyReason, Rung
+from everstep_operator.api.conditions import FailedReason, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.outcome import Event
@@ -24,7 +24,7 @@ class Complete:
 class Failed:
     """Why a job ends without success; `loss` is the root cause, where a lost worker is."""
 
-    reason: str
+    reason: FailedReason
     message: str
     loss: Loss | None = None
     event: EventReason = EventReason.JOB_FAILED

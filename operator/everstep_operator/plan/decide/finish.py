@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, FailedReason
 from everstep_operator.api.status import Status
 from everstep_operator.plan import names
 from everstep_operator.plan.decide.decision import Complete, Failed, Keep
@@ -33,7 +33,7 @@ def when_overdue(facts: Facts) -> Failed | None:
     if due is None or facts.snapshot.now < due:
         return None
     seconds = facts.job.spec.active_deadline_seconds
-    return Failed("DeadlineExceeded", f"spec.activeDeadlineSeconds ({seconds} s) is over")
+    return Failed(FailedReason.DEADLINE_EXCEEDED, f"spec.activeDeadlineSeconds ({seconds} s) is over")
 
 
 def when_training_ends(facts: Facts) -> Keep | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import assert_never
 
-from everstep_operator.api.conditions import Cause, ReadyReason, Rung
+from everstep_operator.api.conditions import Cause, FailedReason, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import restart_budget, start_failures
@@ -35,7 +35,7 @@ def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
     if (left := _until_settled(facts, lost)) is not None:
         return Wait(left, f"worker {root.index} lost a peer; waiting to see which one")
     if (why := _given_up(facts, lost)) is not None:
-        return Failed("RendezvousClosed", f"{root.sentence}; the agents gave the job up: {why}", root)
+        return Failed(FailedReason.RENDEZVOUS_CLOSED, f"{root.sentence}; the agents gave the job up: {why}", root)
     # Under c10d no worker outlives an incident, so none can belong to the one before.
     follows = not facts.roster.whole and _follows(facts.snapshot, facts.current.get(root.index))
     match restart_budget.judge(facts.snapshot, root, follows=follows):

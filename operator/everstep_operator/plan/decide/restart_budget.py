@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from everstep_operator.api.conditions import Cause
+from everstep_operator.api.conditions import Cause, FailedReason
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.recovery import Recovery, RuleAction
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan.decide import start_failures
+from everstep_operator.plan.decide import refusals, start_failures
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.state.losses import Charge, Loss
 
@@ -25,7 +25,7 @@ _SAYS_NOTHING_ABOUT_PROGRESS = frozenset({Cause.NODE_LOST, Cause.POD_DELETED, Ca
 class Fail:
     """The job ends here."""
 
-    reason: str
+    reason: FailedReason
     message: str
     event: EventReason = EventReason.JOB_FAILED
 
@@ -43,6 +43,8 @@ def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Re
     before = job.status.progress
     step = seen.step if seen.step is not None else before.step
     reporting = seen.updated_at is not None or before.updated_at is not None
+    if refusals.is_final(snapshot, loss) and _rule(job.spec.recovery, loss) is None:
+        return Fail(FailedReason.SCRIPT_REFUSED, refusals.words(loss), EventReason.SCRIPT_REFUSED)
     elsewhere = start_failures.runs_elsewhere(snapshot, loss.index, loss.pod)
     if loss.cannot_start and not elsewhere and not start_failures.has_run(snapshot):
         return _at_start(snapshot.now, job.spec.recovery, job.status.restarts, loss, follows)
@@ -66,7 +68,7 @@ def _at_start(now: datetime, recovery: Recovery, restarts: Restarts, loss: Loss,
     tries = restarts.start_failures + 1
     if tries >= recovery.no_progress_limit:
         return Fail(
-            "CannotStart",
+            FailedReason.CANNOT_START,
             f"worker {loss.index}: {loss.detail}; {tries} tries ended like this, and the program has never run "
             "(spec.recovery.noProgressLimit)",
         )
@@ -92,25 +94,27 @@ def decide(
     charge = loss.charge
     match _rule(recovery, loss):
         case RuleAction.FAIL:
-            return Fail("FailedByRule", f"worker {loss.index}: {loss.detail}: spec.recovery.rules says Fail")
+            return Fail(
+                FailedReason.FAILED_BY_RULE, f"worker {loss.index}: {loss.detail}: spec.recovery.rules says Fail"
+            )
         case RuleAction.RESTART_UNCHARGED:
             charge = Charge.INFRASTRUCTURE if charge is Charge.USER_CODE else charge
         case RuleAction.RESTART:
             charge = Charge.USER_CODE
         case None if loss.cause is Cause.STORE_UNUSABLE:
-            return Fail("CheckpointStoreUnusable", f"worker {loss.index}: {loss.detail}")
+            return Fail(FailedReason.CHECKPOINT_STORE_UNUSABLE, f"worker {loss.index}: {loss.detail}")
     if follows and (charge is not Charge.USER_CODE or _is_charged(restarts)):
         return Restart(restarts)
     counted = _count(now, recovery, restarts, loss, charge, step, alone)
     if charge is Charge.USER_CODE and counted.in_window > recovery.max_restarts:
         return Fail(
-            "RestartBudgetExhausted",
+            FailedReason.RESTART_BUDGET_EXHAUSTED,
             f"worker {loss.index}: {loss.detail}; {_used_up(recovery)}",
             EventReason.RESTART_BUDGET_EXHAUSTED,
         )
     if reporting and not alone and counted.without_progress >= recovery.no_progress_limit:
         return Fail(
-            "NoProgress",
+            FailedReason.NO_PROGRESS,
             f"worker {loss.index}: {loss.detail}; lost {counted.without_progress} times in a row without one new step "
             f"(spec.recovery.noProgressLimit)",
         )

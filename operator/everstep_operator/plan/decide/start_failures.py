@@ -24,9 +24,17 @@ SKEW = timedelta(seconds=5)
 
 def has_run(snapshot: Snapshot) -> bool:
     """Whether the job's program has run, or may have run: then its failures may be bad luck."""
+    return reports(snapshot) or may_have_run_unseen(snapshot)
+
+
+def reports(snapshot: Snapshot) -> bool:
+    """Whether the script reports how far it is."""
+    return snapshot.progress.updated_at is not None or snapshot.job.status.progress.updated_at is not None
+
+
+def may_have_run_unseen(snapshot: Snapshot) -> bool:
+    """Whether a program that has reported nothing may have run all the same."""
     status, now = snapshot.job.status, snapshot.now
-    if snapshot.progress.updated_at is not None or status.progress.updated_at is not None:
-        return True
     if status.restarts.total > status.restarts.start_failures:
         return True  # it was lost for another reason before
     if status.world.formed_at is not None and now - status.world.formed_at > STOOD:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from everstep.contract import exit_codes, redact
+from everstep.contract import exit_codes, redact, termination
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan import sanitize
 from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
@@ -26,6 +26,7 @@ from everstep_operator.plan.state import exit_text
 MAX_MESSAGE = sanitize.MAX_TEXT
 MAX_LINE = 500  # characters of a log line that a status keeps
 MAX_ERROR = 800  # and of an error, which may end with what to write instead
+MAX_PLACE = 80  # and of a file's name with a line's number
 SIGKILL, SIGTERM = 9, 15
 NODE_SEEN_WITHIN = timedelta(seconds=30)
 # How the kubelet speaks of a container whose end nobody saw, because the node or its runtime restarted.
@@ -71,6 +72,13 @@ CHARGES: dict[Cause, Charge] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """The session has refused the script in one of its first steps, or before. `line`: `train.py:12`, or empty."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loss:
     """One worker that is no longer training, and why."""
 
@@ -83,6 +91,7 @@ class Loss:
     at: datetime | None = None  # when it happened, if anything tells
     log_lines: tuple[str, ...] = ()
     cannot_start: bool = False  # it would fail in the same way again: see `decide.start_failures`
+    refusal: Refusal | None = None  # so would this, until the script is changed: see `decide.refusals`
 
     @property
     def charge(self) -> Charge:
@@ -174,8 +183,9 @@ def _loss_of_exit(pod: WorkerPod) -> Loss:
     cause = _cause(exit_, code, record)
     lines = record.lines if record is not None else _tail(exit_.message)
     detail = record.text if record is not None and record.text else _describe(exit_, code, lines)
+    refusal = record.refusal if record is not None and cause is Cause.ERROR and code == 1 else None
     hopeless = cause in (Cause.ERROR, Cause.START_FAILED) and exit_text.cannot_start(code, detail)
-    return Loss(pod.index, cause, detail, pod.name, pod.node, code, exit_.finished_at, lines, hopeless)
+    return Loss(pod.index, cause, detail, pod.name, pod.node, code, exit_.finished_at, lines, hopeless, refusal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +196,7 @@ class _Record:
     text: str
     peer_lost: bool
     lines: tuple[str, ...]
+    refusal: Refusal | None
 
 
 def _record(message: str | None) -> _Record | None:
@@ -203,14 +214,25 @@ def _record_of(line: str) -> _Record | None:
     try:
         body = json.loads(line)
         error = str(body["error"])[:2000]
+        refusal = _refusal(body)
         return _Record(
             exit_code=int(body["exit_code"]) & 0xFF,
             text=_shown(error, MAX_ERROR),
-            peer_lost=bool(_PEER_LOST.search(error)),
+            # A refusal may explain itself with the words of a lost peer.
+            peer_lost=refusal is None and _PEER_LOST.search(error) is not None,
             lines=tuple(_shown(line) for line in redact.lines(str(text) for text in list(body.get("lines", ()))[-20:])),
+            refusal=refusal,
         )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+
+
+def _refusal(body: Mapping[str, object]) -> Refusal | None:
+    """Workers that are older than this field do not write it."""
+    steps = body.get("refused_after")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps <= termination.FIRST_STEPS:
+        return None
+    return Refusal(_shown(" ".join(str(body.get("line", ""))[:MAX_LINE].split()), MAX_PLACE))
 
 
 def _process_exit_code(exit_: Exit) -> int:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep.agent.decide.events import Fault
-from everstep.contract import exit_codes
+from everstep.contract import exit_codes, termination
 
 log = logging.getLogger(__name__)
 
 MAX_ERROR_FILE = 1024 * 1024
-FIRST_STEPS = 4  # after which most of what is compared between ranks was compared
 MAX_WHY = 1500  # characters: a refusal whole, with the line to write instead
 
 # What torch, gloo and NCCL say when a peer is gone. A program can print the same for another reason, so such an end is
@@ -51,7 +50,7 @@ def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]
 def _refused_early(content: Mapping[str, Any]) -> bool:
     """Whether the session has refused the script in one of its first steps, or before."""
     try:
-        return 0 <= int(content["message"]["extraInfo"]["refusedAfter"]) <= FIRST_STEPS
+        return 0 <= int(content["message"]["extraInfo"]["refusedAfter"]) <= termination.FIRST_STEPS
     except (KeyError, TypeError, ValueError):
         return False
 

@@ -163,8 +163,7 @@ def _write_error(error: BaseException) -> None:
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
-    # Of a refusal: steps that were completed before it. By a name, because the library that raises it may not be there.
-    refused = getattr(error, "everstep_refused_after", None)
+    refused = termination.refused_after(error)
     if Path(path).exists():
         if refused is not None:
             written = json.loads(Path(path).read_text())
