@@ -185,7 +185,8 @@ class Run(Loops):
         gradients. Collective."""
         if self._mesh is None or self._shape.kind == SHARD:
             raise LoopError("average_gradients(): for a model that is cut over run.mesh(tensor=N)['tensor'] or over "
-                            "run.mesh(model=N). Others DistributedDataParallel, or fully_shard, averages")  # fmt: skip
+                            "run.mesh(model=N). Take the line out: DistributedDataParallel, or fully_shard, averages "
+                            "the gradients of other models")  # fmt: skip
         average(modules, self._mesh)
 
     def loader(self, dataset: Any, *, global_batch: int, seed: int = 0, **options: Any) -> ElasticLoader:
@@ -255,7 +256,10 @@ class Run(Loops):
     def scale(self, loss: Any) -> Any:
         """`batch.scale(loss)` of the batch in hand, for a function that was not given the batch. In a step."""
         if self._taken is None:
-            raise LoopError("run.scale(loss) outside of a step: there is no batch whose weight the loss could have")
+            raise LoopError(
+                "run.scale(loss) outside of a step: there is no batch whose weight the loss could have. Call it inside "
+                "`with step:`"
+            )
         return self._taken.scale(loss)
 
     def log(self, **metrics: Any) -> None:

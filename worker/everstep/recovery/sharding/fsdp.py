@@ -69,7 +69,8 @@ def check(state: Mapping[str, Any], device_mesh: Any) -> None:
             if by_tensor and not all(p.is_replicate() or type(p).__name__ == "Shard" for p in tensor.placements):
                 raise NotRecoverable(
                     f"{name} has the placement {tensor.placements[0]}: of tensor parallelism Shard and Replicate can "
-                    "go on when a peer is lost"
+                    "go on when a peer is lost. Give parallelize_module() a plan that makes these, such as "
+                    "ColwiseParallel() and RowwiseParallel()"
                 )
     if by_script:
         places.check(state)
@@ -95,7 +96,10 @@ def _check_tracked(state: Mapping[str, Any], call: str) -> None:
             )
     for module in (m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules()):
         if any(parameter.offload_to_cpu for parameter in shards_of(module)):
-            raise NotRecoverable("no process can go on with CPUOffloadPolicy when a peer is lost: leave it out")
+            raise NotRecoverable(
+                "no process can go on with CPUOffloadPolicy when a peer is lost: leave offload_policy= of "
+                "fully_shard() out"
+            )
 
 
 class ShardedObjects:

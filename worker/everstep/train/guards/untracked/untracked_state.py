@@ -131,7 +131,10 @@ class UntrackedStateCheck:
         if found:
             raise LoopError(text)
         if not agreed:
-            raise LoopError("another rank holds something that training moves and that is not tracked; it names it")
+            raise LoopError(
+                "another rank holds something that training moves and that is not tracked: the LoopError in that "
+                "rank's log names it, with the line to write"
+            )
 
     def _is_watched(self) -> bool:
         return self._steps & (self._steps - 1) == 0
