@@ -55,7 +55,9 @@ class Watcher:
         return [event for event in self.events if isinstance(event, Changed)]
 
     def seen(self) -> list[tuple[str, str]]:
-        """(type, name) of every change."""
+        """(type, name) of every change. Raises what has ended the watch, if that was an error."""
+        if self._task.done():
+            self._task.result()
         return [(str(event.type), event.object.metadata.name) for event in self.changes]
 
     async def close(self) -> None:
