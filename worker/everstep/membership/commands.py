@@ -1,6 +1,7 @@
-"""What an agent may ask of the job's document: one set of commands, which the agent decides and `machine` applies.
+"""The commands by which an agent changes the job's document: the agent decides on one, and `machine` applies it.
 
-Pure data. Each command names the agent that gives it, so it means the same whoever writes it and however often.
+Pure data. Each command names the agent that gives it. So it means the same whichever agent writes it, and may be
+repeated.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from everstep.contract.document import Member, Sizes
 
 
 class Waited(IntEnum):
-    """For what a proposer has waited, on its own clock, while the document did not change."""
+    """What a proposer has waited for, on its own clock, while the document did not change."""
 
     NOTHING = 0
-    LAST_CALL = 1  # for whoever might still come
-    REJOIN = 2  # for living members of the present round that do not ask for the next
+    LAST_CALL = 1  # for more agents that may come
+    REJOIN = 2  # for living members of the present round that do not ask for the next one
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """`member` asks to be in the next round. Written by itself, or by whoever read its join request."""
+    """`member` asks to be in the next round. The member writes it, or another agent that has read its join request."""
 
     member: Member
     sizes: Sizes
@@ -35,7 +36,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """`by` lost processes: it is out of the round, whose other members go on. It joins again when it has new ones."""
+    """`by` lost processes and leaves the round; the other members go on. It joins again when it has new processes."""
 
     by: str
     round: int
@@ -44,9 +45,11 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """The program's own fault ended round `round` at the agent, or a process that was to come into the next one.
-    `earlier`: failures in that round that were known when the process was started. Round 0: it was in none yet.
-    `unless_others`: it is nobody's fault here if another agent set the same round back, or is asked to stop."""
+    """Charge a failure of the program in round `round` to the restart budget.
+
+    The agent's process failed in that round, or was to come into the next one. Round 0: the agent was in none yet.
+    `earlier`: how many failures of that round were known when the process was started. `unless_others`: no charge if
+    another agent had a setback in the same round, or is asked to stop."""
 
     agent: str
     round: int
@@ -57,7 +60,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """The members live, but they do not work together any more: they meet again in the next round."""
+    """The round ends although its members live, because they no longer work together. They join the next round."""
 
     by: str
     round: int
@@ -74,7 +77,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class KeepProcesses:
-    """The job's processes keep their memory from round to round: a new agent gets its own ready before it joins."""
+    """The job's processes keep their memory from round to round. So a new agent starts its own before it joins."""
 
     by: str
     round: int
@@ -82,7 +85,7 @@ class KeepProcesses:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """`agent` is asked to stop. That changes nothing yet: it says what the others may not count on."""
+    """`agent` is asked to stop. The round goes on; the other members only learn that they cannot count on it."""
 
     agent: str
 
@@ -107,7 +110,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """`by` does (not) reach `target`: no proof of anything about one of them, so the pair is judged."""
+    """`by` reaches `target` or does not. This proves nothing about either of them, so the report is on the pair."""
 
     by: str
     round: int
@@ -117,7 +120,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form the round `round` + 1 of the agents that wait. `shrink`: also if it has fewer members than the last one."""
+    """Form round `round` + 1 of the agents that wait. `shrink`: also if it has fewer members than the last one."""
 
     by: str
     round: int
@@ -136,13 +139,13 @@ class SetBoundary:
 
 @dataclass(frozen=True, slots=True)
 class CloseJob:
-    """`outside`: also by an agent that neither is in a round nor waits for one, while there was none yet."""
+    """No round follows. `outside`: before the first round, an agent that does not wait for it may close the job too."""
 
     by: str
     why: str
     outside: bool = False
 
 
-# Decided in a round, by an agent that is in it or waits for the next: `machine` refuses another round's.
+# Commands that belong to one round; the agent is in it or waits for the next. `machine` refuses them in another round.
 InRound = Withdraw | Drain | Break | Done | KeepProcesses | Evict | Reach | Form | SetBoundary
 Command = InRound | Join | Leave | Stop | Charge | CloseJob

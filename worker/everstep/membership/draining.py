@@ -1,8 +1,8 @@
-"""Members that are asked to stop: who they are, and whether the others can do without them. Pure.
+"""Finds the members that are asked to stop, and whether the others can go on without them. Pure.
 
-An agent that is asked to stop says so at once, and trains on for a moment: of a job that is suspended, all say so. What
-follows is decided in the document, so that no two members leave because each counted on the other. Invariant: who was
-asked to stop and is out of the round does not come back into the job, as long as the document remembers it.
+An agent that is asked to stop says so at once, and trains on for a moment. If the job is suspended, all agents say so.
+The document decides who leaves, so no two members leave because each counted on the other. Invariant: an agent that was
+asked to stop and has left the round does not come back into the job, as long as the document remembers it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ def divide(document: Document) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def enough_stay(document: Document, without: str | None = None) -> bool:
-    """Whether those that stay can go on alone; also if one more, `without`, was asked to stop."""
+    """Whether those that stay can go on alone, even if `without` is asked to stop too."""
     _, staying = divide(document)
     return document.sizes.largest(len([agent for agent in staying if agent != without])) > 0
 
 
 def another_asked(document: Document, but: str) -> bool:
-    """Whether a member, gone or not, is asked to stop, another than `but`."""
+    """Whether a member other than `but`, gone or not, is asked to stop."""
     return any(member.agent in document.stopping for member in document.members if member.agent != but)
 
 
@@ -34,7 +34,7 @@ def marked(document: Document, agent: str) -> tuple[str, ...]:
 
 
 def leavers(document: Document) -> tuple[str, ...] | str:
-    """Who leaves the round now, at the end of a step; or why nobody does."""
+    """The agents that leave the round now, at the end of a step; or why nobody leaves."""
     asked, staying = divide(document)
     if document.gone or document.broken is not None or document.done:
         return f"round {document.round} is over or about to end: nobody leaves it at the end of a step"
@@ -46,7 +46,7 @@ def leavers(document: Document) -> tuple[str, ...] | str:
 
 
 def remembered(document: Document) -> tuple[str, ...]:
-    """`stopping` in the next round: those that its members were with, and a few before them."""
+    """`stopping` in the next round: the agents of this round and of the queue, and a few older ones."""
     near = {member.agent for member in (*document.members, *document.joining)}
     far = set([agent for agent in document.stopping if agent not in near][-MAX_HISTORY:])
     return tuple(agent for agent in document.stopping if agent in near or agent in far)

@@ -1,8 +1,8 @@
-"""One agent's life in the rendezvous: it joins, stays present, watches, and is told at once when its round is over.
+"""Takes one agent through the rendezvous: it joins, stays present, watches, and hears at once when its round is over.
 
-Decides nothing: `proposals` and `machine` do. What it adds is time (its own monotonic clock), repetition when the
-store does not answer or another was faster, and two threads. Invariant: a store that is away, or slow, changes nothing
-for a formed round; it only delays the next one.
+This module decides nothing; `proposals` and `machine` decide. It adds a monotonic clock, two threads, and retries for a
+store that does not answer or a write that came too late. Invariant: a slow or unavailable store changes nothing in a
+formed round; it only delays the next one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from everstep.membership.world_state import Broken, Round, Whole, WorldState, de
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.5  # seconds after which a thread looks whether it is to stop
+LOOK = 0.5  # seconds between a thread's checks whether it must stop
 WHOLE = Whole()
-TRIES = 20  # of a change that meets others' changes
+TRIES = 20  # attempts at a change while other agents write too
 CROWDED = Rejected("others changed the document all the time")
 
 
@@ -52,13 +52,13 @@ class Driver:
         self._clock = clock
         self._peers = peers
         self._changed = threading.Condition()
-        self._join_request: JoinRequest | None = None  # announced
-        self._announcing = threading.Lock()  # an old join request must not come to the store after a newer one
+        self._join_request: JoinRequest | None = None  # the announced one
+        self._announcing = threading.Lock()  # an old join request must not reach the store after a newer one
         self._round: Round | None = None
         self._after = 0
         self._view = View(None, 0)
-        self._expirations = 0  # those that were looked into
-        self._late = 0  # looks in a row that the store did not answer
+        self._expirations = 0  # how many were handled
+        self._late = 0  # reads in a row that the store did not answer
         self._world_state: WorldState = Broken("not joined yet")
         self._joining = False
         self._stopping = threading.Event()
@@ -67,16 +67,16 @@ class Driver:
 
     @property
     def agent(self) -> str:
-        """What this agent calls itself."""
+        """This agent's id."""
         return self._member.agent
 
     # --- joining
 
     def join(self, timeout: float, *, store_port: int | None = None, after: int | None = None) -> Round:
-        """Be in a round newer than the last one (or than `after`); blocks for at most `timeout` seconds.
+        """Join a round newer than the last one (or than `after`); blocks for at most `timeout` seconds.
 
-        Raises JoinTimedOut, JoinRefused, RendezvousClosed, or what the store raises for good. Who gave up is not waited
-        for by the others.
+        Raises JoinTimedOut, JoinRefused, RendezvousClosed, or the store's final error. After a failure the others do
+        not wait for this agent.
         """
         member = self._member if store_port is None else replace(self._member, store_port=store_port)
         with self._changed:
@@ -118,7 +118,7 @@ class Driver:
         return grace
 
     def _withdraw(self) -> None:
-        """No round is asked for any more."""
+        """Take the join request back."""
         if self._stopping.is_set():
             return
         with self._announcing:
@@ -136,12 +136,12 @@ class Driver:
     # --- in a round
 
     def world_state(self) -> WorldState:
-        """What is known now of the round that `join` gave; asks nobody."""
+        """The state of the joined round as this agent knows it; does not ask the store."""
         with self._changed:
             return self._world_state
 
     def wait(self, timeout: float, seen: WorldState = WHOLE) -> WorldState:
-        """Wait until the world state is another than `seen`, at most `timeout` seconds."""
+        """Wait until the world state differs from `seen`, at most `timeout` seconds."""
         deadline = self._clock() + timeout
         with self._changed:
             while self._world_state == seen and (left := deadline - self._clock()) > 0:
@@ -149,16 +149,16 @@ class Driver:
             return self._world_state
 
     def seen(self) -> Document | None:
-        """What the store held when this agent last looked. Asks nobody."""
+        """The document that this agent read last; does not ask the store."""
         with self._changed:
             return decoded(self._view)
 
     def document(self) -> Document | None:
-        """What the store holds now. Asks it."""
+        """The document in the store now."""
         return decoded(self._store.read())
 
     def change(self, command: Command) -> Document | Rejected:
-        """Have the document changed by a command of this agent's. Raises what the store raises."""
+        """Apply this agent's command to the document in the store. Raises the store's errors."""
         # Only a job that no agent has joined yet can be closed without a document.
         outside = isinstance(command, CloseJob) and command.outside
         begun = Document(self._sizes, id=self._member.agent) if outside else None
@@ -173,8 +173,8 @@ class Driver:
         return self._change(lambda document: Reach(self._member.agent, document.round, agent, reaches))
 
     def leave(self) -> None:
-        """Go, and say so: the others need not wait for the lease. Best effort."""
-        self._stopping.set()  # first, so that no thread announces again who has left
+        """Leave, and tell the others, so that they need not wait for the lease. Best effort."""
+        self._stopping.set()  # first, so that no thread announces this agent again after it has left
         try:
             self._change(lambda _: Leave(self._member.agent))
             self._store.withdraw(self._member.agent)
@@ -183,7 +183,7 @@ class Driver:
         self.stop()
 
     def stop(self) -> None:
-        """End the threads and the store's connections, saying nothing to anyone: as a crash would."""
+        """End the threads and the store's connections without telling the others, as a crash would."""
         with self._changed:
             self._stopping.set()
             self._changed.notify_all()
@@ -195,10 +195,10 @@ class Driver:
                 thread.join(self._settings.ttl)
 
     def _change(self, make: Callable[[Document], Command], begun: Document | None = None) -> Document | Rejected:
-        """`begun`: what is changed where there is no document yet."""
+        """`begun`: the document to change if the store has none."""
         for attempt in range(1, TRIES + 1):
             view = self._store.read()
-            self._see(view)  # also where nothing is left to change, because another did it
+            self._see(view)  # even if nothing is left to change because another agent did it
             document = decoded(view) or begun
             if document is None:
                 return Rejected("there is no round")
@@ -214,21 +214,21 @@ class Driver:
         return CROWDED
 
     def lost(self, agent: str, why: str) -> bool:
-        """From the peer monitor: the agent's process is gone. See `peer_monitor.PeerObserver`."""
+        """The peer monitor calls this when the agent's process is gone. See `peer_monitor.PeerObserver`."""
         return self._quietly(lambda: self.evict(agent, why)) not in (None, CROWDED)
 
     def unreached(self, agent: str) -> int:
-        """From the peer monitor: this agent and another do not reach each other. See `peer_monitor.PeerObserver`."""
+        """The peer monitor calls this when it does not reach `agent`. See `peer_monitor.PeerObserver`."""
         pair = self._judged(agent, reaches=False)
         return pair.times if pair is not None and pair.active else 0
 
     def reached(self, agent: str) -> bool:
-        """From the peer monitor: they do again."""
+        """The peer monitor calls this when it reaches `agent` again."""
         pair = self._judged(agent, reaches=True)
         return pair is not None and (not pair.active or pair.times >= MAX_FLAPS)
 
     def _judged(self, agent: str, *, reaches: bool) -> Report | None:
-        """What all know of the two after this agent said what it finds; None if the store does not answer."""
+        """The document's report on the pair after this agent added its finding; None if the store does not answer."""
         low, high = sorted((self.agent, agent))
         done = self._quietly(lambda: self.report(agent, reaches))
         if isinstance(done, Rejected):
@@ -242,23 +242,23 @@ class Driver:
         try:
             return change()
         except RendezvousFailed as e:
-            # Said once while it is away, however often this is tried.
-            quiet = self._away or self._stopping.is_set()  # who leaves has told what there was to tell
+            # One warning for each outage of the store, however often this is tried.
+            quiet = self._away or self._stopping.is_set()  # a leaving agent has told everything already
             log.log(logging.DEBUG if quiet else logging.WARNING, "could not tell the others: %s", e)
             return None
 
-    # --- the threads: one stays present, which takes no time; one looks, which takes as long as the store does
+    # --- the threads: one renews the presence, which is quick; one watches, which takes as long as the store takes
 
     def _keep(self) -> None:
         third = self._settings.ttl / 3
         failures, due = 0, self._clock() + third
         while not self._stopping.wait(max(0.0, due - self._clock())):
-            due = self._clock() + third  # however long the store takes to answer
+            due = self._clock() + third  # from the start of the call, however long the store takes
             try:
                 self._renew()
             except Exception as e:
-                # Not longer because of failures: a store that comes back without its memory of who is present waits one
-                # lease for all.
+                # Failures must not make this wait longer than a third of the lease: a store that comes back without its
+                # presences gives each agent one lease to announce itself again.
                 failures += 1
                 due = self._clock() + min(third, self._settings.away.seconds(failures, self._random))
                 self._failed("the round store cannot be used; the present round goes on", e, first=not self._away)
@@ -280,11 +280,12 @@ class Driver:
                 self._stopping.wait(self._settings.away.seconds(failures, self._random))
 
     def _failed(self, what: str, error: Exception, *, first: bool) -> None:
-        """Say so, once in a row. A thread that ended would leave this agent deaf, or have the others give it up."""
+        """Log the first failure in a row as a warning. The thread goes on: without it this agent would hear of no
+        change, or the others would give it up."""
         if not isinstance(error, RendezvousFailed):
             log.error("%s", what, exc_info=error)
         elif not self._stopping.is_set():
-            # Away, or not to be used any more: either way the round that is formed needs no store.
+            # The store is unavailable or refuses for good. Either way a formed round needs no store.
             log.log(logging.WARNING if first else logging.DEBUG, "%s: %s", what, error)
 
     def _renew(self) -> None:
@@ -307,7 +308,7 @@ class Driver:
             try:
                 self._evict_expired()
             except StoreUnavailable as e:
-                # In a crowd another is about to write. If it is away after all, the next look says so.
+                # Among many agents, another one probably writes this now. If the store is down, the next read shows it.
                 log.debug("looking again for who expired: %s", e)
                 self._late += 1
                 self._sleep(self._settings.backoff.seconds(self._late, self._random), float("inf"))
@@ -316,7 +317,7 @@ class Driver:
 
     def _see(self, view: View) -> None:
         with self._changed:
-            # What another thread saw before this round was formed says nothing about it.
+            # A view that another thread read before this round was formed says nothing about this round.
             if self._joining or self._round is None or _is_older(view, self._view):
                 return
             self._view = view
@@ -331,7 +332,8 @@ class Driver:
         return world_state(decoded(view), self._round.number, self._member.agent)
 
     def _evict_expired(self) -> None:
-        """Take out who expired, in turn: if another did it first, there is nothing left to do."""
+        """Remove expired agents from the document. Agents do this one after the other, and mostly the first one does
+        it for all."""
         view = self._store.read()
         document = decoded(view)
         if document is None:
@@ -349,5 +351,6 @@ class Driver:
 
 
 def _is_older(view: View, seen: View) -> bool:
-    """Within an era, versions grow. 0: the document is gone, which is news."""
+    """Whether `view` is older than `seen`. Versions grow within an era; version 0 is newer, because the document is
+    gone."""
     return view.edition < seen.edition and not (view.era == seen.era and view.version == 0)

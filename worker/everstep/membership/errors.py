@@ -1,4 +1,4 @@
-"""What can go wrong in a rendezvous. Retryable and final errors are different types."""
+"""The errors of a rendezvous. Retryable and final errors are different types."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = [
 
 
 class StoreUnavailable(RendezvousFailed):
-    """The store did not answer, or lost its quorum: the same call may succeed later. A write may have happened."""
+    """The store did not answer, or lost its quorum. The same call may succeed later. A write may have taken effect."""
 
 
 class StoreRefused(RendezvousFailed):
-    """The store answered that it will not do this: wrong password, wrong certificate, wrong version. Final."""
+    """The store refused for good: wrong password, wrong certificate, wrong version."""
 
 
 class RendezvousClosed(RendezvousFailed):
-    """The job is closed, because of `why`: no round follows. `before`: it was when this agent asked for its first."""
+    """The job is closed, because of `why`: no round follows. `before`: it was closed already when this agent asked for
+    its first round."""
 
     def __init__(self, message: str, why: str = "", *, before: bool = False) -> None:
         super().__init__(message)
@@ -32,8 +33,8 @@ class RendezvousClosed(RendezvousFailed):
 
 
 class JoinRefused(RendezvousFailed):
-    """The document says why this agent may not join; repeating it cannot help."""
+    """The document does not let this agent join, and never will; the message says why."""
 
 
 class JoinTimedOut(RendezvousFailed):
-    """No round with this agent in it was formed in time; the text says what was waited for."""
+    """No round with this agent was formed in time; the message says what it waited for."""

@@ -1,4 +1,4 @@
-"""What an agent calls itself, and where the others find it."""
+"""An agent's id, and the address at which the others find it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from everstep.contract.fields import MAX_AGENT
 
 
 def agent_id() -> str:
-    """Unique to this life of this process, and readable in a log."""
+    """An id that is unique to this process, and readable in a log."""
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[: MAX_AGENT - 30]
     return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def own_address(urls: tuple[str, ...]) -> str:
-    """The address of this machine on the way to the store: the name that a machine gives itself need not be known."""
+    """This machine's address on its route to the store: other machines may be unable to resolve its host name."""
     for url in urls:
         split = urlsplit(url)
         try:

@@ -1,8 +1,8 @@
-"""Who holds which worker index, while agents join. Pure.
+"""Assigns worker indices to agents that join. Pure.
 
-An assignment is one document being changed: dictionaries in place of its tuples, so that a thousand agents that join in
-one swap cost a thousand steps and not a million. Invariants: an index has one holder among those who are here; its
-incarnation never falls; who was replaced never comes back.
+An assignment is a document under change, with dictionaries in place of its tuples: so a thousand agents that join in
+one swap cost a thousand operations and not a million. Invariants: an index has one holder among the agents that are
+here; its incarnation never falls; an agent that was replaced never comes back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from everstep.contract.document import MAX_INDEX, MAX_MEMBERS, PAST_AGENTS, Docu
 
 
 class IndexAssignment:
-    """`join` changes it; `document` is what came of it."""
+    """`join` changes it; `document` gives the result."""
 
     def __init__(self, document: Document) -> None:
         self._before, self._sizes = document, document.sizes
@@ -23,7 +23,7 @@ class IndexAssignment:
         self._joining = {member.agent: member for member in document.joining}
         self._gone = document.gone
         self._stopping = frozenset(document.stopping)
-        self._lowest = 0  # all indices below have a holder who is here
+        self._lowest = 0  # all lower indices have a holder that is here
 
     def document(self) -> Document:
         """The document, with its lists in order."""
@@ -36,7 +36,7 @@ class IndexAssignment:
         )
 
     def join(self, member: Member, sizes: Sizes) -> tuple[str, bool] | None:
-        """None, or why not and whether that is for good."""
+        """Let the member join. None if it may, otherwise the reason, and whether it is final."""
         agent = member.agent
         if agent in self._stopping and not self._is_here(agent):
             return f"{agent} was asked to stop, and is out", True
@@ -80,7 +80,7 @@ class IndexAssignment:
         return None
 
     def _replace_older(self, member: Member) -> tuple[str, bool] | None:
-        """Take the seat from an older life of the same worker, if this is the newer one."""
+        """Take the seat from an older incarnation of the same worker."""
         seat = self._seats.get(member.index)
         if seat is None or seat.agent == member.agent:
             return None
@@ -103,7 +103,7 @@ class IndexAssignment:
             self._seats = {index: one for index, one in self._seats.items() if self._is_here(one.agent)}
             if len(self._seats) >= MAX_MEMBERS:
                 return f"{MAX_MEMBERS} workers have a seat already", False
-        # A seat's incarnation never falls, so an agent without one of its own does not open it to an older life.
+        # The greater of the two: an agent without an incarnation must not open the seat to an older incarnation.
         newest = member.incarnation if seat is None else max(member.incarnation, seat.incarnation)
         self._seats[member.index] = Seat(member.index, member.agent, newest, () if seat is None else seat.past)
         self._index[member.agent] = member.index

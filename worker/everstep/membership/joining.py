@@ -1,8 +1,8 @@
-"""One attempt to be in a round: look, write what `proposals` says, wait, again.
+"""One agent's attempt to get into a round: it reads the document, writes what `proposals` says, waits, and repeats.
 
-Invariant: whatever is lost on the way (an answer, a race, the store for a while), the next look starts from what the
-store holds. An agent that is in the document only waits: who writes is the one who changes something, or, when nothing
-changes for the last call, the first in line.
+Invariant: after a lost answer, a lost race or an outage of the store, the next attempt starts from what the store
+holds. An agent whose join request is in the document only waits. An agent writes if it has something to change, or if
+it is first in line and nothing has changed during the last call.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from everstep.membership.world_state import Closed, Round
 
 log = logging.getLogger(__name__)
 
-LONGEST_WAIT = 5.0  # seconds after which a joiner looks at everything again, whatever it was told
-PER_WRITER = 1e-3  # seconds for each agent that waits, in which those that came late leave it to one to write for all
-FEW = 16  # agents that wait; with more of them, a view is old before it is acted on
-PER_AGENT = 1e-4  # seconds for each agent that waits: the more write and read, the less often each does
+LONGEST_WAIT = 5.0  # seconds after which a joiner reads everything again, even if it heard of no change
+PER_WRITER = 1e-3  # seconds for each waiting agent; late agents spread their writes over this, so that one may do all
+FEW = 16  # waiting agents; with more of them, a view is out of date before an agent acts on it
+PER_AGENT = 1e-4  # seconds for each waiting agent: with more of them, each one reads and writes less often
 
 
 @dataclass(frozen=True, slots=True)
 class JoinSettings:
-    """How patient an agent is. Seconds."""
+    """How long an agent waits, in seconds."""
 
     patience: Patience = field(default_factory=Patience)
-    ttl: float = 3.0  # of its presence; it is renewed three times in that
-    spread: float = 0.02  # in which agents that start together make their first write
+    ttl: float = 3.0  # of its presence, which is renewed three times in this time
+    spread: float = 0.02  # agents that start together spread their first writes over this time
     backoff: Backoff = field(default_factory=Backoff)
-    # While the store does not answer: a thousand agents that ask again at once would keep it from ever doing so.
+    # For a store that does not answer: a thousand agents that repeat at once would keep it down.
     away: Backoff = field(default_factory=lambda: Backoff(most=2.0))
 
 
 class Joining:
-    """`ask` makes the join request present, and gives the seconds for which the store is trusted to write it.
+    """`ask` announces the join request, and returns how many seconds to leave the writing of it to the store.
 
     `clock` is monotonic seconds.
     """
@@ -64,14 +64,14 @@ class Joining:
         self._agent = join_request.member.agent
         self._view = View(None, 0)
         self._since = self._act_at = self._not_before = self._began = clock()
-        self._look_first = False  # much may have happened since the last look
+        self._look_first = False  # read before writing, because the view may be out of date
         self._attempt = 0  # writes in a row that came too late
         self._reason = "the store has not answered"
 
     def run(self, timeout: float) -> tuple[View, Round]:
         """The round, and the view in which it was found. Raises JoinTimedOut, JoinRefused, RendezvousClosed.
 
-        The time in which a round runs that has no place for this agent does not count: it is a spare, and not late.
+        The timeout does not run while this agent is a spare: a round runs that has no place for it.
         """
         started, waited, failures = False, False, 0
         deadline = self._clock() + timeout
@@ -92,7 +92,7 @@ class Joining:
                     why = f"{self._agent} cannot join, the job is closed: {settled.why}"
                     raise RendezvousClosed(why, settled.why, before=not waited and self._join_request.after == 0)
                 waited = True
-                now = self._clock()  # not before: a store in trouble takes seconds to answer
+                now = self._clock()  # after the calls above: a store in trouble takes seconds to answer
                 if document is not None and is_spare(document, self._agent):
                     deadline = now + timeout
                 if now < self._act_at:
@@ -110,7 +110,8 @@ class Joining:
         )
 
     def _is_no_fault(self) -> bool:
-        """Whether there is a reason to go on when the time is over. A store need not tell at once who waits."""
+        """Whether to go on after the timeout: a fresh read shows that the request is settled, or that this agent is a
+        spare. A store need not show at once who waits."""
         try:
             fresh = self._store.read()
         except StoreUnavailable:
@@ -124,17 +125,17 @@ class Joining:
 
     def _start(self) -> None:
         grace = self._ask(self._join_request)
-        # Jittered: agents that a store does not write for after all do not all write first.
+        # Jittered: if the store does not write the requests after all, not all agents write at once.
         self._not_before = self._clock() + self._random.uniform(1, 2) * grace
         self._look_first = grace > 0
         self._seen(self._store.watch(self._view, 0.0) if grace > 0 else self._store.read())
         if not self._is_written():
-            # Nor do agents that were started together: one of them writes for all.
+            # Jittered too: of agents that were started together, one writes for all.
             spread = self._settings.spread + self._crowd() * PER_WRITER
             self._act_at = max(self._not_before, self._clock() + self._random.uniform(0, spread))
 
     def _seen(self, view: View) -> None:
-        """A document that is new to this agent, so that it has stood still for no time."""
+        """Take a new document: the time for which it has stood unchanged begins now."""
         self._view, self._since = view, self._clock()
         if self._is_written():
             pause = min(LONGEST_WAIT, self._settings.patience.call(decoded(self._view)))
@@ -147,7 +148,7 @@ class Joining:
 
     def _wait(self, seconds: float) -> None:
         if self._is_written():
-            # While others come in, the document changes all the time, and nothing in it is news to this agent.
+            # While others join, the document changes all the time, and no such change matters to this agent.
             self._stopped.wait(min(seconds, self._crowd() * PER_AGENT))
         fresh = self._store.watch(self._view, seconds)
         if fresh.edition != self._view.edition:
@@ -159,7 +160,7 @@ class Joining:
 
     def _act(self, now: float) -> None:
         if self._look_first or self._crowd() > FEW:
-            # Another has most likely written for this agent too: to look is cheaper than to propose in vain.
+            # Another agent has most likely written for this one too. A read is cheaper than a write that fails.
             fresh = self._store.read()
             self._look_first = False
             if fresh.edition != self._view.edition:
@@ -195,7 +196,7 @@ class Joining:
         return proposals.is_written(decoded(self._view), self._join_request)
 
     def _until_shrink(self, now: float) -> float:
-        """Seconds for which replacements are still waited for."""
+        """Seconds that are left of the wait for replacements."""
         return max(0.0, self._began + self._settings.patience.shrink_after - now)
 
     def _crowd(self) -> int:
@@ -213,7 +214,7 @@ def decoded(view: View) -> Document | None:
 
 
 def read_join_requests(store: RoundStore) -> dict[str, JoinRequest]:
-    """Who is present and what each wants; a presence that is no join request is left out, and so counts as expired."""
+    """The join requests of the present agents. A presence that is no join request is left out: it counts as expired."""
     found = {}
     for agent, value in store.present().items():
         try:
@@ -223,7 +224,7 @@ def read_join_requests(store: RoundStore) -> dict[str, JoinRequest]:
     return found
 
 
-# Threads of one process that watch one job (tests, simulations) read each document once.
+# Cached, so that threads of one process that watch one job (tests, simulations) decode each document once.
 @lru_cache(maxsize=4)
 def _decode(data: bytes) -> Document:
     return decode(data)

@@ -1,14 +1,14 @@
-"""The membership machine: what follows from one event on one document. Pure: no clock, no chance, no I/O.
+"""The membership machine: applies one event to one document. Pure: no clock, no randomness, no I/O.
 
 `apply(document, event)` gives the new document, or `Rejected` with the reason; nothing else changes a document. With
 compare-and-swap underneath, its invariants are the job's:
 
-- A round's number is given once, and only grows; its members never change, they are only lost (`gone`).
+- A round's number is given once, and numbers only grow. A round never gains members; it only loses them (`gone`).
 - An agent that is gone from a round can do nothing in it, and nothing under another round's number; it may ask to join.
-- A round that is whole is ended by its members alone: by one that asks for the next round, not by who waits.
-- An agent that a newer life of its worker has replaced never comes back.
+- Only a member ends a round that is whole, by asking for the next round. An agent that waits cannot end it.
+- An agent that was replaced by a newer incarnation of its worker never comes back.
 
-One change is not an agent's: who publishes the job says its sizes (`sizes`, `ruled`), between any two events.
+One change is not made by an agent: the publisher of the job sets its sizes (`sizes`, `ruled`), between any two events.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from everstep.membership.commands import (
 from everstep.membership.formation import selection
 from everstep.membership.index_assignment import IndexAssignment
 
-MAX_FLAPS = 5  # times that two agents may lose each other; then they are not put together again
+MAX_FLAPS = 5  # how often two agents may lose each other before they are kept out of one round
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The event changes nothing; `reason` says why, or what is waited for. `final`: it never will."""
+    """The event changes nothing; `reason` says why, or what it waits for. `final`: it never will change anything."""
 
     reason: str
     final: bool = False
 
 
 def apply(document: Document, event: Command) -> Document | Rejected:
-    """The document after the event, or why there is none."""
+    """The document after the event, or why the event was rejected."""
     if document.closed is not None:
         return Rejected(f"the job is closed: {document.closed}", final=True)
     match event:
@@ -137,7 +137,7 @@ def _fence(document: Document, by: str, number: int) -> Rejected | None:
 
 
 def _lose(document: Document, agent: str, why: str) -> Document | None:
-    """Without the agent; None if it was not here."""
+    """The document without the agent; None if the agent was not here."""
     waiting = tuple(member for member in document.joining if member.agent != agent)
     gone = document.gone
     history = document.history
@@ -170,9 +170,11 @@ def _remember(document: Document, setback: Setback) -> tuple[Setback, ...]:
 
 
 def _charge(document: Document, event: Charge) -> Document | Rejected:
-    """Once a round, because others follow from the first failure; and once more for a process that was started after
-    it and fails before the next round, or a script that fails before its loop would be started for ever. Agents that
-    were in no round are counted apart. An agent that repeats a charge has not heard the answer."""
+    """Charge a failure once a round, because more failures follow from the first one.
+
+    A process that was started after that failure, and fails before the next round, is charged once more: otherwise a
+    script that fails before its loop would be restarted for ever. Agents that were in no round are counted apart. A
+    repeated charge by the same agent changes nothing: it has not received the first answer."""
     if event.unless_others and any(s.round == event.round and s.agent != event.agent for s in document.history):
         return Rejected("another agent set the round back")
     if event.unless_others and draining.another_asked(document, event.agent):
@@ -191,8 +193,8 @@ def _charge(document: Document, event: Charge) -> Document | Rejected:
 
 
 def _failed_for_good(document: Document, agent: str) -> bool:
-    """Whether the agent has stepped out because its program failed: it is in no round by now, and that failure may have
-    been one too many. Not if a newer life has its seat."""
+    """Whether the agent withdrew because its program failed. It is in no round by now, and that failure may have used
+    up the restart budget. False if a newer incarnation has its seat."""
     charged = any(s.charged and s.agent == agent for s in document.history)
     return charged and any(seat.agent == agent for seat in document.seats)
 
@@ -217,7 +219,7 @@ def _done(document: Document, agent: str) -> Document | Rejected:
 
 
 def join_all(document: Document, joins: Iterable[Join]) -> tuple[Document, list[str]]:
-    """The document after all these joins that are not refused, and the agents that were let in."""
+    """Apply all joins that are not refused; the new document, and the agents that were let in."""
     if document.closed is not None:
         return document, []
     assignment = IndexAssignment(document)
@@ -247,9 +249,9 @@ def _reach(document: Document, event: Reach) -> Document | Rejected:
     if len(others) >= MAX_REPORTS:
         return Rejected(f"{MAX_REPORTS} reports are open already")
     document = replace(document, reports=tuple(sorted((*others, fresh), key=lambda r: (r.low, r.high))))
-    # Nobody is taken out: other reports of the same fault may be on their way. The next round is formed in the light of
-    # all that have come when the members are back. If too few could be in it, the round is left as it is: what it sent
-    # goes on when the network does.
+    # No member is removed here: other reports of the same fault may be on their way. The next round is formed when the
+    # members are back, and takes all reports into account. If too few members could be in it, the round is left as it
+    # is: its traffic resumes with the network.
     both = is_member(document, low) and is_member(document, high)
     if not event.reaches and both and document.broken is None and selection.connected(document):
         why = f"{event.by} does not reach {event.target}"[:MAX_REASON]
@@ -269,7 +271,7 @@ def _form(document: Document, event: Form) -> Document | Rejected:
         return Rejected(f"round {number - 1} is the last that can be counted", final=True)
     taken = {member.agent for member in members}
     left = tuple(member for member in document.joining if member.agent not in taken)
-    # A pair's report outlives the round while both hold their seats: forgotten, it would be met again.
+    # A report on a pair outlives the round while both hold their seats: otherwise the two would be put together again.
     seated = {seat.agent for seat in document.seats}
     return replace(
         document,

@@ -1,7 +1,8 @@
-"""What an agent that sees a document would write next. Pure.
+"""Computes what an agent that sees a document would write next. Pure.
 
-Knows no store and no clock: how long a document has stood unchanged is an argument. Every answer is a function of what
-is seen, so an agent that died before or after a write, or never learnt whether its write was taken, just asks again.
+It knows no store and no clock: the time for which a document has stood unchanged is an argument. Every answer depends
+only on the document seen. So an agent whose write failed, or that does not know whether it was accepted, just asks
+again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ MAX_STAGGER = 2.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds for which the document must stand unchanged before a round is formed without those who miss.
+    """How many seconds the document must stand unchanged before a round is formed without the missing agents.
 
-    `first_call` is in place of `last_call` (None: the same) until as many agents as a round may have were here: some of
-    them may still start. `shrink_after` runs from an agent's asking for the next round, whatever changes meanwhile: for
-    so long it waits for replacements of who was lost.
+    `first_call` replaces `last_call` (None: the same) until the maximum number of agents has been seen, because some of
+    them may still be starting. `shrink_after` is the time for which an agent waits for replacements of lost members. It
+    runs from the agent's join request, whatever changes meanwhile.
     """
 
     last_call: float = 5.0
@@ -32,7 +33,7 @@ class Patience:
     first_call: float | None = None
 
     def call(self, document: Document | None) -> float:
-        """Seconds of the last call that holds for this document."""
+        """How many seconds the last call lasts for this document."""
         if self.first_call is None or (document is not None and len(document.seats) >= document.sizes.maximum):
             return self.last_call
         return self.first_call
@@ -50,7 +51,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Write this, if nothing was written since."""
+    """Write this document, if the store's has not changed since."""
 
     document: Document
     reasons: tuple[str, ...]
@@ -74,7 +75,7 @@ class Barred:
 
 
 def outcome(document: Document | None, join_request: JoinRequest) -> Admitted | Closed | None:
-    """Whether the join request is settled."""
+    """The result of the join request; None if it is not settled yet."""
     if document is None:
         return None
     if document.closed is not None:
@@ -88,7 +89,7 @@ def outcome(document: Document | None, join_request: JoinRequest) -> Admitted | 
 
 
 def is_written(document: Document | None, join_request: JoinRequest) -> bool:
-    """Whether the agent waits in the document, with this join request and not one that it made before."""
+    """Whether the agent waits in the document with this join request, and not with an earlier one."""
     return document is not None and any(
         (member.agent, member.store_port) == (join_request.member.agent, join_request.member.store_port)
         for member in document.joining
@@ -103,17 +104,17 @@ def propose_join(
     *,
     shrink: bool = True,
 ) -> Proposal | Wait | Barred:
-    """The join request written, with all others and all losses that presence shows, and the round formed if it may be.
+    """A proposal with this join request, all other ones, all losses that presence shows, and the next round if allowed.
 
-    `present` was read after `document`: an agent in the document that is not in it has expired. `waited` is for how
-    long the document stood still; `shrink`: replacements were waited for long enough. Everything goes into one swap, so
-    that no crash comes between.
+    `present` was read after `document`, so an agent that is in the document but not in `present` has expired. `waited`:
+    what the proposer has waited for while the document stood unchanged. `shrink`: it has waited long enough for
+    replacements. Everything goes into one swap, so that no crash comes between.
     """
     before = document
     agent = join_request.member.agent
     now = Document(join_request.sizes, id=agent) if document is None else document
     now = above(now, (join_request, *present.values()))
-    # First: who expired needs no sizes and no index any more, and must bar nobody.
+    # Expired agents are removed first: their sizes and indices must keep no other agent out.
     cleared, reasons = without_expired(now, agent, present)
     joined = apply(cleared, Join(join_request.member, join_request.sizes))
     if isinstance(joined, Rejected):
@@ -122,7 +123,7 @@ def propose_join(
         reasons.append(f"{agent} joins")
     now, folded = _fold(joined, agent, present)
     reasons += folded
-    # Whoever changed something has not waited for anything since.
+    # An agent that changes the document has waited for nothing since that change.
     formed = apply(now, Form(agent, now.round, Waited.NOTHING if now != before else waited, shrink))
     if not isinstance(formed, Rejected):
         return Proposal(formed, (*reasons, f"round {formed.round} of {len(formed.members)}"))
@@ -130,16 +131,17 @@ def propose_join(
 
 
 def above(document: Document, join_requests: Iterable[JoinRequest]) -> Document:
-    """The document, whose next round will be newer than all that these agents were in: its store may have lost one in
-    which they were."""
+    """The document with its round number raised, so that the next round is newer than all rounds of these agents. The
+    store may have lost one of those rounds."""
     known = max((join_request.after for join_request in join_requests), default=0)
     return replace(document, floor=known) if known > max(document.floor, document.round) else document
 
 
 def without_expired(document: Document, by: str, present: Mapping[str, JoinRequest]) -> tuple[Document, list[str]]:
-    """The document without the agents that have no presence, and who they were.
+    """The document without the agents that have no presence, and a reason for each of them.
 
-    `by`, who writes it, is here, or joins in the same swap: who is gone from a round changes nothing in it.
+    `by` writes the document. It must be here or join in the same swap, because an agent that is gone from a round may
+    change nothing in it.
     """
     reasons = []
     for member in (*document.remaining(), *document.joining):
@@ -155,7 +157,7 @@ def without_expired(document: Document, by: str, present: Mapping[str, JoinReque
 
 def _fold(document: Document, me: str, present: Mapping[str, JoinRequest]) -> tuple[Document, list[str]]:
     waiting = {member.agent for member in document.joining}
-    # A join request for a round that was formed meanwhile is settled, or its owner makes a new one.
+    # A join request for a round that was formed meanwhile is left out: it is settled, or its owner makes a new one.
     join_requests = [
         join_request
         for agent, join_request in sorted(present.items(), key=lambda item: item[0])
@@ -171,7 +173,7 @@ def _fold(document: Document, me: str, present: Mapping[str, JoinRequest]) -> tu
 
 
 def stagger(document: Document, agent: str) -> float:
-    """Seconds by which this agent lets others go first: what many may do, one should do."""
+    """Seconds for which this agent lets others go first, so that only one of many writes the same change."""
     everyone = document.joining or document.remaining()
     position = next((i for i, member in enumerate(everyone) if member.agent == agent), len(everyone))
     return min(MAX_STAGGER, 0.05 * position)

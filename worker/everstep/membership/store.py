@@ -1,7 +1,7 @@
-"""What a rendezvous needs of a store, and no more: one document, compare-and-swap, presence, and a watch.
+"""The protocol of a round store: one document, compare-and-swap, presence, and a watch.
 
-An implementation is safe to call from several threads, belongs to the process that made it (a fork makes its own
-connections), and bounds every call: it returns, or raises StoreUnavailable (again later) or StoreRefused (never).
+An implementation is safe to call from several threads. It belongs to the process that made it; a fork makes its own
+connections. Every call is bounded: it returns, or raises StoreUnavailable (try later) or StoreRefused (final).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the store held at one moment. `version` changes with the document (0: there is none);
-    `expirations` grows with each presence that ended, and whenever the store cannot tell whether one did.
+    """The store's content at one moment. `version` changes with the document (0: there is none).
+    `expirations` grows with each presence that ended, and whenever the store cannot know whether one ended.
 
-    `era` grows each time this process finds that the store lost what it held, or was put back to an older state.
-    Versions grow within one era. Those of two eras have no order: the later era is the newer."""
+    `era` grows each time this process finds that the store lost its data, or was restored to an older state.
+    Versions grow within one era. Versions of two eras are not comparable: the view of the later era is newer."""
 
     document: bytes | None
     version: int
@@ -27,7 +27,7 @@ class View:
 
     @property
     def edition(self) -> tuple[int, int]:
-        """Which document this is. The greater of two is the newer, unless a version is 0."""
+        """Orders documents: the greater of two is the newer, unless a version is 0."""
         return self.era, self.version
 
 
@@ -35,18 +35,18 @@ class RoundStore(Protocol):
     """One job's round store."""
 
     def read(self) -> View:
-        """The newest document: what any call that was answered before has written is seen."""
+        """The newest document. It includes every write that was answered before this call."""
         ...
 
     def compare_and_swap(self, expected: int, document: bytes) -> int | None:
         """Write the document if its version is still `expected` (0: if there is none).
 
-        Returns the new version, or None if another was there. After StoreUnavailable it may have been written.
+        Returns the new version, or None if the store had another. After StoreUnavailable, it may have been written.
         """
         ...
 
     def watch(self, seen: View, timeout: float) -> View:
-        """Wait until era, version or expirations differ from those seen, at most `timeout` seconds; the newest view.
+        """Wait until era, version or expirations differ from `seen`, at most `timeout` seconds. Gives the newest view.
 
         The view may be older than what `read` gives.
         """
@@ -57,10 +57,11 @@ class RoundStore(Protocol):
         ...
 
     def ask(self, agent: str, value: bytes, ttl: float) -> float:
-        """`announce`, and have the store write this request into the document, if it is one that does such a thing.
+        """`announce`, and let the store itself write this request into the document, if it can.
 
-        Seconds after which the agent should have seen that it did, and otherwise writes by itself; 0: it does not. A
-        store that does knows by then what it held, and `watch` gives it at once.
+        Returns the seconds after which the agent writes by itself, if it has not seen the request in the document by
+        then. 0: this store does not write requests. After this call, a store that does has a view, and `watch` gives it
+        at once.
         """
         ...
 
@@ -77,18 +78,18 @@ class RoundStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up connections and threads. Presence is left to expire."""
+        """Close connections and end threads. Presences are left to expire."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Waits between attempts that met another's: jittered, so that those who met do not meet again; bounded."""
+    """Bounded waits between attempts. They are jittered, so that two writers that met do not meet again."""
 
     first: float = 0.01
     most: float = 0.5
 
     def seconds(self, attempt: int, random: Random) -> float:
-        """Before attempt `attempt` (1 is the first repetition)."""
+        """Seconds to wait before attempt `attempt` (1 is the first repetition)."""
         high = min(self.most, self.first * 2 ** min(attempt, 16))
         return random.uniform(high / 4, high)

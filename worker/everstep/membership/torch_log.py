@@ -1,8 +1,8 @@
-"""Keeps torch's C++ warnings out of the log while a fault is expected that is told in a line of our own.
+"""Keeps torch's C++ warnings out of the log while a fault is expected for which we log a line of our own.
 
-When the host of a process-group store dies, each call on that store raises an error in Python, and also writes twenty
-lines of C++ frames. torch has no setting for that after it was imported, so its library's own level is raised. Knows no
-torch. Invariant: outside of `warnings_off`, and above the level of warnings, all is as it was.
+When the host of a process-group store dies, each call on that store raises an error in Python, and also logs twenty
+lines of C++ frames. torch has no setting for that once it is imported, so this module raises the log level in its C++
+library. It does not import torch. Invariant: errors are logged as before, and outside of `warnings_off` warnings too.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import os
 import threading
 from collections.abc import Iterator
 
-ERRORS = 2  # c10's levels: 0 information, 1 warnings, 2 errors, 3 what ends the process
+ERRORS = 2  # c10's levels: 0 information, 1 warnings, 2 errors, 3 fatal
 
 
 class _Off:
-    """How many want it, and what the level was before the first."""
+    """How many callers want warnings off, and the level before the first of them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -29,7 +29,7 @@ _off = _Off()
 
 @contextlib.contextmanager
 def warnings_off() -> Iterator[None]:
-    """For the whole process. Does nothing where torch is not loaded, or has no such level."""
+    """Turns warnings off in the whole process. Does nothing if torch is not loaded, or has no such level."""
     level = _level()
     if level is None:
         yield

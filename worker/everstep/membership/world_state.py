@@ -1,6 +1,6 @@
-"""What a member knows of its round: whole, broken, growing, ending or over. Pure.
+"""The world state: a member's view of its round, which is whole, broken, growing, ending or over. Pure.
 
-It is read from the document alone. Invariant: all members that see one document agree on who is in the round.
+It is derived from the document alone. Invariant: all members that see one document agree on who is in the round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everstep.membership.machine import is_here, is_member, is_waiting
 @dataclass(frozen=True, slots=True)
 class Round:
     """One agreed membership, as one of its members sees it. `members` are in rank order. `rendezvous`: the document's
-    `id`; numbers of two documents have no order."""
+    `id`; round numbers of two documents are not comparable."""
 
     number: int
     rank: int
@@ -26,7 +26,7 @@ class Round:
 
     @property
     def world_size(self) -> int:
-        """Members; each may have several processes."""
+        """How many members there are; each may have several processes."""
         return len(self.members)
 
     @property
@@ -60,7 +60,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """The round stands, and `count` more agents would make it larger. `boundary`: the step agreed to take them in."""
+    """The round stands, and `count` more agents could join. `boundary`: the agreed step after which they do."""
 
     count: int
     boundary: int | None
@@ -75,7 +75,7 @@ class Finishing:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The round stands. This agent is asked to stop, and `count` members are; `enough`: the others can go on alone."""
+    """The round stands. `count` members are asked to stop, this agent too. `enough`: the others can go on alone."""
 
     count: int
     enough: bool
@@ -83,7 +83,7 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """This agent is asked to stop, and out of the round; the others train on."""
+    """This agent was asked to stop and has left the round; the others train on."""
 
 
 WorldState = Whole | Broken | Growing | Finishing | Stopping | Left | Closed
@@ -118,11 +118,11 @@ def world_state(document: Document | None, number: int, agent: str) -> WorldStat
 
 
 def _lost(document: Document, agent: str) -> str | None:
-    """Who is missed in the round, as `agent` says it."""
+    """Which member the round has lost, as a sentence for `agent`; None if it has lost none."""
     for loss in document.gone:
         if loss.agent == agent:
             return f"this agent is out of it: {loss.why}"
-    # Nobody misses who had finished.
+    # A member that had finished is not missed.
     return next((f"{x.agent} is gone: {x.why}" for x in document.gone if x.agent not in document.done), None)
 
 

@@ -1,6 +1,7 @@
-"""The keys of `--rdzv-conf`: read, checked, unknown ones refused by name.
+"""Reads and checks the keys of `--rdzv-conf`, and refuses unknown ones by name.
 
-Knows no torch, but for the names of its keys (`torch_keys`). torchrun gives values as texts, and always adds `timeout`.
+It knows nothing of torch but the names of torch's keys (`torch_keys`). torchrun gives values as strings, and always
+adds `timeout`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from everstep.membership.proposals import Patience
 
 log = logging.getLogger(__name__)
 
-FIRST_CALL = 30.0  # seconds, as torch waits
+FIRST_CALL = 30.0  # seconds; torch's default is the same
 LATER_CALL = 5.0
 
 
 class ConfigurationInvalid(RendezvousFailed, ValueError):
-    """A key or value of `--rdzv-conf`, or the endpoint; the text names it."""
+    """A key or value of `--rdzv-conf`, or the endpoint, is invalid; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,10 @@ class Configuration:
     # Seconds without a newcomer after which a round smaller than the maximum is formed. None: `FIRST_CALL` until as
     # many agents as the maximum have been seen, then `LATER_CALL`.
     last_call: float | None = None
-    rejoin: float = 45.0  # seconds for which living members are waited for that do not come back
+    rejoin: float = 45.0  # seconds to wait for living members that do not come back
     shrink_after: float = 0.0  # seconds for which survivors wait for replacements before they go on with fewer
     ttl: float = 3.0  # seconds after which a silent agent counts as gone
-    close_timeout: float = 30.0  # seconds for which the store is asked to take the job's end
+    close_timeout: float = 30.0  # seconds of attempts to record the job's end in the store
     allowed: tuple[int, ...] = ()  # the world sizes to choose from, as 2:4:8
     prefix: str = PREFIX
     user: str = ""
@@ -71,7 +72,7 @@ _SECONDS = {
 }
 _COMMON = ("timeout", "last_call", "rejoin", "shrink_after", "ttl", "close_timeout", "allowed", "ca_file", "protocol")
 ETCD_KEYS = (*_COMMON, "prefix", "user", "password_file", "cert_file", "key_file", "secret_dir")
-# In a folder that is a mounted Secret: keys of `--rdzv-conf` and the files that are meant.
+# Keys of `--rdzv-conf`, and the files in a mounted Secret that give their values.
 _IN_SECRET = {"password_file": "password", "ca_file": "ca.crt", "cert_file": "tls.crt", "key_file": "tls.key"}
 OPERATOR_KEYS = (*_COMMON, "token_file")
 OPERATOR_PORT = 8080
@@ -97,7 +98,7 @@ def read(config: Mapping[str, Any], endpoint: str) -> Configuration:
 
 
 def read_operator(config: Mapping[str, Any], endpoint: str, environ: Mapping[str, str]) -> Configuration:
-    """For the operator's round store; what is missing is what the operator has told this pod.
+    """For the operator's round store. A key that is not given comes from the pod's environment, set by the operator.
 
     Raises ConfigurationInvalid.
     """
@@ -120,7 +121,7 @@ def read_operator(config: Mapping[str, Any], endpoint: str, environ: Mapping[str
 
 
 def _wants_tls(values: dict[str, Any]) -> bool:
-    """Whether endpoints without a scheme are `https://`. Takes `protocol`, which is torch's, out of the values."""
+    """Whether endpoints without a scheme are `https://`. Removes torch's key `protocol` from the values."""
     protocol = values.pop("protocol", "")
     if protocol not in ("", "http", "https"):
         raise ConfigurationInvalid(f"--rdzv-conf: protocol={protocol}: http or https is expected")
@@ -128,7 +129,7 @@ def _wants_tls(values: dict[str, Any]) -> bool:
 
 
 def _of_secret(folder: Path) -> dict[str, Any]:
-    """What the folder of a Secret says, of the keys that a Secret for etcd may have."""
+    """The keys for etcd that a mounted Secret holds."""
     found: dict[str, Any] = {key: str(folder / name) for key, name in _IN_SECRET.items() if (folder / name).is_file()}
     try:
         if (user := folder / "username").is_file():
@@ -187,7 +188,7 @@ def etcd_gateway(settings: Configuration) -> Gateway:
 
 
 def _seconds(key: str, value: object, given: str) -> float:
-    """`given`: the name of the key as it was given."""
+    """`given`: the name of the key on the command line."""
     low, high = _SECONDS[key]
     try:
         seconds = float(str(value))

@@ -1,9 +1,9 @@
-"""Connections to the operator that do not outlive a silent machine, and that find the living one behind an address.
+"""Connections to the operator that end soon after a machine falls silent, and that find a living machine.
 
-A machine that lost its power or its network ends no connection: who asks over one waits for as long as it has patience
-for an answer. But its kernel acknowledges nothing either, and that is known within `SILENT` seconds. And behind a
-Service are several machines, of which each attempt to connect gets one: while an attempt is not answered, another is
-made. A slow process is none of this: its kernel answers, and it is waited for. Linux only.
+A machine that lost its power or its network closes no connection, so a caller would wait until its timeout. But its
+kernel acknowledges nothing either, and TCP finds that within `SILENT` seconds. A Service stands for several machines,
+and each attempt to connect reaches one of them. So while an attempt is not answered, another is made. A slow process is
+not mistaken for a lost machine: its kernel still answers, so the caller waits for it. Linux only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConn
 
 from everstep.membership.peers.probe import connect
 
-SILENT = 1.5  # seconds in which what was sent is acknowledged, or its connection is over
-ALIVE = 1  # seconds without a word after which the other kernel is asked whether it is there; whole ones
+SILENT = 1.5  # seconds in which sent data must be acknowledged; otherwise the connection ends
+ALIVE = 1  # seconds of silence before a keepalive probe; a whole number
 SPACING = 0.1  # seconds between attempts to connect
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -33,7 +33,7 @@ _OPTIONS = (
 
 
 def open_connection(host: str, port: int, seconds: float) -> socket.socket:
-    """A connection within about so many seconds for each address of the host. Raises OSError."""
+    """Connect to the host; each of its addresses gets about `seconds` seconds. Raises OSError."""
     attempts = max(1, round(seconds / SPACING))
     last = 0
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -50,7 +50,7 @@ def open_connection(host: str, port: int, seconds: float) -> socket.socket:
 
 
 class _Opening:
-    """What urllib3 asks for a new connection."""
+    """Overrides how urllib3 opens a connection."""
 
     def _new_conn(self) -> socket.socket:
         mine: Any = self
@@ -83,7 +83,7 @@ class _HttpsPool(HTTPSConnectionPool):
 
 
 class Pool(PoolManager):
-    """urllib3's, with such connections."""
+    """urllib3's pool manager, with these connections."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -1,10 +1,11 @@
-"""A round store in etcd v3. What it keeps for one job lies under one prefix: `document`, and `present/<agent>`.
+"""A round store in etcd v3. The keys of one job have one prefix: `document`, and `present/<agent>`.
 
-The document's version is its mod revision; presence is a key on a lease of its own. A thread watches the document, and
-presences that end: not those that begin, or each of a thousand agents that start would be told of every other. A watch
-goes on from the revision after the last one seen; where etcd has compacted that away, the document is read again and an
-expiration is assumed. One is assumed too where etcd has lost what it held, or was put back to an older state: its
-revision tells, or the document's. That begins a new era. Invariant: within an era, a view never goes back.
+The document's version is its mod revision. An agent's presence is a key on a lease of its own. A thread watches the
+document and the presences that end. It does not watch those that begin: each of a thousand starting agents would hear
+of every other one. A watch goes on from the revision after the last one seen. If etcd has compacted that revision, the
+document is read again and an expiration is assumed. An expiration is assumed too if etcd has lost its data, or was
+restored to an older state; its revision or the document's shows that, and a new era begins.
+Invariant: within an era, a view never goes back.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from everstep.membership.store import View
 log = logging.getLogger(__name__)
 
 PREFIX = "/everstep/rendezvous"
-SILENCE = 5.0  # seconds without a message after which the watch is opened anew: its member may be hung
+SILENCE = 5.0  # seconds without a message after which the watch is reopened: the etcd member may hang
 _DOCUMENT, _EXPIRATIONS = "1", "2"  # the watches on one stream
 MIN_TTL = 2  # etcd makes shorter leases longer
 
@@ -39,8 +40,8 @@ class EtcdStore(Watching):
         self._gateway = gateway
         root = f"{prefix.rstrip('/')}/{quote(job, safe='')}/"
         self._root, self._document, self._present = root, f"{root}document", f"{root}present/"
-        self._known = 0  # the revision at which the view was true
-        self._next: dict[str, int] = {}  # by watch, the revision that it has not seen
+        self._known = 0  # the store's revision at which the view was read
+        self._next: dict[str, int] = {}  # by watch, the first revision that it has not seen
         self._expirations = self._era = 0
         self._leases: dict[str, tuple[str, float]] = {}
 
@@ -90,7 +91,7 @@ class EtcdStore(Watching):
     def withdraw(self, agent: str) -> None:
         held = self._leases.pop(agent, None)
         if held is not None:
-            with contextlib.suppress(StoreUnavailable, NotFound):  # it expires, or has, by itself
+            with contextlib.suppress(StoreUnavailable, NotFound):  # the lease expires, or has expired
                 self._gateway.call("/v3/lease/revoke", {"ID": held[0]})
 
     def present(self) -> Mapping[str, bytes]:
@@ -117,15 +118,17 @@ class EtcdStore(Watching):
         answer = self._gateway.call("/v3/kv/range", {"key": _b64(self._document)})
         rows = answer.get("kvs", [])
         version = int(rows[0]["mod_revision"]) if rows else 0
-        # Where other jobs have written since etcd was put back, or its revision was raised, only the document tells.
+        # The store's revision shows no restore if other jobs have written since, or if it was raised. The document's
+        # own revision shows it then.
         older = before is not None and 0 < version < before.version
         revision = self._revision(answer, known, older=older)
         return View(_unb64(rows[0].get("value", "")) if rows else None, version, self._expirations, self._era), revision
 
     def _revision(self, answer: Mapping[str, Any], known: int, *, older: bool = False) -> int:
-        """The store's revision in an answer to a call that was made when `known` was. Reads and writes of etcd are
-        linearizable, so a smaller one is of a store that was emptied, or put back to an older state. `older`: the
-        document's own revision says so."""
+        """The store's revision in an answer; `known` was the newest revision when the call was made.
+
+        Reads and writes of etcd are linearizable, so a smaller revision means that the store was emptied or restored to
+        an older state. `older`: the document's own revision shows that."""
         revision = int(answer["header"]["revision"])
         with self._changed:
             if (revision < known or older) and known == self._known:
@@ -136,7 +139,7 @@ class EtcdStore(Watching):
         return revision
 
     def _merge(self, view: View, revision: int) -> View:
-        """What is known after this was seen; an older sight than the last changes nothing."""
+        """The newest view after `view` was read; a view older than the known one changes nothing."""
         with self._changed:
             if self._view is None or revision >= self._known:
                 before, self._known = self._view, revision
@@ -146,10 +149,11 @@ class EtcdStore(Watching):
             return self._view
 
     def _follow(self) -> bool:
-        view, revision = self._range()  # each time: a watch on revisions to come would not notice that they come again
+        # Read each time: after a restore of etcd, revisions repeat, and a watch on future revisions would not show it.
+        view, revision = self._range()
         if not self._next:
             self._next = {_DOCUMENT: revision + 1, _EXPIRATIONS: revision + 1}
-            self._count_expiration()  # what expired before is not known
+            self._count_expiration()  # a presence may have expired before the watch began
             self._merge(view, revision)
         return self._read_stream()
 
@@ -157,7 +161,7 @@ class EtcdStore(Watching):
         self._gateway.close()
 
     def _read_stream(self) -> bool:
-        """Until it ends; whether it said anything."""
+        """Read the stream until it ends; whether any message came."""
         heard = False
         ends = {"range_end": _end(self._present), "filters": ["NOPUT"]}
         wanted = [self._wanted(_DOCUMENT, self._document, {}), self._wanted(_EXPIRATIONS, self._present, ends)]
@@ -182,12 +186,12 @@ class EtcdStore(Watching):
         return heard
 
     def _wanted(self, watch: str, key: str, more: Mapping[str, Any]) -> dict[str, Any]:
-        # Without notices of progress, a watch on which nothing happens would be lost to each compaction.
+        # Progress notices move an idle watch's start revision forward, so that a compaction does not pass it.
         start = {"start_revision": str(self._next[watch]), "progress_notify": True}
         return {"create_request": {"watch_id": watch, "key": _b64(key), **start, **more}}
 
     def _passed(self, result: Mapping[str, Any]) -> None:
-        """Go on behind this, if the watch is opened again."""
+        """Remember that the watch, if it is opened again, goes on behind this result."""
         events, watch = result.get("events", []), str(result.get("watch_id", 0))
         if watch in self._next and not result.get("created"):
             revisions = [int(event["kv"]["mod_revision"]) for event in events] or [int(result["header"]["revision"])]
@@ -220,6 +224,6 @@ def _unb64(data: str) -> bytes:
 
 
 def _end(prefix: str) -> str:
-    """The first key after all with this prefix, as etcd wants a range's end."""
+    """The end of etcd's key range for this prefix: the first key after all that have it."""
     data = prefix.encode()
     return _b64(data[:-1] + bytes([data[-1] + 1]))

@@ -1,7 +1,8 @@
 """Calls to etcd v3's JSON gateway: endpoints in turn, TLS, user and password, and errors that say what to do.
 
-Knows no rendezvous. Plain HTTP, because gRPC's threads do not survive a fork in a training process. Invariants: a call
-is bounded by `Limits`; connections belong to the process that made them; a password is in no message.
+It knows nothing of the rendezvous. It uses plain HTTP, because gRPC's threads do not survive a fork in a training
+process. Invariants: a call is bounded by `Limits`; connections belong to the process that made them; no message
+contains a password.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ DEFAULT_PORT = 2379
 MAX_ENDPOINTS = 16
 MAX_LINE = 8 * 1024 * 1024  # of a watch stream
 
-# gRPC's codes, as the gateway puts them into a reply.
+# gRPC's status codes in the gateway's replies.
 _INVALID, _NOT_FOUND, _DENIED, _UNAUTHENTICATED = 3, 5, 7, 16
 
 
-_Body = Sequence[Mapping[str, Any]]  # more than one only where the call is a stream
+_Body = Sequence[Mapping[str, Any]]  # more than one element only in a stream
 
 
 class NotFound(StoreRefused):
-    """etcd has no such lease (any more)."""
+    """etcd has no such lease, or has it no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds, and how often the endpoints are gone through."""
+    """Timeouts in seconds, and how often all endpoints are tried."""
 
     connect: float = 1.0
-    reply: float = 1.0  # longer than a write takes; another member is asked then, as after an election
+    reply: float = 1.0  # longer than a write takes; then the next member is asked, as is needed after an election
     rounds: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to get in. Files are paths of PEM files."""
+    """Credentials and TLS files (paths of PEM files)."""
 
     user: str = ""
     password: str = field(default="", repr=False)
@@ -87,7 +88,7 @@ class Gateway:
     def __init__(self, urls: tuple[str, ...], access: Access | None = None, limits: Limits | None = None) -> None:
         self._urls, self._access, self._limits = urls, access or Access(), limits or Limits()
         self._lock = threading.Lock()
-        self._at = 0  # the endpoint that answered last
+        self._at = 0  # index of the endpoint that answered last
         self._token = ""
         self._pool: urllib3.PoolManager | None = None
         self._sockets = Sockets()
@@ -95,18 +96,18 @@ class Gateway:
         after_fork(self)
 
     def forked(self) -> None:
-        """The parent's sockets are left alone: two processes must not speak on one connection."""
+        """Leave the parent's sockets alone: two processes must not use one connection."""
         self._lock, self._pool = threading.Lock(), None
         self._sockets.forked()
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST to the first endpoint that answers. Raises StoreUnavailable or StoreRefused.
 
-        A call may have been carried out by an endpoint that did not answer, and is then carried out again.
+        A call may take effect twice: an endpoint that did not answer may have carried it out.
         """
         response = self._send(path, [body], stream=False)
         data = _object(path, response)
-        # Every answer of etcd has one; that of a stream is within, and may be an error instead.
+        # Every answer of etcd has a header. A stream's message has it inside `result`, or is an error.
         if "result" not in data and "error" not in data and not isinstance(data.get("header"), dict):
             raise StoreUnavailable(f"{path}: the answer is not etcd's: it has no header")
         return data
@@ -136,7 +137,7 @@ class Gateway:
             self._token = ""
 
     def close(self) -> None:
-        """End what is under way too; no call succeeds any more."""
+        """End calls in progress too; no later call succeeds."""
         with self._lock:
             pool, self._pool = self._pool, None
         self._sockets.shut()
@@ -163,7 +164,7 @@ class Gateway:
         raise StoreUnavailable("no etcd member answers: " + "; ".join(f"{url}: {why}" for url, why in failures.items()))
 
     def _post(self, url: str, path: str, body: _Body, *, stream: bool, reply: float | None = None) -> Any:
-        """One request to one endpoint; authenticates first, and again if the token is not taken any more."""
+        """One request to one endpoint. Authenticates first, and again if the token is no longer accepted."""
         for last in (False, True):
             response = self._raw(url, path, body, self._authenticate(url), stream=stream, reply=reply)
             if response.status == 200:
@@ -218,7 +219,7 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What a reply that is not 200 says."""
+    """The content of a reply whose status is not 200."""
 
     status: int
     code: int
@@ -230,7 +231,7 @@ class _Problem:
 
     def error(self, url: str, access: Access) -> Exception:
         if self.status == 404 and "lease" not in self.text:
-            # Another server may answer for a moment, at an address that was etcd's: that ends no worker.
+            # For a moment, another server may answer at an address that was etcd's. That must end no worker.
             return StoreUnavailable(
                 f"{url} has no etcd v3 JSON gateway (404): it is etcd older than 3.4, no etcd, or was started with"
                 " --enable-grpc-gateway=false"
@@ -277,7 +278,7 @@ def _problem(response: Any) -> _Problem:
     try:
         body = json.loads(text)
         error = body.get("error")
-        if isinstance(error, dict):  # as a stream words it
+        if isinstance(error, dict):  # a stream's form of an error
             body, error = error, error.get("message")
         code, text = int(body.get("code", body.get("grpc_code", -1))), str(body.get("message") or error or text)
     except (ValueError, AttributeError, TypeError):
@@ -286,7 +287,7 @@ def _problem(response: Any) -> _Problem:
 
 
 def _explain(error: Exception, access: Access) -> str:
-    """What a failed attempt means, in words that name the fix where there is one."""
+    """The meaning of a failed attempt, with the fix if there is one."""
     if isinstance(error, NameResolutionError):
         return "unknown host: check the endpoint's name"
     if isinstance(error, TransportSSLError):

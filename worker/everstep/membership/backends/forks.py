@@ -1,7 +1,7 @@
-"""Objects with locks and connections, made fit for use in a forked child.
+"""Resets objects with locks and connections in a forked child.
 
-A lock that another thread held at the fork stays held in the child for ever, and a socket would be spoken on by two
-processes. So each such object starts anew in the child. Objects are held weakly: registering keeps none alive.
+A lock that another thread held at the fork stays held in the child for ever, and two processes would use one socket. So
+each such object starts anew in the child. Objects are held weakly: registering keeps none alive.
 """
 
 from __future__ import annotations

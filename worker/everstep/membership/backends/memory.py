@@ -1,6 +1,6 @@
 """A round store in this process: for tests, benchmarks, and jobs whose agents are threads.
 
-Invariant: the semantics that `store` promises, with nothing in between: what it does, etcd must do.
+Invariant: it is the reference for the semantics that `store` promises; etcd must behave the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MemoryStore:
         self._version = 0
         self._expirations = 0
         self._present: dict[str, _Presence] = {}
-        self._earliest = float("inf")  # no presence expires before; renewing makes it too early, never too late
+        self._earliest = float("inf")  # no presence expires before this; a renewal can only make it too early
 
     def read(self) -> View:
         with self._changed:
@@ -62,7 +62,7 @@ class MemoryStore:
             self._present[agent] = _Presence(value, ttl, until)
             if until < self._earliest:
                 self._earliest = until
-                self._changed.notify_all()  # whoever sleeps until the earliest expiration sleeps too long now
+                self._changed.notify_all()  # a waiter that sleeps until the old earliest expiration would wake too late
 
     def ask(self, agent: str, value: bytes, ttl: float) -> float:
         self.announce(agent, value, ttl)
@@ -88,7 +88,7 @@ class MemoryStore:
             return {agent: presence.value for agent, presence in self._present.items()}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: this store holds no connection and no thread."""
 
     def _expire(self) -> None:
         now = self._clock()

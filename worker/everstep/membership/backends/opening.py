@@ -1,4 +1,4 @@
-"""The round stores by the name of their backend, as `--rdzv-backend` says it. Knows no torch."""
+"""Opens the round store that `--rdzv-backend` names. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ETCD_V3 = "etcd-v3"
 
 
 def remedy(backend: str, run_id: str) -> str:
-    """What to do where a job's rounds are over before an agent has been in any."""
+    """What the user can do if a job's rounds were over before an agent was in any."""
     if backend == EVERSTEP:
         return "nothing was trained here: the rounds of this TrainingJob are over; create another one"
     default = " (none is the default)" if run_id == "none" else ""
@@ -38,7 +38,7 @@ def open_store(backend: str, endpoint: str, config: Mapping[str, Any], run_id: s
         settings = read(config, endpoint)
         return EtcdStore(etcd_gateway(settings), run_id, settings.prefix), settings
     if backend == EVERSTEP:
-        # The job is the one of the pod's token, whatever the run id.
+        # The pod's token names the job, so the run id does not matter.
         settings = read_operator(config, endpoint, os.environ)
         return HttpStore(operator_calls(settings)), settings
     raise ConfigurationInvalid(f"--rdzv-backend={backend}: no such backend; there are {EVERSTEP} and {ETCD_V3}")

@@ -1,13 +1,14 @@
 """Calls to the operator's HTTP server: the pod's token, the leader's address, and errors that say what to do.
 
-Knows no rendezvous. The token is sent to the address that was configured, and to the one that this address names in a
-redirect (307, its leader): same scheme, same path, one step, remembered until it fails. What the leader's address
-answers is final only if the configured address says so too: an address in a cluster may be another's by now. So may
-the configured one, for a moment: what is not an answer to the call, or not the operator's own refusal, is an outage.
-A token that was accepted before may be refused for a moment too, while the file holds an expired one, or the cluster
-changes its keys: an agent that has trained for days is not ended by one 401.
-Invariants: a call is bounded in time and size; connections belong to the process that made them; the token is in no
-message.
+It knows nothing of the rendezvous. The token is sent to the configured address, and to the leader's address, which the
+configured one names in a redirect (307). A redirect is followed once, with the same scheme and path, and is remembered
+until it fails. An address in a cluster may belong to another server by now. So a refusal by the leader's address is
+final only if the configured address repeats it. For a moment, the configured address may belong to another server too:
+an answer that does not fit the call, and is not the operator's own refusal, counts as an outage. A token that was
+accepted before may also be refused for a moment: the file may hold an expired token, or the cluster may be changing its
+keys. So one 401 does not end an agent that has trained for days.
+Invariants: a call is bounded in time and size; connections belong to the process that made them; no message contains
+the token.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from everstep.membership.backends.forks import after_fork
 from everstep.membership.backends.sockets import Sockets
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 
-MAX_TOKEN = 8000  # characters: more would not fit into a header
+MAX_TOKEN = 8000  # characters; a longer token would not fit into a header
 MAX_ERROR = 64 * 1024
 PIECE = 64 * 1024  # bytes read at once
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds, and how often an address that does not answer is tried: half as often where replies are late."""
+    """Timeouts in seconds, and how often a silent address is tried: half as often if replies are late."""
 
-    connect: float = 0.5  # behind a Service each try may name, or be, a machine that is lost: ask again soon
-    reply: float = 5.0  # an operator asks its API server, too
+    connect: float = 0.5  # short, because an attempt may reach, or be redirected to, a lost machine behind a Service
+    reply: float = 5.0  # long enough for the operator to ask its API server
     tries: int = 4
-    unauthorized: float = 60.0  # for which 401 is no final answer to an agent that was accepted before
+    unauthorized: float = 60.0  # for this long, 401 is not final for an agent that was accepted before
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Reply:
 
     @property
     def reason(self) -> str:
-        """What the server says about it."""
+        """The server's explanation."""
         return words(self.data) or self.data[:100].decode(errors="replace").strip() or "no reason given"
 
 
@@ -69,7 +70,7 @@ def base_url(text: str, default_port: int, *, tls: bool = False) -> str:
 
 
 class OperatorCalls:
-    """Thread-safe. `url` is without a path; no `token_file`: no token is sent. `clock`: monotonic seconds."""
+    """Thread-safe. `url` has no path. Without `token_file`, no token is sent. `clock`: monotonic seconds."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class OperatorCalls:
         after_fork(self)
 
     def forked(self) -> None:
-        """The parent's sockets are left alone: two processes must not speak on one connection."""
+        """Leave the parent's sockets alone: two processes must not use one connection."""
         self._lock, self._pool = threading.Lock(), None
         self._sockets.forked()
 
@@ -108,9 +109,9 @@ class OperatorCalls:
     ) -> Reply:
         """An answer with one of the statuses `expect`, and at most `limit` bytes if it is 200.
 
-        Raises StoreRefused where the operator itself refuses, and StoreUnavailable whatever else is answered; also for
-        401 within `Limits.unauthorized` seconds of the first one, if a call was answered before. A call may have been
-        carried out by an address that did not answer, and is then carried out again.
+        Raises StoreRefused if the operator itself refuses, and StoreUnavailable for every other answer. A 401 is
+        StoreUnavailable too, within `Limits.unauthorized` seconds of the first one, if a call was answered before. A
+        call may take effect twice: an address that did not answer may have carried it out.
         """
         wanted = _Call(method, path, body, dict(headers or {}), frozenset(expect), limit, reply or self._limits.reply)
         leader = self._leader
@@ -126,7 +127,7 @@ class OperatorCalls:
         return self._ask(wanted)
 
     def close(self) -> None:
-        """End what is under way too; no call succeeds any more."""
+        """End calls in progress too; no later call succeeds."""
         with self._lock:
             pool, self._pool = self._pool, None
         self._sockets.shut()
@@ -134,7 +135,7 @@ class OperatorCalls:
             pool.clear()
 
     def _ask(self, wanted: _Call) -> Reply:
-        """At the configured address, and where it points to."""
+        """Ask the configured address, and the one to which it redirects."""
         why, left = "", self._limits.tries
         while left > 0:
             try:
@@ -161,7 +162,7 @@ class OperatorCalls:
             self._accepted, self._unauthorized_since = True, None
 
     def _again(self, at: str, found: Reply) -> StoreUnavailable | None:
-        """For a 401 that is not final yet."""
+        """The error to raise for a 401 that is not final yet; None if it is final, or no 401."""
         if found.status != 401:
             return None
         with self._lock:
@@ -177,7 +178,7 @@ class OperatorCalls:
         )
 
     def _target(self, found: Reply, wanted: _Call) -> str:
-        """Where a redirect leads; not followed if the token would go where nobody may have meant it to."""
+        """The target of a redirect. Refused if the token could go to a server for which it was not meant."""
         location = found.headers.get("Location", "")
         url = location.removesuffix(wanted.path)
         try:
@@ -196,7 +197,7 @@ class OperatorCalls:
         return url
 
     def _send(self, url: str, wanted: _Call) -> Reply:
-        """One request; a second one if the token was refused and the file holds another by now."""
+        """One request, and a second one if the token was refused and the file holds another by now."""
         token = self._token()
         found = self._raw(url, wanted, token)
         if found.status in (401, 403) and (fresh := self._token()) != token:
@@ -230,12 +231,12 @@ class OperatorCalls:
                 preload_content=False,
             )
         except HTTPError:
-            pool.clear()  # others that stand idle may lead to the same silent machine
+            pool.clear()  # idle connections may lead to the same silent machine
             raise
         limit = wanted.limit if response.status == 200 else MAX_ERROR
         try:
             data = b""
-            # To its end, which one `read` does not tell: a body that was cut off is no answer.
+            # Read to the end: a truncated body is no answer, and a single `read` does not show truncation.
             while part := response.read(PIECE, decode_content=False):
                 data += part
                 if len(data) > limit:

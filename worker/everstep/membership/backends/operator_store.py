@@ -1,8 +1,8 @@
-"""A round store in the operator, over HTTP; `everstep.contract.rounds` says how.
+"""A round store in the operator, over HTTP; `everstep.contract.rounds` describes the protocol.
 
-The job is the one of the pod's token. One watch, in a thread, waits at the operator for what changes; whoever calls
-`watch` waits here. Invariant: a view never goes back, whichever of two answers comes last, and however far a new leader
-of the operator has counted.
+The pod's token names the job. One thread waits at the operator for changes; callers of `watch` wait for that thread.
+Invariant: a view never goes back, in whatever order answers arrive, and whatever a new leader of the operator has
+counted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from everstep.membership.backends.watching import Watching
 from everstep.membership.errors import StoreUnavailable
 from everstep.membership.store import View
 
-WAIT = 20.0  # seconds of one watch at the operator
-MAX_GRACE = 30.0  # seconds for which an operator is trusted to write a join request
+WAIT = 20.0  # seconds that one watch request waits at the operator
+MAX_GRACE = 30.0  # seconds that an agent lets the operator take to write its join request, at most
 NOTHING_COUNTED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known at one moment, and how far the operator had counted expirations."""
+    """The view at one moment, and the operator's count of expirations then."""
 
     view: View | None
     counted: int
@@ -47,7 +47,7 @@ class HttpStore(Watching):
     def __init__(self, calls: OperatorCalls, *, random: Random | None = None) -> None:
         super().__init__(random)
         self._calls = calls
-        self._counted = NOTHING_COUNTED  # expirations, by the operator: with another leader they may begin anew
+        self._counted = NOTHING_COUNTED  # the operator's count of expirations; another leader may begin anew
 
     def read(self) -> View:
         known = self._known()
@@ -87,7 +87,7 @@ class HttpStore(Watching):
             found = json.loads(reply.data)
         except (ValueError, RecursionError) as e:
             raise StoreUnavailable(f"the operator's list of agents cannot be read: {e}") from e
-        # Whoever is missing in it counts as expired: it is believed only if it is one.
+        # An agent that is missing in the list counts as expired. So the answer must be a well-formed list.
         if not isinstance(found, dict) or any(not (isinstance(v, str) and v[:1] == "{") for v in found.values()):
             raise StoreUnavailable("what answers for the operator gives no list of agents")
         return {agent: value.encode() for agent, value in found.items()}
@@ -100,7 +100,7 @@ class HttpStore(Watching):
         return self._calls.call("PUT", _presence(agent), expect=expect, body=value, headers=headers, limit=MAX_BYTES)
 
     def _look(self, path: str, reply: float | None = None) -> View | None:
-        """What the operator holds; None if it says that nothing is new."""
+        """The operator's document and counts; None if it says that nothing is new."""
         answer = self._calls.call("GET", path, expect=(200, 204, 304), limit=MAX_BYTES, reply=reply)
         return None if answer.status == 304 else _seen(answer)
 
@@ -109,25 +109,26 @@ class HttpStore(Watching):
             return Known(self._view, self._counted)
 
     def _merge(self, found: View | None, asked: Known) -> View:
-        """What is known after `found` came, asked for when `asked` was known. An older sight changes nothing.
+        """The newest view after the answer `found`; `asked` was known when the request was sent.
 
-        The expirations in `found` are the operator's count, those of the view are counted here.
+        An older answer changes nothing. The expirations in `found` are the operator's count; those of the view are
+        counted here.
         """
         with self._changed:
             view = self._view
             if found is None:
                 return view or View(None, 0, 0)
-            # There is no document any more: believed unless one came while that answer was on its way.
+            # An answer without a document is believed, unless a document came while that answer was on its way.
             newer = view is None or found.version >= view.version or (found.version == 0 and view is asked.view)
             newest = found if newer or view is None else view
             expirations = 0 if view is None else view.expirations
-            # A smaller count, likewise: the next leader may have begun anew.
+            # A smaller count is believed under the same condition: the next leader may have begun anew.
             if found.expirations > self._counted or (
                 found.expirations < self._counted and asked.counted == self._counted
             ):
                 expirations += self._counted != NOTHING_COUNTED
                 self._counted = found.expirations
-            # After there was none, versions may begin anew.
+            # After a time without a document, versions may begin anew.
             era = 0 if view is None else view.era + (newest.version < view.version)
             self._view = View(newest.document, newest.version, expirations, era)
             if self._view != view:
@@ -137,7 +138,8 @@ class HttpStore(Watching):
     def _follow(self) -> bool:
         known = self._known()
         found = self._look(f"{_path(known)}&wait={WAIT:g}", WAIT + 5.0)
-        # News that change nothing: the operator holds less than is known, and would say so again at once.
+        # An answer that changes nothing is older than the known view. False, so that the operator is not asked again at
+        # once for the same answer.
         return self._merge(found, known) != known.view or found is None
 
     def _disconnect(self) -> None:
@@ -159,7 +161,7 @@ def _seen(reply: Reply) -> View:
 
 
 def _grace(reply: Reply) -> float:
-    """0 from an operator that writes no join requests."""
+    """Seconds in which the operator writes the join request; 0 if it writes none."""
     try:
         seconds = float(reply.headers.get(GRACE_HEADER, "0"))
     except ValueError:

@@ -1,8 +1,8 @@
-"""Ends what a thread waits for at a server, from another thread.
+"""Ends a thread's wait for a server from another thread, by shutting its socket down.
 
-A read over HTTP lasts for as long as the server has nothing to say, and closing urllib3's pool leaves alone what is
-being read. So the sockets of a pool's connections are kept in mind, weakly, and shut down when the pool's owner closes.
-Invariant: after `shut` no connection is made that could be waited on.
+A read over HTTP lasts until the server answers, and closing urllib3's pool does not end a read in progress. So this
+module keeps weak references to the sockets of a pool's connections, and shuts them down when the pool's owner closes.
+Invariant: after `shut`, no new connection is made on which a thread could wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ P = TypeVar("P", bound=PoolManager)
 
 
 class Sockets:
-    """Of one client, in one process."""
+    """The sockets of one client in one process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,11 +29,11 @@ class Sockets:
         self._closed = False
 
     def forked(self) -> None:
-        """The parent's are left alone: shutting one down would end it for the parent, too."""
+        """Leave the parent's sockets alone: a shutdown would end them for the parent too."""
         self._lock, self._open = threading.Lock(), weakref.WeakSet()
 
     def of(self, pool: P) -> P:
-        """The pool, whose connections made from now on are ended by `shut`. Raises StoreUnavailable after that."""
+        """Track the pool: `shut` ends all connections that it makes from now on. Raises StoreUnavailable after that."""
         self._check()
         pool.pool_classes_by_scheme = {
             scheme: self._tracking(made) for scheme, made in pool.pool_classes_by_scheme.items()
@@ -41,7 +41,7 @@ class Sockets:
         return pool
 
     def shut(self) -> None:
-        """End all of them: who reads from one reads its end."""
+        """End all of them: each reader sees the end of its connection."""
         with self._lock:
             self._closed, mine = True, list(self._open)
         for one in mine:

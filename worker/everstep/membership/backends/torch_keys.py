@@ -1,7 +1,8 @@
-"""torch's own keys of `--rdzv-conf`, in our words. Pure.
+"""Translates torch's own keys of `--rdzv-conf` into ours. Pure.
 
-A command line that was written for torch's `c10d` or `etcd` rendezvous runs here as it is. Invariant: a key of torch's
-is obeyed, or named as one that changes nothing; a key that neither torch nor we have is left for the caller to refuse.
+A command line that was written for torch's `c10d` or `etcd` rendezvous runs here unchanged. Invariant: each of torch's
+keys is obeyed, or reported as one that changes nothing. A key that is neither torch's nor ours is left for the caller
+to refuse.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ KEYS = (*_SAME, *_DEFAULTS, *_MEANINGLESS)
 
 
 class Clash(ValueError):
-    """Two keys say the same thing; the text names both."""
+    """Two keys mean the same; the message names both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """`values` by our keys; `given` the key that each was given by, where that is another; `unused` why a key that was
-    given changes nothing."""
+    """`values`: by our keys. `given`: by our key, the key on the command line, if that is another one. `unused`: by
+    key, why it changes nothing."""
 
     values: Mapping[str, Any]
     given: Mapping[str, str]
@@ -62,14 +63,14 @@ def translated(config: Mapping[str, Any], ours: Collection[str]) -> Translated:
             _put(values, given, name, key, config[key])
     alive = [key for key in _DEFAULTS if key in config]
     if alive:
-        # torch gives an agent up after so many renewals that did not come.
+        # torch gives an agent up after `attempts` missed renewals.
         interval, attempts = ({**_DEFAULTS, **config}[key] for key in _DEFAULTS)
         _put(values, given, "ttl", "*".join(alive), _product(interval, attempts))
     return Translated(values, given, unused)
 
 
 def _put(values: dict[str, Any], given: dict[str, str], name: str, key: str, value: Any) -> None:
-    # torchrun itself always gives a timeout, whatever it was told.
+    # torchrun itself always gives a timeout, even if the user gave none, so a second one is no clash.
     if (name in values and name != "timeout") or name in given:
         raise Clash(f"{given.get(name, name)} and {key} mean the same: give one")
     values[name], given[name] = value, key
@@ -79,4 +80,4 @@ def _product(interval: object, attempts: object) -> str:
     try:
         return f"{float(str(interval)) * float(str(attempts)):g}"
     except ValueError:
-        return f"{interval}*{attempts}"  # which is no number, and refused as such
+        return f"{interval}*{attempts}"  # not a number, so the caller refuses it

@@ -1,7 +1,7 @@
-"""What round stores behind a network have in common: one thread that follows the store, and callers that wait for it.
+"""The common part of round stores behind a network: one thread follows the store, and callers wait for that thread.
 
-Knows no protocol: a store says how it follows. Invariant: the thread ends only with the store; whatever goes wrong in
-it is tried again, at a pace with a bound.
+It knows no protocol: each store implements `_follow`. Invariant: the thread ends only with the store. After any error
+it tries again, with a bounded back-off.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from everstep.membership.store import Backoff, View
 
 log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 2.0  # for the thread: it may be connecting
+CLOSE_SECONDS = 2.0  # to wait for the thread's end: it may be connecting
 RETRY = Backoff(first=0.05, most=1.0)
 
 
 class Watching(ABC):
-    """`_view` is the newest that is known, under `_changed`. Each process that uses the store follows for itself."""
+    """`_view` is the newest known view, guarded by `_changed`. Each process that uses the store has its own thread."""
 
     def __init__(self, random: Random | None = None) -> None:
         self._random = random or Random()  # noqa: S311 - jitter
@@ -34,16 +34,16 @@ class Watching(ABC):
         after_fork(self)
 
     def forked(self) -> None:
-        """The child follows for itself."""
+        """The child starts its own thread."""
         self._changed, self._following = threading.Condition(), None
 
     @abstractmethod
     def _follow(self) -> bool:
-        """Wait for the store's next words and take them into `_view`; whether there were any that say something new."""
+        """Wait for the store's next message and merge it into `_view`; whether one came that was new."""
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """Give up connections, also those on which something is waited for."""
+        """Close connections, also those on which a thread waits."""
 
     def watch(self, seen: View, timeout: float) -> View:
         """See `RoundStore`."""
@@ -87,8 +87,8 @@ class Watching(ABC):
                     log.debug("the watch is opened again: %s", e)
             except Exception:
                 if self._closed:
-                    return  # what it waited for was ended under its hands
-                # A watch that ends silently would leave this agent deaf for good.
+                    return  # `close` ended its wait
+                # If this thread ended, the agent would never hear of a change again.
                 failures += 1
                 log.exception("the watch failed and is opened again")
             if failures:

@@ -1,1 +1,1 @@
-"""Forming the next round: which agents are in it, in which order, and what has to be waited for. Pure."""
+"""Forms the next round: which agents are in it, in which order, and what must be waited for. Pure."""

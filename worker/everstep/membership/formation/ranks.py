@@ -1,9 +1,9 @@
-"""Which rank each member of a new round has. Pure.
+"""Assigns ranks to the members of a new round. Pure.
 
-Invariants: each survivor keeps its rank unless the world is now too small for that, so as many as possible do; ranks
-are dense. A moved rank is a moved shard and a new neighbour, so moving is what must be rare. Survivors keep their
-order, too. Not so where groups of agents hold a replica of the model together: there who has to move keeps its place in
-a group, and with it its part of the model, where such a place is free.
+Invariants: ranks are dense, and a survivor keeps its rank unless the world is now too small for it. A new rank means
+another shard and other neighbours, so few ranks should change. Survivors keep their order, too, with one exception. If
+a group of agents holds a replica of the model together, a survivor that must move takes the same place in another
+group, if one is free, because it then keeps its part of the model.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from everstep.contract.document import Member
 
 
 def assign(previous: Sequence[Member], chosen: Iterable[Member], group: int = 1) -> tuple[Member, ...]:
-    """The chosen in rank order. `previous` are the members of the round before, in rank order; so many of them, from
-    rank 0 on, are a `group`."""
+    """The chosen members in rank order. `previous`: the members of the round before, in rank order. Each `group`
+    members in a row, from rank 0 on, hold one replica of the model."""
     pool = {member.agent: member for member in chosen}
     survivors = [(rank, pool[old.agent]) for rank, old in enumerate(previous) if old.agent in pool]
     places = _in_order(survivors, len(pool)) if group == 1 else _in_parts(survivors, len(pool), group)
@@ -29,13 +29,14 @@ def assign(previous: Sequence[Member], chosen: Iterable[Member], group: int = 1)
 def _in_order(survivors: Sequence[tuple[int, Member]], size: int) -> list[Member | None]:
     places: list[Member | None] = [None] * size
     for position, (rank, member) in enumerate(survivors):
-        # The highest rank that leaves room for those behind; both terms grow strictly, so no two meet.
+        # At most the highest rank that leaves room for the survivors behind. Both terms grow strictly, so no two
+        # survivors get one rank.
         places[min(rank, size - len(survivors) + position)] = member
     return places
 
 
 def _in_parts(survivors: Sequence[tuple[int, Member]], size: int, group: int) -> list[Member | None]:
-    """Without those that have to move and find no free rank of their place in a group."""
+    """The places of the survivors. A survivor that must move has none if no rank with its place in a group is free."""
     places: list[Member | None] = [None] * size
     for rank, member in survivors:
         if rank < size:
@@ -48,7 +49,7 @@ def _in_parts(survivors: Sequence[tuple[int, Member]], size: int, group: int) ->
 
 
 def _fill(places: list[Member | None], joiners: list[Member], previous: Sequence[Member]) -> list[Member]:
-    """Each joiner to the rank that its index had, if that is free; the others to the lowest free ranks."""
+    """Give each joiner the rank that its index had, if that is free, and the others the lowest free ranks."""
     had = {member.index: rank for rank, member in enumerate(previous)}
     rest = []
     for joiner in joiners:

@@ -1,7 +1,8 @@
-"""Which members stay when some pairs of them do not reach each other. Pure.
+"""Selects the members that stay when some pairs of them do not reach each other. Pure.
 
-Invariant: no two that stay are a reported pair. The largest such set stays; of equal ones the set with the lowest
-indices. Exact for up to `EXACT` members with a report, greedy beyond (the exact problem is NP-hard).
+Invariant: no two members that stay are a reported pair. The largest such set stays; among equal ones, the set with the
+lowest indices. The result is exact for up to `EXACT` members with a report, and greedy beyond (the exact problem is
+NP-hard).
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ def largest_set(members: Sequence[Member], reports: Iterable[Report]) -> tuple[M
 
 
 def _fewest(suspects: list[Member], pairs: set[tuple[str, str]]) -> set[str]:
-    """The smallest set whose absence leaves no pair; of equal ones the one that leaves the lowest indices."""
+    """The smallest set whose removal leaves no pair; among equal ones, the set that leaves the lowest indices."""
     agents = [member.agent for member in suspects]
     for count in range(1, len(agents) + 1):
-        # From the highest indices down, so that the first that fits leaves the lowest.
+        # From the highest indices down, so that the first set found leaves the lowest indices.
         for out in combinations(reversed(agents), count):
             if all(low in out or high in out for low, high in pairs):
                 return set(out)

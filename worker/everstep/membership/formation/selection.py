@@ -1,10 +1,10 @@
-"""Who is in the round that is formed next, how many that could be, and what has to be waited for before it is. Pure.
+"""Selects the members of the next round, or says what must be waited for before it can be formed. Pure.
 
-Where all allowed sizes are multiples of a number, the processes of so many agents hold one replica of the model
-together, a part each, and each part is held by the agents of the same place in the other groups. So of more agents than
-fit a group that is whole stays whole, and of those that have lost a partner those stay that have different parts.
+If all allowed sizes are multiples of a number, that many agents are a group: they hold one replica of the model
+together, a part each. Agents at the same place of different groups hold the same part. If there are more agents than
+fit, whole groups are kept whole. Of the agents that have lost a partner, those are kept that hold different parts.
 
-Invariants: who does not ask for the round is not in it; its size is allowed; no two of it are a reported pair.
+Invariants: only agents that ask for the round are in it; its size is allowed; no two members are a reported pair.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def next_members(document: Document, waited: Waited, *, shrink: bool) -> tuple[M
     missing = [member.agent for member in remaining if member.agent not in waiting]
     if missing and not document.gone and document.broken is None and len(missing) == len(remaining):
         return f"round {document.round} runs: its members take in who waits"
-    # Nobody waits for a member whom the others do not reach: it is not in the next round, whether it comes or not.
+    # A member that the others do not reach is not waited for: it will not be in the next round, even if it comes.
     able = {member.agent for member in largest_set(_everyone(document), document.reports)}
     awaited = [agent for agent in missing if agent in able]
     if awaited and waited < Waited.REJOIN:
@@ -48,15 +48,15 @@ def next_members(document: Document, waited: Waited, *, shrink: bool) -> tuple[M
 
 
 def growth(document: Document) -> int:
-    """How many more members the round would have if it were formed again now; 0 if that would not make it larger."""
+    """How many more members the round would have if it were formed again now; 0 if it would not be larger."""
     remaining = document.remaining()
-    if not document.joining or document.done:  # nobody grows who is about to end
+    if not document.joining or document.done:  # a job that is about to end does not grow
         return 0
     return max(0, connected(document) - len(remaining))
 
 
 def is_spare(document: Document, agent: str) -> bool:
-    """Whether the agent waits for a place in a round that runs and has none: until a member is lost, if one ever is."""
+    """Whether the agent is a spare: it waits, but the running round has no place for it until a member is lost."""
     if not document.remaining() or document.gone or document.broken is not None or document.done:
         return False
     waiting = [member.agent for member in document.joining]
@@ -66,20 +66,23 @@ def is_spare(document: Document, agent: str) -> bool:
 
 
 def connected(document: Document) -> int:
-    """The largest round of those who are here and reach each other; 0 if they are too few."""
+    """The size of the largest round of agents that are here and reach each other; 0 if they are too few."""
     return document.sizes.largest(len(largest_set(_everyone(document), document.reports)))
 
 
 def _everyone(document: Document) -> tuple[Member, ...]:
-    """Who is here."""
+    """The members that remain in the round, and the agents that wait for the next."""
     remaining = document.remaining()
     here = {member.agent for member in remaining}
     return (*remaining, *(member for member in document.joining if member.agent not in here))
 
 
 def _preferred(document: Document, pool: Sequence[Member]) -> list[Member]:
-    """Who waits, in the order in which they are taken: who is not asked to stop before who is; of those, groups that
-    are whole, then one survivor of other groups for each place in a group, then a second one, …; who comes new last."""
+    """The waiting agents, in the order in which they are taken.
+
+    Agents that are asked to stop come last. Among the others, whole groups come first. Then comes one survivor for each
+    place in a group, then a second one for each place, and so on. Then come new agents.
+    """
     group = document.sizes.group
     stopping, here = set(document.stopping), {member.agent for member in pool}
     survivors = {member.agent for member in document.remaining()}

@@ -1,1 +1,1 @@
-"""The connections between agents, by which a dead process or a broken network is known early."""
+"""Connections between agents, which show a dead process or a broken network early: the failure detector."""

@@ -1,7 +1,7 @@
-"""Tries the members that are far away in the ring of connections, one at a time, in turn, for ever.
+"""Probes the members that are not neighbours in the ring of connections, one at a time, in turn, for ever.
 
-What an agent sends so does not grow with the world. Invariant: nothing is decided here: a member that does not answer
-is handed on to be looked at closely.
+So an agent's traffic does not grow with the world. Invariant: nothing is decided here. A member that does not answer is
+handed to the peer monitor for a closer look.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from everstep.contract.document import Member
 from everstep.membership.peers.probe import MOST_REST, Reached, Silent, probe
 
-FIRST_LAP = 0.25  # seconds between two far members, the first time
+FIRST_LAP = 0.25  # seconds between two far members in the first pass over all of them
 LATER_LAPS = 2.0
 
 
 class FarProbe:
-    """Tries one member after the other, for ever."""
+    """Probes one member after the other, for ever."""
 
     def __init__(self, members: list[Member], suspect: Callable[[Member], None]) -> None:
         self._members, self._suspect = members, suspect

@@ -1,7 +1,7 @@
 """The listening end of the connections between agents.
 
-It tells whoever connects which agent this is, and keeps the connection until the other ends it. What a guest sends is
-dropped: that it arrived is known to the guest from its kernel.
+It sends this agent's name to each guest (a peer that connects), and keeps the connection until the guest ends it. A
+guest's bytes are dropped: its kernel shows it that they arrived, and it needs no other answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from everstep.membership.peers.probe import HELLO
 
 MOST_GUESTS = 64  # connections taken; more are dropped
 CLOSE_SECONDS = 5.0
-KEEP_ALIVE = (30, 10, 3)  # seconds of silence, seconds between probes, and probes: a guest that is lost is let go
+KEEP_ALIVE = (30, 10, 3)  # TCP keepalive, which drops a lost guest: seconds of silence, seconds between probes, probes
 
 
 class Listener:
@@ -101,7 +101,7 @@ class _Waker:
 
 
 def _ended(sock: socket.socket) -> bool:
-    """A guest has nothing to say: whatever can be read is the end, or something to drop."""
+    """Whether the guest has ended the connection. Bytes that it sent are read and dropped."""
     try:
         return not sock.recv(256)
     except BlockingIOError:

@@ -1,16 +1,19 @@
-"""Connections between agents, by which the death of one, or of the network between two, is known early.
+"""The peer monitor: connections between agents show early that an agent died, or that two do not reach each other.
 
-Each member of a round connects to the next two in rank order (in a ring); of up to `SMALL` members each pair has a
-connection. When a process dies, its kernel ends the connection: in milliseconds. When packets are lost, one way or
-both, what is sent is not acknowledged. Then attempts to connect again decide (`probe`). Refused, or answered by
-another agent: the process is gone. No packet came back: these two do not reach each other, within `DETECTED` seconds.
-In a larger world, pairs that are further apart are tried in turn, one at a time, so that what an agent sends does not
-grow with the world. Who was never reached is not called gone, because a firewall refuses too. Knows neither store nor
-document. A stopped process keeps its connections: it is the lease's.
+Each member of a round connects to the next two in rank order (in a ring). With up to `SMALL` members, each pair has a
+connection. When a process dies, its kernel ends the connection within milliseconds. When packets are lost in one or
+both directions, sent data is not acknowledged. Then new attempts to connect decide (`probe`):
 
-Invariants: who said that two do not reach each other looks again until they do, whatever round it is in, and says so
-when they did for as long as `probation` asks. Who found another gone says so until that was told to all; who found one
-silent says so for `PATIENCE` seconds, and then looks again.
+- If one is refused, or answered by another agent, the process is gone.
+- If no packet comes back, these two do not reach each other. That is known within `DETECTED` seconds.
+
+In a larger world, pairs that are further apart are probed in turn, one at a time, so that an agent's traffic does not
+grow with the world. A member that was never reached is not called gone, because a firewall refuses connections too. A
+stopped process keeps its connections; only its lease shows it. This module knows neither store nor document.
+
+Invariants: an agent that reported an unreached peer probes it until it answers, whatever round it is in. It withdraws
+the report once the connection has held for `probation` seconds. An agent that found a peer gone reports that until all
+know it. An agent that found one silent repeats its report for `PATIENCE` seconds, and then probes again.
 """
 
 from __future__ import annotations
@@ -33,14 +36,14 @@ log = logging.getLogger(__name__)
 NEIGHBOURS = 2
 SMALL = 16
 BEAT = 0.5  # seconds between two bytes over a connection
-LOOK_CLOSER = 0.05  # seconds between looks at one that is not acknowledged
+LOOK_CLOSER = 0.05  # seconds between checks of a byte that is not acknowledged yet
 DETECTED = 5.0  # seconds at most: two beats, QUIET, ATTEMPTS and their rest
-REFUSALS = 3  # by a port that was never open to this agent
-SOON = 0.005  # seconds after the first attempt in a row that showed nothing
+REFUSALS = 3  # by a port that was never open to this agent; then the peer is reported as unreached
+SOON = 0.005  # seconds after the first inconclusive attempt in a row
 PAUSE = 0.3  # seconds after a later one, at most
-TELL_AGAIN = 0.2  # seconds until what could not be told is told again: all wait for that
-LOOK_AGAIN = 1.0  # seconds between attempts, where none came through
-PATIENCE = 5.0  # seconds for each of these, and for which what one found is told
+TELL_AGAIN = 0.2  # seconds between attempts to deliver a report: all members wait for it
+LOOK_AGAIN = 1.0  # seconds between attempts to reach an unreached peer
+PATIENCE = 5.0  # seconds for each of these attempts, and for repeating a report
 MOST_FOLLOWED = 64
 FIRST_PROBATION = 2.0
 MOST_PROBATION = 300.0
@@ -49,31 +52,31 @@ Key = tuple[str, str, int]
 
 
 class PeerObserver(Protocol):
-    """Is told what the connections show. Called from their threads."""
+    """Receives the peer monitor's findings, in the threads of the connections."""
 
     def lost(self, agent: str, why: str) -> bool:
-        """The agent's process is gone. Whether all know it, or never will; else it is said again."""
+        """The agent's process is gone. True if all know it, or never will; False makes the caller repeat it."""
         ...
 
     def unreached(self, agent: str) -> int:
-        """The agent is not reached. How often these two have lost each other; 0 if that could not be told to all."""
+        """The agent is not reached. Returns how often these two have lost each other; 0 if the report failed."""
         ...
 
     def reached(self, agent: str) -> bool:
-        """The agent is reached again, after that. Whether all know it, or never will."""
+        """The agent is reached again after `unreached`. True if all know it, or never will."""
         ...
 
 
 def probation(times: int) -> float:
-    """Seconds for which a connection must hold that failed so often."""
+    """How many seconds a connection must hold after it has failed `times` times."""
     return min(MOST_PROBATION, FIRST_PROBATION * 4.0 ** min(max(0, times - 1), 8))
 
 
 def pause(times: int) -> float:
-    """Seconds after so many attempts in a row that showed nothing.
+    """Seconds to wait after `times` inconclusive attempts in a row.
 
-    The first one comes at the end of a connection, most often of a process that dies: its kernel closes one descriptor
-    after the other, and still takes a connection that it resets a moment later.
+    The first attempt follows the end of a connection, most often because the process dies. Its kernel closes one
+    descriptor after the other, and may accept a connection that it resets a moment later.
     """
     return min(PAUSE, SOON * 2.0 ** min(max(0, times - 1), 8))
 
@@ -83,9 +86,9 @@ def key_of(member: Member) -> Key:
 
 
 class PeerMonitor:
-    """The listening end, a thread for each neighbour in the present round, and one for all others in turn.
+    """The listening end, a thread for each neighbour in the present round, and one that probes all others in turn.
 
-    They outlive the round until the next one is formed: who dies while the others join is known as fast.
+    They stay until the next round is formed, so a death while the others join is found as fast.
     """
 
     def __init__(self, agent: str, host: str = "") -> None:
@@ -96,7 +99,7 @@ class PeerMonitor:
         self._far_probe: FarProbe | None = None
 
     def follow(self, formed: Round, observer: PeerObserver) -> None:
-        """Connect to the neighbours in this round; to no others any more but those that were not reached."""
+        """Connect to the neighbours in this round, and drop all other connections but those to unreached peers."""
         near, far = _around(formed)
         with self._lock:
             if self._far_probe is not None:
@@ -120,7 +123,7 @@ class PeerMonitor:
             self._followed.clear()
 
     def _suspect(self, member: Member, observer: PeerObserver) -> None:
-        """A far member does not answer: look closer."""
+        """Follow a far member that does not answer, with a thread of its own."""
         with self._lock:
             self._followed = {key: one for key, one in self._followed.items() if not one.over}
             if key_of(member) not in self._followed and len(self._followed) < MOST_FOLLOWED:
@@ -128,7 +131,7 @@ class PeerMonitor:
 
 
 def _around(formed: Round) -> tuple[dict[Key, Member], list[Member]]:
-    """The neighbours, and the others that this member looks at: of each pair, one looks at the other."""
+    """The neighbours, and the far members that this member probes. In each pair, one probes the other."""
     size = formed.world_size
     behind = [formed.members[(formed.rank + step) % size] for step in range(1, size)]
     half = size // 2
@@ -138,7 +141,8 @@ def _around(formed: Round) -> tuple[dict[Key, Member], list[Member]]:
 
 
 class _Follower:
-    """The connection to one member, in a thread that ends when the member is gone; or reached, if it is not to stay."""
+    """The connection to one member, in a thread of its own. The thread ends when the member is gone, and if `stays` is
+    false, also when it is reached."""
 
     def __init__(
         self, member: Member, observer: PeerObserver, *, stays: bool = True, stopped: threading.Event | None = None
@@ -146,8 +150,8 @@ class _Follower:
         self._member, self._observer = member, observer
         self.stays, self.unreached, self.over = stays, False, False
         self._met, self._refusals = False, 0
-        self._unclear = 0  # attempts in a row that showed nothing
-        self._times = 0  # that the two have lost each other; 0: nobody was told
+        self._unclear = 0  # inconclusive attempts in a row
+        self._times = 0  # how often the two have lost each other; 0: not reported yet
         self._rest = MOST_REST
         self._stopped = stopped or threading.Event()
         self._lock = threading.Lock()
@@ -169,7 +173,7 @@ class _Follower:
             self.over = True
 
     def _try(self) -> bool:
-        """One attempt and what follows from it; whether to go on."""
+        """Make one attempt and act on its result; whether to go on."""
         once = self.unreached
         found = probe(
             self._member, self._stopped.is_set, attempts=1 if once else ATTEMPTS,
@@ -213,7 +217,8 @@ class _Follower:
         if not self.unreached:
             log.warning("%s", why)
             self.unreached, self._times = True, 0
-        # The round ends when one of the two says so: it waits for a store that has no leader yet, not for an attempt.
+        # The round ends with this report. A store that has no leader yet may answer any moment, so the report is
+        # repeated before the next attempt to connect.
         until = time.monotonic() + PATIENCE
         while not self._times:
             self._times = self._observer.unreached(self._member.agent)
@@ -221,10 +226,10 @@ class _Follower:
                 break
 
     def _hold(self, sock: socket.socket) -> None:
-        """Until the connection ends or nothing comes through it, or this is stopped."""
+        """Beat over the connection until it ends, nothing comes through it, or this follower is stopped."""
         with self._lock:
             self._sock = sock
-        # A stop that came before this saw no socket.
+        # `stop` shuts `_sock` down. One that came before it was set is seen in the loop's condition.
         began = time.monotonic()
         with sock, contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -244,7 +249,7 @@ class _Follower:
             self._sock = None
 
     def _well(self, seconds: float) -> bool:
-        """The connection has held for so long; whether it is needed any longer."""
+        """Whether the connection, which has held for `seconds`, is still needed. Ends the report after probation."""
         if self.unreached and seconds >= probation(self._times):
             self.unreached = not self._observer.reached(self._member.agent)
         return self.stays or self.unreached

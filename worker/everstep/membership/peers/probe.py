@@ -1,10 +1,10 @@
-"""Whether a peer is reached, as the kernels at both ends say.
+"""Tests whether a peer is reached, from the state of the TCP connections.
 
-A connection is made, and what is sent over one is acknowledged, by the peer's kernel: it does so for a process that is
-stopped or waits for a processor too. So what is found here is the state of the network, and of a process only whether
-its port is open. A packet that came through both ways is proof. Its absence is none before many were sent: each attempt
-is a connection of its own, because TCP waits ever longer before it sends what was lost again. At 30 % loss each way
-half of the attempts fail, and all of them once in a million times. Linux only (TCP_INFO).
+The peer's kernel accepts connections and acknowledges data, even for a process that is stopped or waits for a
+processor. So a probe shows the state of the network, and of the process only whether its port is open. One packet that
+came through both ways is proof that the peer is reached. Missing packets prove nothing until many were sent. Each
+attempt is a connection of its own, because TCP waits ever longer before it retransmits. At 30 % loss each way half of
+the attempts fail, and all of them once in a million times. Linux only (TCP_INFO).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from everstep.contract.fields import MAX_AGENT
 HELLO = "everstep-link "
 ATTEMPTS = 24
 SPACING = 0.05  # seconds between attempts
-REST = 0.5  # seconds for which the last attempt is waited for, at least
+REST = 0.5  # seconds to wait for the last attempt, at least
 MOST_REST = 2.0  # the same, in a slow network
-GREETING = 10.0  # seconds for a greeting over a connection that stands
-QUIET = 1.0  # seconds in which a byte is acknowledged
+GREETING = 10.0  # seconds to wait for the greeting over an open connection
+QUIET = 1.0  # seconds in which a byte must be acknowledged
 MOST_QUIET = 1.5  # the same, in a slow network
 _INFO = struct.Struct("=24xI40xI")  # of linux/tcp.h's tcp_info: tcpi_unacked and tcpi_rtt
 
@@ -56,7 +56,7 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Unclear:
-    """Something is there, or nothing could be tried: this shows nothing."""
+    """The probe shows nothing: something answered in another way, or no attempt could be made."""
 
     why: str
 
@@ -67,7 +67,7 @@ ProbeResult = Reached | Gone | Silent | Unclear
 def probe(
     member: Member, stopped: Callable[[], bool], *, attempts: int = ATTEMPTS, rest: float = MOST_REST
 ) -> ProbeResult:
-    """Connect to a member: one attempt after the other, `rest` seconds for the last, until one succeeds."""
+    """Try to connect to a member until an attempt succeeds; the last one has `rest` seconds."""
     where = f"{member.address}:{member.link_port} ({member.agent})"
     try:
         family, _, _, _, address = socket.getaddrinfo(member.address, member.link_port, type=socket.SOCK_STREAM)[0]
@@ -91,9 +91,9 @@ def connect(
     stopped: Callable[[], bool] = lambda: False,
     spacing: float = SPACING,
 ) -> socket.socket | int:
-    """The first connection that stands; else ECONNREFUSED, or the last error, 0 if there was none.
+    """The first open connection; otherwise ECONNREFUSED, or the last error, or 0 if there was none.
 
-    One attempt is made each `spacing` seconds, beside those that are under way. The socket does not block."""
+    A new attempt begins every `spacing` seconds, beside those in progress. The socket does not block."""
     tried: dict[int, socket.socket] = {}
     poll = select.poll()
     last = 0
@@ -107,7 +107,7 @@ def connect(
             else:
                 last = code
             until = time.monotonic() + (spacing if number + 1 < attempts else rest)
-            # At least once for each: whoever had no processor meanwhile finds what came.
+            # Poll at least once for each attempt: a process that got no processor meanwhile still finds the answer.
             while True:
                 found = poll.poll(max(0.0, min(SPACING, until - time.monotonic())) * 1e3)
                 for descriptor, _ in found:
@@ -149,7 +149,7 @@ def _greeted(sock: socket.socket, member: Member, where: str) -> ProbeResult:
 
 
 class Pulse:
-    """Whether what is sent over a connection is acknowledged. `beat` now and then."""
+    """Watches whether sent bytes are acknowledged. The caller calls `beat` now and then."""
 
     def __init__(self, connection: socket.socket, now: float) -> None:
         self._connection, self._heard = connection, now
@@ -161,11 +161,11 @@ class Pulse:
 
     @property
     def waits(self) -> bool:
-        """Whether something that was sent is not acknowledged."""
+        """Whether a sent byte is not acknowledged yet."""
         return self._info()[0] > 0
 
     def beat(self, now: float) -> bool:
-        """Send a byte if the last one was acknowledged; whether it was, or may still be. Raises OSError."""
+        """Send a byte if the last one was acknowledged. False if its acknowledgement is overdue. Raises OSError."""
         unacknowledged, round_trip = self._info()
         if not unacknowledged:
             self._heard = now
@@ -175,12 +175,12 @@ class Pulse:
         return now - self._heard < min(MOST_QUIET, QUIET + round_trip / 2)
 
     def _info(self) -> tuple[int, float]:
-        """Segments that were sent and not acknowledged, and the round trip."""
+        """How many sent segments are not acknowledged, and the round-trip time."""
         data = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         unacknowledged, round_trip = _INFO.unpack(data)
         return unacknowledged, round_trip * 1e-6
 
 
 def rest(round_trip: float) -> float:
-    """Seconds for which the last attempt to connect is waited for, where packets take so long."""
+    """Seconds to wait for the last attempt to connect in a network with this round-trip time."""
     return min(MOST_REST, max(REST, 1.5 * round_trip))

@@ -1,1 +1,1 @@
-"""What stock torchrun loads for `--rdzv-backend=everstep` and `=etcd-v3`."""
+"""The rendezvous handlers of stock torchrun for `--rdzv-backend=everstep` and `=etcd-v3`."""

@@ -1,7 +1,7 @@
-"""What torchrun finds in the `torchrun.handlers` entry points: `--rdzv-backend=everstep` and `=etcd-v3`.
+"""The `torchrun.handlers` entry points: `--rdzv-backend=everstep` and `=etcd-v3`.
 
-torch loads this module in every process that imports torch.distributed.elastic, whatever backend is used: so nothing is
-imported until a handler is made.
+torch loads this module in every process that imports torch.distributed.elastic, whatever backend is used. So it imports
+nothing until a handler is made.
 """
 
 from __future__ import annotations

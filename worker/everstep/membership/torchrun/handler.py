@@ -1,8 +1,8 @@
-"""A rendezvous handler for stock torchrun, over any round store. The one module of this package that imports torch.
+"""A rendezvous handler for stock torchrun, over any round store. The only module of this package that imports torch.
 
-Each round has a process-group store of its own, in the agent of rank 0, bound before that agent asks to join: so its
-port is known when the round is, no port is guessed, and its death ends that round and nothing else. The agents' keys in
-it are prefixed with the round: a latecomer of an old round reads nothing of this one.
+Each round has a process-group store of its own, in the agent of rank 0. It is bound before that agent asks to join: so
+its port is known with the round, and need not be guessed. If the store dies, only that round ends. The agents' keys in
+it are prefixed with the round, so a latecomer of an old round reads nothing of this one.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from everstep.membership.world_state import Broken, Closed, Finishing, Growing, 
 
 log = logging.getLogger(__name__)
 
-CONNECT = 2.0  # seconds for one attempt at rank 0's store; then the round is looked at again
-STORE_TIMEOUT = timedelta(seconds=300)  # of a call on it, as torch has by default
-LOOK = 0.01  # seconds between looks at who has arrived
-MEET = 60.0  # seconds for that, at least, however long a place in the round was waited for
-AGAIN = 0.2  # seconds after which a store that did not answer is told again
-# torch's: the processes make a process-group store of their own, at a port that is free on rank 0's machine.
+CONNECT = 2.0  # seconds for one attempt to connect to rank 0's store; then the round is checked again
+STORE_TIMEOUT = timedelta(seconds=300)  # of a call on that store; torch's default
+LOOK = 0.01  # seconds between checks of how many members have arrived
+MEET = 60.0  # seconds for the members to arrive, at least, however long the join took
+AGAIN = 0.2  # seconds between attempts at a write that the round store did not answer
+# torch's variable. With it, the processes make a process-group store of their own, at a free port of rank 0's machine.
 NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -87,9 +87,9 @@ class RoundHandler(RendezvousHandler):
         self._driver = Driver(store, member, sizes, settings.settings, peers=self._peers)
         self._server: TCPStore | None = None
         self._number = 0  # of the round that this agent was in last
-        self._in_round = False  # or it was not told of one that is over
-        self._closed = False  # as this handler itself has seen to
-        # torchrun does not shut a handler down when a signal ends it, and the others should not wait for the lease.
+        self._in_round = False  # true from a round's start until torchrun asks for the next round
+        self._closed = False  # whether this handler has closed the job
+        # torchrun does not shut a handler down when a signal ends torchrun. The others should not wait for the lease.
         self._leave = weakref.finalize(self, _leave, self._driver, os.getpid())
 
     def get_backend(self) -> str:
@@ -103,24 +103,24 @@ class RoundHandler(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Be in the next round, whose members have all reached its store."""
+        """Join the next round; all its members have reached its store when this returns."""
         if self._closed or not self._leave.alive:
             raise RendezvousClosedError("this handler has closed the rendezvous, or was shut down")
         deadline, self._in_round = time.monotonic() + self._timeout, False
-        # The old server lives until the new one is bound, so that the new port is another.
+        # The old server lives until the new one is bound, so that the new port differs.
         server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
         self._server = server
         while True:
             formed = self._join(deadline - time.monotonic(), server.port)
             deadline = max(deadline, time.monotonic() + MEET)
-            with warnings_off():  # members may die now, and what is logged here says so
+            with warnings_off():  # members may die now, and this handler logs that itself
                 found = self._meet(formed, server, deadline)
             if found is not None:
                 break
         if formed.rank != 0:
             self._server = None
         self._number, self._in_round = formed.number, True
-        # torchrun starts its processes in this environment: with the round, their commits can be fenced.
+        # torchrun starts its processes with this environment. It holds the round, so their commits can be fenced.
         os.environ |= {env.ROUND: str(formed.number), env.RENDEZVOUS: formed.rendezvous}
         store, place = found
         return RendezvousInfo(store, formed.rank, formed.world_size, place)
@@ -139,10 +139,10 @@ class RoundHandler(RendezvousHandler):
             raise RendezvousStateError(str(e)) from e
 
     def _meet(self, formed: Round, server: TCPStore, deadline: float) -> tuple[Store, RendezvousStoreInfo] | None:
-        """The round's store, and where the processes have theirs, once all members are there; None if the round broke
-        before.
+        """Wait until all members have come. Returns the round's store and the address of the processes' store, or None
+        if the round broke before.
 
-        torchrun gives up for good when a peer dies while ranks are handed out: so nobody starts that before all came.
+        torchrun gives up for good if a peer dies while it hands out ranks. So no member begins that before all came.
         """
         store = server if formed.rank == 0 else self._connect(formed, deadline)
         if store is None:
@@ -184,7 +184,7 @@ class RoundHandler(RendezvousHandler):
         return isinstance(self._driver.world_state(), Whole | Growing | Finishing)
 
     def _await_break(self, deadline: float) -> None:
-        """Rank 0's store is gone, so its link or its lease will tell: nobody else has to be asked."""
+        """Wait for the round to break: rank 0's store is gone, so the peer monitor or the lease will show that."""
         while self._intact() and time.monotonic() < deadline:
             self._driver.wait(min(1.0, CONNECT))
 
@@ -198,26 +198,26 @@ class RoundHandler(RendezvousHandler):
                 return count
             case Broken():
                 return 1
-            case Closed() | Whole() | Finishing() | Stopping() | Left():  # the last two: only for who says so of itself
+            case Closed() | Whole() | Finishing() | Stopping() | Left():  # the last two need a `Stop`, not sent here
                 return 0
 
     def is_closed(self) -> bool:
         if self._closed or isinstance(self._driver.world_state(), Closed):
             return True
         if self._in_round or not self._leave.alive:
-            return False  # and it would have been told
+            return False  # the driver would have shown it
         document = self._look()
         return document is not None and document.closed is not None
 
     def set_closed(self) -> None:
-        """No round follows, for anyone. Raises what torch's does if that cannot be."""
+        """Close the job for all agents: no round follows. Raises torch's error if the store cannot be reached."""
         if not self._closed:
             self._close("an agent closed the rendezvous", outside=True)
 
     def shutdown(self) -> bool:
         """torchrun calls this when its processes have succeeded, or failed for good.
 
-        There is no next round then, unless somebody starts this worker again: the operator does, in a TrainingJob.
+        No round follows, unless this worker is started again, as the operator does in a TrainingJob.
         """
         if not self._leave.alive:
             return True
@@ -226,7 +226,7 @@ class RoundHandler(RendezvousHandler):
             if env.JOB_UID in os.environ and self._number and not failed:
                 self._say(lambda: self._driver.change(Done(self._driver.agent, self._number)))
             elif env.JOB_UID not in os.environ or not failed:
-                # Who failed before its first round must not end the others' job.
+                # A failure before this agent's first round must not end the others' job.
                 self._close("an agent finished", outside=not failed)
         except RendezvousError as e:
             log.warning("the others could not be told of this agent's end: %s", e)
@@ -236,7 +236,7 @@ class RoundHandler(RendezvousHandler):
         return True
 
     def _look(self) -> Document | None:
-        """What the store holds now. For a handler that is in no round, and is told of nothing."""
+        """The document in the store now. A handler in no round has to ask for it: its driver watches nothing then."""
         try:
             return self._driver.document()
         except DocumentInvalid as e:
@@ -249,7 +249,7 @@ class RoundHandler(RendezvousHandler):
         self._closed = True
 
     def _say(self, change: Callable[[], Document | Rejected]) -> None:
-        """Make the change, however long the store is away within `close_timeout`."""
+        """Make the change; try again for up to `close_timeout` seconds while the store is unavailable."""
         until = time.monotonic() + self._close_timeout
         while True:
             try:
@@ -271,6 +271,6 @@ class RoundHandler(RendezvousHandler):
 
 
 def _leave(driver: Driver, process: int) -> None:
-    """When the handler is shut down, or given up, or Python ends; not in a process that was forked meanwhile."""
+    """Leave when the handler is shut down or dropped, or Python ends. Does nothing in a forked process."""
     if os.getpid() == process:
         driver.leave()
